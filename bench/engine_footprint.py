@@ -20,9 +20,9 @@ from bench.contender import SOURCES
 from bench.table import Row
 from bench.workload import prompts
 from slora import SamplingParams
-from slora.engine.client import RemoteEngine
+from slora.client.client import RemoteEngine
+from slora.core.request import EngineRequest
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest
 from slora_adapters.loader.loader_config import LoaderConfig
 
 _BATCH, _TOKENS = 64, 64

@@ -39,7 +39,7 @@ from bench.simulation.simulation import Policies, Setup
 from bench.simulation.traces import S2, zipf_trace
 from bench.simulation.virtual_source import FetchCosts
 from bench.table import Row, print_table, write_json
-from slora.routing.router import Router
+from slora.client.router import Router
 from slora_adapters.process.progress_bar import track_progress
 
 REMOTE = FetchCosts(latency_s=0.02, bytes_per_s=200e6, num_lanes=5)

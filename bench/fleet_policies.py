@@ -11,8 +11,8 @@ import numpy as np
 from bench.simulation.fleet.model_adapters import ModelAdapters
 from bench.simulation.fleet.replica_model import ReplicaModel
 from bench.simulation.lengths import FloatArray, IntArray
-from slora.routing.rendezvous import hash_key, hash_names, rank_names
-from slora.routing.replica_state import ReplicaState, RoutedWork
+from slora.client.rendezvous import hash_key, hash_names, rank_names
+from slora.client.replica_state import ReplicaState, RoutedWork
 
 
 class _Reported:

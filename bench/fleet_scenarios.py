@@ -24,7 +24,7 @@ from bench.simulation.fleet.replica_model import ReplicaSettings
 from bench.simulation.fleet.traffic import Demand, Traffic, make_traffic
 from bench.simulation.request_log import SLO_S
 from bench.table import Row, print_table, write_json
-from slora.routing.router import DEFAULT_PENALTIES, Penalties, Router
+from slora.client.router import DEFAULT_PENALTIES, Penalties, Router
 from slora_adapters.process.progress_bar import track_progress
 
 

@@ -17,11 +17,11 @@ from bench.paced_source import PacedSource
 from bench.simulation.request_log import percentile
 from bench.table import Row
 from bench.workload import RANKS, prompts, write_adapter, write_model
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -7,7 +7,7 @@ each other, not for predicting a machine.
 """
 
 from bench.simulation.machine import Machine
-from slora.cost_model import CostModel
+from slora.core.cost_model import CostModel
 from slora_kernels.layout import llama_shape
 
 LLAMA_7B = llama_shape(

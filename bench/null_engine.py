@@ -8,9 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from slora.core.request import EndedRequest, EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.engine import process
 from slora.engine.engine import Engine
-from slora.request import EndedRequest, EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 
 __all__ = ["NULL_TOKEN", "NullEngine"]
 

@@ -25,9 +25,9 @@ from starlette.responses import StreamingResponse
 from starlette.routing import Route
 
 from bench.null_engine import NULL_TOKEN
-from slora.engine import replica_group
-from slora.engine.client import RemoteEngine
-from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
+from slora.client import replica_group
+from slora.client.client import RemoteEngine
+from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora_api.cli.main import main
 from slora_api.server import serve
 from slora_api.server.supervisor import Child

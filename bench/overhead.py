@@ -12,8 +12,8 @@ from bench.simulation.machine import Machine
 from bench.simulation.simulation import Setup, Simulation
 from bench.simulation.traces import TraceRequest
 from bench.table import Row
-from slora.pool.page_pool import PagePool
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount
 
 NUM_TENANTS = 200
 OUTPUT_TOKENS = 4000

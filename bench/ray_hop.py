@@ -22,9 +22,9 @@ import ray
 from ray import serve
 
 from bench.table import print_table
-from slora.engine.replica_group import ReplicaGroup
-from slora.request import EngineRequest, TokenDelta
-from slora.sampling_params import SamplingParams
+from slora.client.replica_group import ReplicaGroup
+from slora.core.request import EngineRequest, TokenDelta
+from slora.core.sampling_params import SamplingParams
 from slora_api.cluster.local_cluster import LocalCluster
 from slora_api.server.replica_list import ReplicaList, ReplicaListFiles
 

@@ -26,13 +26,13 @@ from pathlib import Path
 import numpy as np
 
 from bench.table import Row, print_table, write_json
-from slora.engine.messages import encode_report
-from slora.engine.replica_group import ReplicaGroup
-from slora.engine.report import EngineReport
+from slora.client.replica_group import ReplicaGroup
+from slora.client.router import Penalties, Router
+from slora.core.messages import encode_report
+from slora.core.report import EngineReport
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
-from slora.routing.router import Penalties, Router
-from slora.sampling_params import SamplingParams
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from bench.memory_layouts import Job, Layout
 from bench.simulation.machine import Machine
 from bench.simulation.traces import Trace
-from slora.cost_model import StepWork
+from slora.core.cost_model import StepWork
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,9 +11,9 @@ from bench.step_clock import REST, StepClock, Timed
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import prompts
-from slora.device.step_batch import StepBatch
-from slora.engine.messages import encode_output
+from slora.core.messages import encode_output
 from slora.models.decoder import Decoder
+from slora.models.step_batch import StepBatch
 from slora.runner.runner import Runner
 from slora.scheduler.scheduler import Scheduler
 from slora_adapters.process.wire import encode

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from slora import SamplingParams
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest, StepOutput, WeightedAdapter, compose_adapters
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, StepOutput, WeightedAdapter, compose_adapters
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 

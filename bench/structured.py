@@ -29,13 +29,13 @@ from bench.parts import Tables, run_parts
 from bench.sse_client import SseClient
 from bench.table import Row
 from bench.workload import SMALL, prompts, write_model
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.core.structured_output import StructuredOutput
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
 from slora.grammar.lark_grammar import GrammarLibrary
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest
-from slora.sampling_params import SamplingParams
-from slora.structured_output import StructuredOutput
 from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.process.progress_bar import track_progress

@@ -7,8 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import slora_kernels  # noqa: F401  # It forces an instruction set before torch is loaded.
-from slora.pooling import Pooling, PoolingKind
-from slora.sampling_params import SamplingParams
+from slora.core.pooling import Pooling, PoolingKind
+from slora.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from slora.llm.async_llm import AsyncLLM

@@ -5,7 +5,7 @@ They have flags and environment variables, as the settings of a server have, and
 
 from dataclasses import dataclass
 
-from slora.setting import Auto, OnOff, Seconds, SettingSpec, Whole, setting, setting_specs
+from slora.core.setting import Auto, OnOff, Seconds, SettingSpec, Whole, setting, setting_specs
 
 __all__ = ["ClusterSettings", "cluster_setting_specs"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.errors import SloraError
+from slora.core.errors import SloraError
 from slora_adapters.process.full_disk import is_full
 
 __all__ = [

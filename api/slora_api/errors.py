@@ -28,7 +28,7 @@ SloraError (the project's root)
 │   ├── InspectionFailed   the check of an upload could not be completed; a retry may succeed
 │   ├── Stopping           the server is shutting down
 │   └── ClientGone         the client hung up, so no client reads the answer
-└── the branches of slora_adapters.errors and slora.errors
+└── the branches of slora_adapters.errors and slora.core.errors
 
 The body has OpenAI's form for every error, including the framework's: {"error": {"message", "type", "param", "code"}}.
 The openai client retries 408, 409, 429 and every 5xx, unless `x-should-retry: false` says that a retry is pointless.
@@ -48,7 +48,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 from typing_extensions import TypedDict
 
-from slora.errors import (
+from slora.core.errors import (
     AdapterFetchFailed,
     DeadlineMissed,
     EngineUnavailable,

@@ -10,7 +10,7 @@ strings, and one for the whole body.
 
 import re
 
-from slora.errors import describe_context
+from slora.core.errors import describe_context
 from slora_api.errors import BadRequest
 from slora_api.request_bounds import JsonBounds
 

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from slora.errors import RequestRefused
-from slora.structured_output import StructuredOutput
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import StructuredOutput
 from slora_api.field_types import RequestModel, check_depth, make_refusal
 from slora_api.unsupported import Unsupported
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slora.engine.info import EngineInfo
-from slora.engine.request_check import check_embedded_tokens, find_answer_room
-from slora.errors import ContextTooLong
-from slora.sampling_params import (
+from slora.core.errors import ContextTooLong
+from slora.core.info import EngineInfo
+from slora.core.request_check import check_embedded_tokens, find_answer_room
+from slora.core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from starlette.datastructures import Headers
 
-from slora.request import EngineRequest, RequestTiming, RequestUsage
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
 __all__ = ["RequestContext", "RequestFields", "RequestSpan", "Tracing", "current_request", "current_span"]
 

@@ -18,8 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from slora.sampling_params import MAX_LOGPROBS
-from slora.structured_output import StructuredOutput
+from slora.core.sampling_params import MAX_LOGPROBS
+from slora.core.structured_output import StructuredOutput
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import Name, RequestModel, Text, check_depth, make_refusal
 from slora_api.responses_items import Input, make_messages

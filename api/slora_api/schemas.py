@@ -2,7 +2,7 @@
 
 No field is ignored silently. An unknown field is refused by name. Unsupported fields of OpenAI's or vLLM's API are
 declared as `Unsupported`. Such a field is refused unless its value has no effect, such as `functions: []`.
-`SamplingParams` and `slora.engine.request_check` check the ranges of values. As in OpenAI's API, null means the same as
+`SamplingParams` and `slora.core.request_check` check the ranges of values. As in OpenAI's API, null means the same as
 leaving the field out.
 
 This module does not depend on adapters, tokens or the engine.
@@ -23,8 +23,8 @@ from pydantic import (
     model_validator,
 )
 
-from slora.request import MAX_ADAPTER_WEIGHT
-from slora.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
+from slora.core.request import MAX_ADAPTER_WEIGHT
+from slora.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import (
     STRICT,

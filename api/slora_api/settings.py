@@ -1,5 +1,5 @@
-"""The settings of `slora serve`. This module declares the settings of the server, and `slora.engine_config` those of
-the engine.
+"""The settings of `slora serve`. This module declares the settings of the server, and
+`slora.core.engine_config` those of the engine.
 
 The field `max_model_len` becomes the flag `--max-model-len` and the environment variable `SLORA_MAX_MODEL_LEN`. A flag
 overrides the environment, which overrides the default. No other module reads these variables.
@@ -11,9 +11,9 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from slora.engine_config import EngineConfig
-from slora.pooling import PoolingKind
-from slora.setting import (
+from slora.core.engine_config import EngineConfig
+from slora.core.pooling import PoolingKind
+from slora.core.setting import (
     Auto,
     ByteSize,
     Choice,

@@ -27,9 +27,9 @@ from bench.machines import ATTENTION
 from bench.step_clock import REST, StepClock, Timed
 from bench.table import Row
 from bench.workload import prompts
-from slora.device.step_batch import StepArrays
+from slora.core.request import StepOutput
 from slora.engine.engine import Engine
-from slora.request import StepOutput
+from slora.models.step_batch import StepArrays
 from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 

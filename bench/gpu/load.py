@@ -20,8 +20,8 @@ from bench.simulation.request_log import percentile
 from bench.simulation.traces import Trace, TraceRequest, slora_trace, zipf_trace
 from bench.table import Row
 from bench.workload import prompts
-from slora.engine_config import EngineConfig
-from slora.request import EngineRequest
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest
 
 DEFAULT_SEQS = EngineConfig(Path("random")).max_num_seqs
 # Of the saturated rate of the same number of adapters.

@@ -21,14 +21,14 @@ import torch
 from bench.kernels import MODELS
 from bench.machines import ALL_LINEARS
 from bench.made_weights import MadeWeights
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest, StepOutput, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine import process
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
 from slora.models.decoder import Decoder
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, StepOutput, single_adapter
-from slora.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slora.cost_model import CostModel
+from slora.core.cost_model import CostModel
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 
 BLOCK_TOKENS = 16

@@ -16,13 +16,13 @@ from bench.simulation.next_tokens import NextTokens
 from bench.simulation.request_log import Outcome, Results, summarize
 from bench.simulation.traces import Trace, TraceRequest
 from bench.simulation.virtual_source import FetchCosts, VirtualSource
-from slora.kv_footprint import KVFootprint
-from slora.request import EngineRequest, StepOutput, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.core.kv_footprint import KVFootprint
+from slora.core.request import EngineRequest, StepOutput, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.scheduler_config import SchedulerConfig
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
-from slora.scheduler_config import SchedulerConfig
 
 STOP_TOKEN = 2
 

@@ -1,7 +1,7 @@
 """The page of all settings, from their declarations in `EngineConfig`, `Settings` and `ClusterSettings`."""
 
-from slora.engine_config import EngineConfig
-from slora.setting import SettingSpec, setting_specs
+from slora.core.engine_config import EngineConfig
+from slora.core.setting import SettingSpec, setting_specs
 from slora_api.cluster_settings import ClusterSettings
 from slora_api.settings import Settings
 

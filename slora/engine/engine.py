@@ -13,25 +13,27 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from slora.adapter_place import AdapterPlace
-from slora.cost_model import CostModel, StepTimes
-from slora.device.huge_pages import prefault
-from slora.engine.histogram import Histogram
-from slora.engine.info import EngineInfo, EngineStats, TenantPurge
-from slora.engine.live_state import LiveState
+from slora.core.adapter_place import AdapterPlace
+from slora.core.cost_model import CostModel, StepTimes
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
+from slora.core.histogram import Histogram
+from slora.core.info import EngineInfo, EngineStats, TenantPurge
+from slora.core.kv_footprint import KVFootprint
+from slora.core.live_state import LiveState
+from slora.core.load_paces import LoadPaces
+from slora.core.pin import Pin
+from slora.core.report import MAX_SPANS, EngineReport
+from slora.core.request import EndedRequest, EngineRequest, StepOutput
+from slora.core.request_check import check_request, find_stop_token_ids
+from slora.core.scheduler_config import SchedulerConfig
+from slora.core.service_span import ServiceSpan
+from slora.core.tenant_share import DEFAULT_SHARE, TenantShare
 from slora.engine.live_view import LiveView
-from slora.engine.load_paces import LoadPaces
-from slora.engine.pin import Pin
-from slora.engine.report import MAX_SPANS, EngineReport
-from slora.engine.request_check import check_request, find_stop_token_ids
-from slora.engine_config import EngineConfig
-from slora.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
 from slora.grammar.grammar_compiler import GrammarCompiler
-from slora.kv_footprint import KVFootprint
+from slora.memory.huge_pages import prefault
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
-from slora.pool.service_span import ServiceSpan
-from slora.request import EndedRequest, EngineRequest, StepOutput
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.rank_group import NO_GROUP, RankGroup
@@ -39,8 +41,6 @@ from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
-from slora.scheduler_config import SchedulerConfig
-from slora.tenant_share import DEFAULT_SHARE, TenantShare
 from slora.text.spelling import read_spelling
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion

@@ -8,10 +8,10 @@ import time
 from collections import deque
 from collections.abc import Collection
 
-from slora.engine.live_state import LiveState, PoolEvent, TenantState
+from slora.core.live_state import LiveState, PoolEvent, TenantState
+from slora.core.page_counts import PageCounts
+from slora.engine.page_mapper import PageMapper
 from slora.engine.step_meter import StepMeter, StepRates
-from slora.pool.page_counts import PageCounts
-from slora.pool.page_mapper import PageMapper
 from slora.scheduler.scheduler import Scheduler
 from slora_adapters.version import AdapterVersion
 

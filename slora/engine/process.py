@@ -29,14 +29,14 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slora.adapter_place import AdapterPlace
-from slora.device.page_locked_memory import PageLockedMemory
-from slora.engine.engine import Engine
-from slora.engine.engine_address import detect_dead_peer
-from slora.engine.handshake import MAX_SECRET_BYTES, Doorkeeper
-from slora.engine.info import TenantPurge
-from slora.engine.live_state import LiveState
-from slora.engine.messages import (
+from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_address import detect_dead_peer
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.handshake import MAX_SECRET_BYTES, Doorkeeper
+from slora.core.info import TenantPurge
+from slora.core.live_state import LiveState
+from slora.core.messages import (
     Message,
     decode_add,
     decode_pins,
@@ -51,7 +51,10 @@ from slora.engine.messages import (
     encode_stats,
     encode_usage,
 )
-from slora.engine.report import EngineReport
+from slora.core.report import EngineReport
+from slora.core.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
+from slora.core.usage_journal import UsageJournal
+from slora.engine.engine import Engine
 from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import (
     Abort,
@@ -66,14 +69,11 @@ from slora.engine.worker import (
     Stop,
     Wake,
 )
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError, RequestRefused
+from slora.memory.page_locked_memory import PageLockedMemory
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
 from slora.runner.process_group import start_group
 from slora.runner.rank_group import RankGroup
 from slora.runner.served_model import resolve_device
-from slora.usage_journal.journal import UsageJournal
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.process.heartbeat import Heartbeat

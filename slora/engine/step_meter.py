@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import NamedTuple
 
-from slora.engine.live_state import AdapterWork, Quantiles
+from slora.core.live_state import AdapterWork, Quantiles
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 # Steps are recorded for this time after a console last asked. A console asks several times a second.

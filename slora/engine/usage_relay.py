@@ -15,9 +15,9 @@ import time
 from dataclasses import replace
 from itertools import islice
 
-from slora.request import EngineRequest, RequestUsage
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import EngineRequest, RequestUsage
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
 
 # With more unacknowledged requests, the engine records the oldest ones itself.
 _MAX_UNACKNOWLEDGED = 10_000

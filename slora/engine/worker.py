@@ -11,16 +11,16 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slora.adapter_place import AdapterPlace
+from slora.core.adapter_place import AdapterPlace
+from slora.core.errors import RequestRefused
+from slora.core.info import EngineStats, TenantPurge
+from slora.core.live_state import LiveState
+from slora.core.pin import Pin
+from slora.core.report import REPORT_S, EngineReport
+from slora.core.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
+from slora.core.service_span import ServiceSpan
+from slora.core.tenant_share import TenantShare
 from slora.engine.engine import Engine
-from slora.engine.info import EngineStats, TenantPurge
-from slora.engine.live_state import LiveState
-from slora.engine.pin import Pin
-from slora.engine.report import REPORT_S, EngineReport
-from slora.errors import RequestRefused
-from slora.pool.service_span import ServiceSpan
-from slora.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
-from slora.tenant_share import TenantShare
 from slora_adapters.process.heartbeat import Progress
 from slora_adapters.version import AdapterVersion
 

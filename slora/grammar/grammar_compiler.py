@@ -12,16 +12,16 @@ from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from slora.errors import ConfigError, RequestRefused
-from slora.grammar.grammar_source import Compiled, Refused
-from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import (
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.structured_output import (
     MAX_CACHED_FORMS,
     MAX_CACHED_FORMS_OF_TENANT,
     MISSING_LIBRARY,
     StructuredOutput,
 )
-from slora.tenant_cache import TenantCache
+from slora.core.tenant_cache import TenantCache
+from slora.grammar.grammar_source import Compiled, Refused
+from slora.grammar.token_spelling import TokenSpelling
 
 if TYPE_CHECKING:
     from slora.grammar.lark_grammar import GrammarLibrary

@@ -7,8 +7,8 @@ from collections.abc import Set
 from dataclasses import dataclass
 from typing import Protocol
 
-from slora.errors import RequestRefused
-from slora.structured_output import StructuredOutput
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import StructuredOutput
 from slora_kernels.layout import Int32Array
 
 __all__ = ["Compiled", "Grammar", "GrammarSource", "Matcher", "Refused"]

@@ -16,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from, regex_to_lark
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import OutputKind, StructuredOutput
 from slora.grammar.schema_form import find_keyword, prepare_schema
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import OutputKind, StructuredOutput
 from slora_kernels.layout import Int32Array
 
 __all__ = ["GrammarLibrary", "LarkGrammar", "LarkMatcher"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from slora.sampling_params import SamplingParams
+from slora.core.sampling_params import SamplingParams
 from slora_kernels.layout import Int32Array
 
 __all__ = ["TokenFilter"]

@@ -18,10 +18,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Self
 
+from slora.core.engine_config import EngineConfig
+from slora.core.info import EngineInfo, EngineStats
+from slora.core.pooling import Pooling
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.engine.info import EngineInfo, EngineStats
-from slora.engine.local_engine import LocalEngine
-from slora.engine_config import EngineConfig
+from slora.llm.local_engine import LocalEngine
 from slora.llm.request_builder import (
     AdapterLike,
     Messages,
@@ -31,9 +33,7 @@ from slora.llm.request_builder import (
     Vector,
     read_embedding,
 )
-from slora.pooling import Pooling
 from slora.runner.process_group import start_group
-from slora.sampling_params import SamplingParams
 from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
 
 __all__ = ["AsyncLLM"]

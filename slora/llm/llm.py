@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from slora.core.engine_config import EngineConfig
+from slora.core.info import EngineInfo, EngineStats
+from slora.core.pooling import Pooling
+from slora.core.request import EngineRequest, StepOutput
 from slora.engine.engine import Engine
-from slora.engine.info import EngineInfo, EngineStats
-from slora.engine_config import EngineConfig
 from slora.llm.request_builder import (
     AdapterLike,
     Adapters,
@@ -28,8 +30,6 @@ from slora.llm.request_builder import (
     as_prompts,
     read_embedding,
 )
-from slora.pooling import Pooling
-from slora.request import EngineRequest, StepOutput
 from slora.runner.process_group import start_group
 from slora.text.answer import Answer, Completion, CompletionDelta
 

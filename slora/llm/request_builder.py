@@ -17,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 from jinja2 import TemplateSyntaxError
 
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError, RequestRefused
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.pooling import Pooling
+from slora.core.request import NOT_SAMPLED, EngineRequest, TokenDelta, WeightedAdapter, compose_adapters
+from slora.core.sampling_params import SamplingParams
+from slora.core.surrogate import refuse_surrogate
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.models.model_spec_reader import read_model_spec
-from slora.pooling import Pooling
-from slora.request import NOT_SAMPLED, EngineRequest, TokenDelta, WeightedAdapter, compose_adapters
-from slora.sampling_params import SamplingParams
-from slora.surrogate import refuse_surrogate
 from slora.text.answer import Answer
 from slora.text.chat_template import compile_chat_template
 from slora.text.generation_defaults import (

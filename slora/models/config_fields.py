@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 
 class ConfigFields:

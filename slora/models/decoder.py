@@ -12,16 +12,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.device.collectives import ALONE, Collectives
-from slora.device.device_memory import DeviceMemory
-from slora.device.side_stream import CudaSideStream, SideStream
-from slora.device.step_batch import StepBatch
+from slora.memory.device_memory import DeviceMemory
+from slora.models.collectives import ALONE, Collectives
 from slora.models.expert_choice import ExpertChoice
 from slora.models.expert_parts import find_expert_parts
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from slora.models.model_config import ModelConfig
 from slora.models.rotary import cos_sin_tables
+from slora.models.side_stream import CudaSideStream, SideStream
+from slora.models.step_batch import StepBatch
 from slora.weights.expert_linear import ExpertLinear
 from slora.weights.linear import Linear, multiply
 from slora.weights.packed_weight import pack_weight

@@ -6,8 +6,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slora.device.device_memory import DeviceMemory
-from slora.device.side_stream import SideStream
+from slora.memory.device_memory import DeviceMemory
+from slora.models.side_stream import SideStream
 from slora_kernels.batch import LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels

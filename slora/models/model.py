@@ -8,16 +8,16 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 from torch import Tensor
 
-from slora.device.collectives import ALONE, Collectives
-from slora.device.device_memory import DeviceMemory
-from slora.device.float8_support import supports_float8
-from slora.device.step_batch import StepBatch
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.memory.device_memory import DeviceMemory
+from slora.models.collectives import ALONE, Collectives
 from slora.models.decoder import Decoder
+from slora.models.float8_support import supports_float8
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_config import ModelConfig
 from slora.models.model_spec import ModelSpec
+from slora.models.step_batch import StepBatch
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.quantization import FORMS
 from slora.weights.weight_reader import WeightReader

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.config_fields import ConfigFields, read_json_object
 from slora.models.expert_config import ExpertConfig, read_experts
 from slora.models.known_fields import refuse_unknown_fields

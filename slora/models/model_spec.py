@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.model_config import ModelConfig
 from slora_kernels.layout import ModelShape
 from slora_kernels.partition import Partition, refuse_uneven_width

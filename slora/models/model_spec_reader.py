@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import cast
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.config_fields import read_json_object
 from slora.models.model_config import ModelConfig
 from slora.models.model_family import FAMILIES

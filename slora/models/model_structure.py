@@ -31,7 +31,7 @@ from transformers import (
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.attention_masks import MaskRecord, describe_mask_difference
 from slora.models.batch_index_trace import BatchIndexTrace
 from slora.models.config_fields import read_json_object

@@ -24,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slora.device.device_memory import DeviceMemory
-from slora.device.step_batch import StepBatch
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.memory.device_memory import DeviceMemory
+from slora.memory.tenant_account import TenantAccount
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import Model, ReferenceModel
 from slora.models.model_spec import ModelSpec
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
-from slora.sampling_params import SamplingParams
+from slora.models.step_batch import StepBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import KVGeometry

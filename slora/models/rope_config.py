@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.config_fields import ConfigFields
 from slora.models.known_fields import refuse_unknown_rope_fields
 from slora.models.layer_types import FULL, SLIDING

@@ -20,13 +20,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
-from slora.device.device_memory import DeviceMemory
-from slora.device.step_batch import StepBatch
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.memory.device_memory import DeviceMemory
 from slora.models.config_lengths import find_lengths, shorten_lengths
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
+from slora.models.step_batch import StepBatch
 from slora.weights.linear import multiply
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep
 from slora_kernels.layout import LoraSite

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 __all__ = ["DEVICES", "Device", "cut_device", "find_device"]
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
 from slora.models.expert_config import ExpertConfig
 from slora.models.model_config import ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec

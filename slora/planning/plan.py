@@ -1,7 +1,7 @@
 """Plans an engine on a device: whether model and adapters fit into its memory, and how much traffic it can serve.
 
-The plan sizes the pool with the engine's own functions (`slora.pool.pool_sizing`) and the kernels' own page layout. So
-an engine with the planned settings has the planned number of pages. Its throughput follows from the times of steps
+The plan sizes the pool with the engine's own functions (`slora.memory.pool_sizing`) and the kernels' own page layout.
+So an engine with the planned settings has the planned number of pages. Its throughput follows from the times of steps
 (`slora.planning.roofline`) in a steady state, in which answers begin and end at the same rate.
 """
 
@@ -11,16 +11,12 @@ from operator import mul
 import numpy as np
 import numpy.typing as npt
 
-from slora.byte_text import format_bytes
-from slora.cost_model import StepWork
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
-from slora.kv_footprint import KVFootprint
-from slora.models.model_spec import ModelSpec
-from slora.planning.devices import Device, cut_device
-from slora.planning.model_size import measure_activations, measure_model
-from slora.planning.roofline import Roofline
-from slora.pool.pool_sizing import (
+from slora.core.byte_text import format_bytes
+from slora.core.cost_model import StepWork
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.core.kv_footprint import KVFootprint
+from slora.memory.pool_sizing import (
     MAX_SLOTS,
     choose_pool_bytes,
     count_pages,
@@ -28,6 +24,10 @@ from slora.pool.pool_sizing import (
     find_full_page_bytes,
     find_max_model_len,
 )
+from slora.models.model_spec import ModelSpec
+from slora.planning.devices import Device, cut_device
+from slora.planning.model_size import measure_activations, measure_model
+from slora.planning.roofline import Roofline
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, lay_out_adapter
 

@@ -3,7 +3,7 @@
 import math
 from dataclasses import replace
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.planning.devices import DEVICES
 from slora.planning.plan import SAFE_UTILIZATION, Plan, Question, make_plan
 

@@ -11,7 +11,7 @@ docs/performance.md compares predictions with these measurements.
 
 from dataclasses import dataclass
 
-from slora.cost_model import StepWork
+from slora.core.cost_model import StepWork
 from slora.planning.devices import Device
 from slora.planning.model_size import ModelSize
 from slora_kernels.kv_format import KVFormat

@@ -6,7 +6,7 @@ The fastest machine assumed here is faster than any that runs this engine, and t
 
 from dataclasses import astuple, dataclass
 
-from slora.cost_model import CostModel
+from slora.core.cost_model import CostModel
 from slora_kernels.layout import ModelShape
 from slora_kernels.machine_limits import machine_limits
 

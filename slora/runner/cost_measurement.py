@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from slora.cost_model import CostModel
-from slora.device.device_memory import DeviceMemory
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
-from slora.sampling_params import SamplingParams
+from slora.core.cost_model import CostModel
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.memory.device_memory import DeviceMemory
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 

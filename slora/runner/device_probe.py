@@ -13,9 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from slora.device.device_facts import DeviceFacts
-from slora.device.float8_support import check_float8_kv
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.models.float8_support import check_float8_kv
+from slora.runner.device_facts import DeviceFacts
 from slora.runner.served_model import limit_torch_threads, load_kernels, resolve_device
 
 __all__ = ["find_device"]

@@ -15,7 +15,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from slora.errors import SloraError
+from slora.core.errors import SloraError
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 

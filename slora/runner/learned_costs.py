@@ -28,7 +28,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slora.cost_model import CostModel, StepTimes, StepWork
+from slora.core.cost_model import CostModel, StepTimes, StepWork
 from slora.runner.cost_bounds import CostBounds
 
 __all__ = ["LearnedCosts"]

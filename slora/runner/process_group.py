@@ -21,12 +21,12 @@ from threading import Thread
 
 import torch
 
-from slora.device.collectives import TorchCollectives
-from slora.device.device_facts import explain_few_gpus
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError, DeviceFailed
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError, DeviceFailed
+from slora.models.collectives import TorchCollectives
 from slora.models.model_spec import ModelSpec
 from slora.runner.command_channel import CommandChannel
+from slora.runner.device_facts import explain_few_gpus
 from slora.runner.rank import Command, FinishLoads
 from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora.runner.rank_process import RankSettings

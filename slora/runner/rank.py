@@ -10,13 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.device.collectives import Collectives
-from slora.device.device_memory import AdapterSlice, DeviceMemory
-from slora.device.step_batch import LayerArrays, StepArrays, StepBatch
-from slora.engine_config import EngineConfig
+from slora.core.engine_config import EngineConfig
+from slora.memory.device_memory import AdapterSlice, DeviceMemory
+from slora.models.collectives import Collectives
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import load_model
 from slora.models.model_spec import ModelSpec
+from slora.models.step_batch import LayerArrays, StepArrays, StepBatch
 from slora.runner.served_model import ServedModel
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import LoraTiles

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Protocol
 
-from slora.device.collectives import ALONE, Collectives
+from slora.models.collectives import ALONE, Collectives
 from slora.runner.rank import Command
 from slora_adapters.peft.packing import ByteArray
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import torch
 
-from slora.device.collectives import TorchCollectives
-from slora.device.page_locked_memory import PageLockedMemory
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.memory.page_locked_memory import PageLockedMemory
+from slora.models.collectives import TorchCollectives
 from slora.models.model_spec import ModelSpec
 from slora.runner.command_channel import CommandChannel
 from slora.runner.rank import FinishLoads, Rank

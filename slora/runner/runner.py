@@ -11,30 +11,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slora.cost_model import CostModel
-from slora.device.device_memory import DeviceMemory
-from slora.device.load_stream import CudaLoadStream, LoadStream, split_loads
-from slora.device.step_batch import StepArrays, StepBatch, tile_prompt_rows
-from slora.engine_config import EngineConfig
-from slora.errors import DeviceFailed
-from slora.models.decoder import Decoder
-from slora.models.lora_deltas import LoraDeltas
-from slora.models.model import LoadModel, ReferenceModel, load_model
-from slora.models.model_spec import ModelSpec
-from slora.models.parity_check import check_parity
-from slora.pool.pool_sizing import (
+from slora.core.cost_model import CostModel
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import DeviceFailed
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.memory.device_memory import DeviceMemory
+from slora.memory.pool_sizing import (
     MAX_SLOTS,
     choose_pool_bytes,
     count_pages,
     count_swap_pages,
     find_max_model_len,
 )
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.memory.residency import AdapterLoad
+from slora.memory.tenant_account import TenantAccount
+from slora.models.decoder import Decoder
+from slora.models.lora_deltas import LoraDeltas
+from slora.models.model import LoadModel, ReferenceModel, load_model
+from slora.models.model_spec import ModelSpec
+from slora.models.parity_check import check_parity
+from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
+from slora.runner.load_stream import CudaLoadStream, LoadStream, split_loads
 from slora.runner.rank import Allocate, Compute, ComputeLogits, ScoreRows, Transfer, Zero
 from slora.runner.rank_group import NO_GROUP, RankGroup
 from slora.runner.served_model import ServedModel
@@ -44,9 +46,8 @@ from slora.sampling.prompt_pooling import pool_hidden_states
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling.token_masks import TokenMasks
-from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora_kernels.batch import KVGeometry
 from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits

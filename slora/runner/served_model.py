@@ -8,14 +8,14 @@ from functools import partial
 
 import torch
 
-from slora.device.collectives import Collectives
-from slora.device.device_memory import DeviceMemory
-from slora.device.float8_support import check_float8_kv
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.memory.device_memory import DeviceMemory
+from slora.memory.pool_sizing import MAX_SLOTS, find_full_page_bytes
+from slora.models.collectives import Collectives
+from slora.models.float8_support import check_float8_kv
 from slora.models.model import LoadModel, Model, load_model
 from slora.models.model_spec import ModelSpec
-from slora.pool.pool_sizing import MAX_SLOTS, find_full_page_bytes
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from slora.device.step_batch import StepBatch
+from slora.models.step_batch import StepBatch
 from slora_kernels.batch import AttentionBatch, LoraTiles
 
 __all__ = ["StepGraphs", "capture_cuda"]

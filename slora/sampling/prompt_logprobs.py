@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.request import TokenLogprobs
+from slora.core.request import TokenLogprobs
 from slora.sampling.sampler import token_logprobs
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk

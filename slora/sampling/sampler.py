@@ -15,11 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slora.request import TokenLogprobs
+from slora.core.request import TokenLogprobs
+from slora.core.sampling_params import MAX_LOGPROBS
 from slora.sampling.logits_processing import process_logits
 from slora.sampling.sampling_table import Column, SamplingFeature, SamplingRows, SamplingTable
 from slora.sampling.token_masks import TokenMasks
-from slora.sampling_params import MAX_LOGPROBS
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken

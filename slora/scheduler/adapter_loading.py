@@ -12,16 +12,16 @@ This module depends on waiting sequences and adapter sizes, but not on the batch
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Set
 
-from slora.cost_model import Costs
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.pool.unified_paging import UnifiedPaging
+from slora.core.cost_model import Costs
+from slora.memory.residency import AdapterLoad, Resident
+from slora.memory.tenant_account import TenantAccount
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
 from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.charges import charge_load
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.step_plan import AdapterLoad, StepPlan
+from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion

@@ -7,8 +7,8 @@ nothing until the last slice of its last adapter is loaded. Meanwhile later sequ
 
 from typing import NamedTuple
 
-from slora.pool.tenant_account import TenantAccount
-from slora.pool.unified_paging import UnifiedPaging
+from slora.memory.tenant_account import TenantAccount
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.budgets.background_budget import BackgroundBudget
 from slora.scheduler.budgets.prefill_budget import PrefillBudget

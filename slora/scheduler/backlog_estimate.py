@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from itertools import islice
 
-from slora.cost_model import Costs
-from slora.routing.backlog import ANSWER_TOKENS, Backlog
+from slora.core.backlog import ANSWER_TOKENS, Backlog
+from slora.core.cost_model import Costs
+from slora.core.scheduler_config import SchedulerConfig
 from slora.scheduler.sequence import Sequence
-from slora.scheduler_config import SchedulerConfig
 
 # With more unfinished sequences, the oldest ones are measured and stand for the rest. This takes about 0.3 ms.
 _MAX_MEASURED = 512

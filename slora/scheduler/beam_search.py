@@ -21,8 +21,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from slora.request import FinishReason, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.request import FinishReason, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 
 
 class Proposal(NamedTuple):

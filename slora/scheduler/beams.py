@@ -11,8 +11,8 @@ beam.
 
 from dataclasses import replace
 
-from slora.errors import RequestRefused
-from slora.request import StepOutput, TokenDelta
+from slora.core.errors import RequestRefused
+from slora.core.request import StepOutput, TokenDelta
 from slora.scheduler.beam_search import BeamSearch, Proposal
 from slora.scheduler.charges import charge_output
 from slora.scheduler.lifecycle import Lifecycle

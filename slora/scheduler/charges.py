@@ -5,7 +5,7 @@ token is charged once: recomputed tokens after a preemption and tokens found in 
 adapter and computing the mask of a token cost as many prompt tokens as could be prefilled in the same time.
 """
 
-from slora.cost_model import Costs
+from slora.core.cost_model import Costs
 from slora.scheduler.sequence import Sequence
 
 _PROMPT_PRICE = 1.0

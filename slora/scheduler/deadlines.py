@@ -7,7 +7,7 @@ running search can be ended. Times are seconds on the scheduler's clock.
 
 import heapq
 
-from slora.cost_model import Costs
+from slora.core.cost_model import Costs
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.unfinished_requests import UnfinishedRequests

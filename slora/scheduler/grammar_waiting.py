@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import StructuredOutput
 from slora.grammar.grammar_source import GrammarSource, Refused
 from slora.scheduler.sequence import Sequence
-from slora.structured_output import StructuredOutput
 
 
 class GrammarWaiting:

@@ -15,10 +15,11 @@ resources, in any state. This module makes no decisions: `Admission` decides whi
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from slora.errors import AdapterFetchFailed, ContextTooLong
+from slora.core.errors import AdapterFetchFailed, ContextTooLong
+from slora.core.request import EndedRequest, RequestUsage, StepOutput
+from slora.core.scheduler_config import SchedulerConfig
 from slora.grammar.grammar_source import GrammarSource
-from slora.pool.unified_paging import UnifiedPaging
-from slora.request import EndedRequest, RequestUsage, StepOutput
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.grammar_waiting import GrammarWaiting
@@ -31,7 +32,6 @@ from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
 from slora.scheduler.unfinished_requests import UnfinishedRequests
-from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.version import AdapterVersion
 

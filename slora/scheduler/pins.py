@@ -17,8 +17,8 @@ the list take precedence.
 import logging
 from collections.abc import Iterable
 
-from slora.pool.residency import Resident
-from slora.pool.unified_paging import UnifiedPaging
+from slora.memory.residency import Resident
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.running_batch import RunningBatch

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.pool.unified_paging import UnifiedPaging
+from slora.memory.residency import Resident
+from slora.memory.tenant_account import TenantAccount
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan

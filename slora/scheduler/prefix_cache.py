@@ -10,9 +10,9 @@ this adapter. In a public prefix cache it stays in the key, because the prompts 
 
 from collections.abc import Callable
 
-from slora.pool.prefix_key import extend_keys, root_key
-from slora.pool.unified_paging import UnifiedPaging
-from slora.request import EngineRequest, WeightedAdapter
+from slora.core.prefix_key import extend_keys, root_key
+from slora.core.request import EngineRequest, WeightedAdapter
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
 

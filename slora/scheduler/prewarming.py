@@ -13,8 +13,8 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Set
 
-from slora.adapter_place import AdapterPlace
-from slora.pool.unified_paging import UnifiedPaging
+from slora.core.adapter_place import AdapterPlace
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.running_batch import RunningBatch

@@ -1,6 +1,6 @@
 """The times at which one unfinished request passed the stages of the engine."""
 
-from slora.request import RequestTiming
+from slora.core.request import RequestTiming
 
 
 class RequestTimes:

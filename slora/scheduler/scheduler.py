@@ -46,15 +46,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from slora.adapter_place import AdapterPlace
-from slora.cost_model import Costs
-from slora.errors import DeadlineMissed, RequestFailed, RequestRefused
+from slora.core.adapter_place import AdapterPlace
+from slora.core.backlog import Backlog
+from slora.core.cost_model import Costs
+from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
+from slora.core.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.core.scheduler_config import SchedulerConfig
+from slora.core.service_span import ServiceSpan
 from slora.grammar.grammar_source import GrammarSource
-from slora.pool.service_span import ServiceSpan
-from slora.pool.swap_space import SwapSpace
-from slora.pool.unified_paging import UnifiedPaging
-from slora.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
-from slora.routing.backlog import Backlog
+from slora.memory.swap_space import SwapSpace
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.backlog_estimate import estimate_backlog
@@ -75,7 +76,6 @@ from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.service_elsewhere import ServiceElsewhere
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
-from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 

@@ -27,14 +27,14 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from slora.core.pooling import PoolingKind
+from slora.core.request import EmittedTokens, EngineRequest, TokenLogprobs
+from slora.core.sampling_params import choice_seed
 from slora.grammar.grammar_source import Matcher
 from slora.grammar.token_filter import TokenFilter
-from slora.pool.block_table import BlockTable
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.pooling import PoolingKind
-from slora.request import EmittedTokens, EngineRequest, TokenLogprobs
-from slora.sampling_params import choice_seed
+from slora.memory.block_table import BlockTable
+from slora.memory.residency import Resident
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.drafting.draft_state import DraftState
 from slora.scheduler.request_times import RequestTimes

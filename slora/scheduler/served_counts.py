@@ -7,11 +7,11 @@ only grow while the name is listed.
 """
 
 from collections import Counter
-from dataclasses import dataclass
 
-from slora.request import EngineRequest, RequestTiming, RequestUsage
+from slora.core.info import ServedCounts
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
-__all__ = ["OTHERS", "ServedCounts", "ServedRequests"]
+__all__ = ["OTHERS", "ServedRequests"]
 
 # The name under which all names without a counter of their own are counted.
 OTHERS = "other"
@@ -21,31 +21,6 @@ _REPLACE_EVERY_S = 180.0
 _MUCH_BUSIER = 2
 # Maximum number of names whose requests are counted between two replacements.
 _MAX_CANDIDATES = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class ServedCounts:
-    """Sums over ended requests. Background requests count only in the sums of tokens.
-
-    cold_starts: requests that waited for an adapter. queue_s: see `RequestTiming`.
-    """
-
-    requests: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    cold_starts: int = 0
-    queue_s: float = 0.0
-
-    def __add__(self, other: "ServedCounts") -> "ServedCounts":
-        return ServedCounts(
-            self.requests + other.requests,
-            self.prompt_tokens + other.prompt_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.generated_tokens + other.generated_tokens,
-            self.cold_starts + other.cold_starts,
-            self.queue_s + other.queue_s,
-        )
 
 
 class _BusiestNames:

@@ -23,9 +23,9 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from slora.cost_model import Costs
-from slora.pool.service_span import ServiceSpan
-from slora.pool.tenant_account import TenantAccount, TenantAccounts
+from slora.core.cost_model import Costs
+from slora.core.service_span import ServiceSpan
+from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.queues.fair_queue import FairQueue
 
 MAX_LEAD_S = 1.0

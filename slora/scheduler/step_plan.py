@@ -6,29 +6,11 @@ The plan has no tensors: the runner turns it into a batch.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slora.cost_model import StepWork
-from slora.pool.residency import Resident
-from slora.request import StepOutput, TokenLogprobs
+from slora.core.cost_model import StepWork
+from slora.core.request import StepOutput, TokenLogprobs
+from slora.memory.residency import AdapterLoad
 from slora.scheduler.beam_search import Proposal
 from slora.scheduler.sequence import AdapterSlot, Sequence
-from slora_adapters.peft.packing import PackedAdapter
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterLoad:
-    """A slice of an adapter: `packed` is copied into pages [first_page, first_page + num_pages) of the resident.
-
-    The copy runs before the step computes. The last slice also writes the tables of the adapter's slot.
-    """
-
-    resident: Resident
-    packed: PackedAdapter
-    first_page: int
-    num_pages: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.first_page + self.num_pages == len(self.resident.pages)
 
 
 class Chunk(NamedTuple):

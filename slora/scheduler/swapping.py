@@ -3,9 +3,9 @@
 This module chooses the pages; the runner copies them. A planned copy takes effect only after its step has run.
 """
 
-from slora.cost_model import Costs
-from slora.pool.kv_cache import KVCache
-from slora.pool.swap_space import SwapSpace
+from slora.core.cost_model import Costs
+from slora.memory.kv_cache import KVCache
+from slora.memory.swap_space import SwapSpace
 from slora.scheduler.sequence import Sequence, SwappedBlocks
 from slora.scheduler.step_plan import StepPlan
 

@@ -8,8 +8,8 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from slora.request import EngineRequest, FinishReason, RequestTiming, TokenDelta, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, FinishReason, RequestTiming, TokenDelta, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from slora.text.detokenizer import Detokenizer
 from slora.text.stop_matcher import StopString
 from slora.text.token_aligner import AlignedToken, TokenAligner

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slora.errors import ConfigError, RequestRefused
-from slora.sampling_params import SamplingParams
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import Reason
 from slora_adapters.peft.extras import GENERATION_NAME

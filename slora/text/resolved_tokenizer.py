@@ -21,7 +21,7 @@ from typing import Any, cast
 
 from tokenizers import Tokenizer as FastTokenizer
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 __all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
 

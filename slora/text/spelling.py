@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.grammar.token_spelling import TokenSpelling
 from slora.text.tokenizer import Tokenizer
 

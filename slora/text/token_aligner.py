@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from slora.request import TokenLogprobs
+from slora.core.request import TokenLogprobs
 from slora.text.incremental_decoder import TokenWidths
 
 __all__ = ["AlignedToken", "TokenAligner"]

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
-from slora.errors import ConfigError, RequestRefused
+from slora.core.errors import ConfigError, RequestRefused
 from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, ResolvedTokenizer
 
 __all__ = ["read_tokenizer"]

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.device.device_memory import DeviceMemory
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.scheduler.step_plan import AdapterLoad
+from slora.memory.device_memory import DeviceMemory
+from slora.memory.residency import AdapterLoad, Resident
+from slora.memory.tenant_account import TenantAccount
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import KVGeometry, LoraTiles

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from slora.errors import NotComparable
+from slora.core.errors import NotComparable
 
 __all__ = ["PeftReference", "compute_forced_logits", "find_rope_switch"]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from slora.core.sampling_params import SamplingParams
 from slora.llm.llm import LLM
 from slora.llm.lora_adapter import LoraAdapter
 from slora.llm.request_builder import Prompt, read_content
 from slora.models.model_spec_reader import read_model_spec
-from slora.sampling_params import SamplingParams
 from slora.text.answer import Completion
 from slora.verify.lora_probe import probe_adapter, probe_inputs
 from slora.verify.peft_reference import PeftReference

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.safetensors_file import StoredTensor, read_header
 
 _INDEX = "model.safetensors.index.json"

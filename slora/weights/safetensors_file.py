@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 # The reference reader's limit. A tensor needs about 100 bytes of the header.
 _MAX_HEADER_BYTES = 100_000_000

@@ -17,7 +17,7 @@ from queue import SimpleQueue
 import torch
 from torch import Tensor
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.safetensors_file import StoredTensor
 from slora.weights.weight_source import WeightSource
 from slora.weights.weight_target import WeightTarget

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.device.huge_pages import empty_tensor
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.memory.huge_pages import empty_tensor
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
 from slora.weights.safetensors_file import StoredTensor

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.safetensors_file import StoredTensor
 
 DTYPES = {

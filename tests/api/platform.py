@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import openai
 
-from slora.engine_config import EngineConfig
-from slora.request import FinishReason
+from slora.core.engine_config import EngineConfig
+from slora.core.request import FinishReason
+from slora.core.usage_journal import UsageJournal
 from slora.text.generation_defaults import GenerationDefaults
-from slora.usage_journal.journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.inspection.checked_adapter import CheckedAdapter

@@ -9,20 +9,26 @@ from dataclasses import dataclass, field, replace
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
-from slora.adapter_place import AdapterPlace
-from slora.cost_model import CostModel
-from slora.engine.client import UsageListener
-from slora.engine.histogram import HistogramCounts
-from slora.engine.info import EngineInfo, EngineStats, TenantPurge
-from slora.engine.live_state import EngineState, LiveState, TenantState
-from slora.engine.load_paces import LoadPaces
-from slora.engine.pin import Pin
-from slora.errors import EngineUnavailable
-from slora.pool.page_counts import PageCounts
-from slora.pool.page_map import PageMap
-from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta, TokenLogprobs
-from slora.scheduler.served_counts import ServedCounts
-from slora.tenant_share import TenantShare
+from slora.client.client import UsageListener
+from slora.core.adapter_place import AdapterPlace
+from slora.core.cost_model import CostModel
+from slora.core.errors import EngineUnavailable
+from slora.core.histogram import HistogramCounts
+from slora.core.info import EngineInfo, EngineStats, ServedCounts, TenantPurge
+from slora.core.live_state import EngineState, LiveState, TenantState
+from slora.core.load_paces import LoadPaces
+from slora.core.page_counts import PageCounts
+from slora.core.page_map import PageMap
+from slora.core.pin import Pin
+from slora.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestTiming,
+    RequestUsage,
+    TokenDelta,
+    TokenLogprobs,
+)
+from slora.core.tenant_share import TenantShare
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion

@@ -4,7 +4,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
-from slora.errors import (
+from slora.core.errors import (
     AdapterFetchFailed,
     ContextTooLong,
     DeadlineMissed,

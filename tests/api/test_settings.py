@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from slora.engine_config import EngineConfig
-from slora.setting import ByteSize, SettingRefused
+from slora.core.engine_config import EngineConfig
+from slora.core.setting import ByteSize, SettingRefused
 from slora_api.cli.main import make_parser
 from slora_api.settings import Settings, read_settings, server_setting_specs, unknown_variables
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -6,7 +6,7 @@ from functools import cache
 from random import Random
 from typing import NamedTuple
 
-from slora.sampling_params import SamplingParams
+from slora.core.sampling_params import SamplingParams
 from slora.scheduler.beam_search import Proposal
 
 Model = Callable[[tuple[int, ...]], list[float]]

@@ -3,8 +3,8 @@
 import itertools
 import sys
 
+from slora.core.errors import DeviceFailed
 from slora.engine import process
-from slora.errors import DeviceFailed
 from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.step_plan import StepPlan
 

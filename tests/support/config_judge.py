@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
 from slora.models.model import Model, ReferenceModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.model_spec_reader import read_model_spec

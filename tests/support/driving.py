@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from slora.cost_model import CostModel
+from slora.core.cost_model import CostModel
+from slora.core.engine_config import EngineConfig
+from slora.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import AdapterSource, DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter

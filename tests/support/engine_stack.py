@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
-from slora.engine.client import RemoteEngine
-from slora.engine.replica_group import ReplicaGroup
+from slora.client.client import RemoteEngine
+from slora.client.replica_group import ReplicaGroup
+from slora.core.request import TokenDelta
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import TokenDelta
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.peft.bundle import bundle

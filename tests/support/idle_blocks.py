@@ -6,9 +6,9 @@ A block can be evicted when it is idle and no idle block follows it. Keys, token
 from collections.abc import Iterator
 from functools import partial
 
-from slora.pool.evictor import Evictor
-from slora.pool.page_pool import PagePool
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.evictor import Evictor
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount
 
 
 class IdleBlock:

@@ -2,8 +2,8 @@
 
 import torch
 
+from slora.core.request import StepOutput
 from slora.engine.engine import Engine
-from slora.request import StepOutput
 from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
 

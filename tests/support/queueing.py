@@ -1,10 +1,10 @@
 """Waiting sequences for tests of queues. They are never computed."""
 
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import TenantShare
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
-from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 
 BLOCK_TOKENS = 4

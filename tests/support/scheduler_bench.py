@@ -18,10 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from slora.cost_model import CostModel
-from slora.kv_footprint import KVFootprint
-from slora.pooling import PoolingKind
-from slora.request import (
+from slora.core.cost_model import CostModel
+from slora.core.kv_footprint import KVFootprint
+from slora.core.pooling import PoolingKind
+from slora.core.request import (
     NOT_SAMPLED,
     EngineRequest,
     RequestTiming,
@@ -31,13 +31,14 @@ from slora.request import (
     compose_adapters,
     single_adapter,
 )
+from slora.core.sampling_params import SamplingParams
+from slora.core.scheduler_config import SchedulerConfig
+from slora.core.tenant_share import TenantShare
+from slora.memory.residency import AdapterLoad
 from slora.sampling.prompt_pooling import find_pooled_rows
-from slora.sampling_params import SamplingParams
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import PooledPrompt, Sequence
-from slora.scheduler.step_plan import AdapterLoad, Chunk, SampledToken, StepPlan
-from slora.scheduler_config import SchedulerConfig
-from slora.tenant_share import TenantShare
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.beam_model import Model, beam_params, propose, random_model
 from tests.support.scripted_source import FULL_PAGE_BYTES, ScriptedSource

@@ -8,8 +8,8 @@ from threading import Barrier, Event, Thread
 import torch
 from torch import Tensor
 
-from slora.engine_config import EngineConfig
-from slora.errors import DeviceFailed
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import DeviceFailed
 from slora.models.model_spec import ModelSpec
 from slora.runner.rank import Command, Rank
 from slora_adapters.peft.packing import ByteArray

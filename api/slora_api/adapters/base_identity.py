@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_api.threads import control_thread

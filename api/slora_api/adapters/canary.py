@@ -18,10 +18,10 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import aclosing
 
-from slora.engine.client import EngineClient
-from slora.errors import RequestFailed, RequestRefused
-from slora.request import EngineRequest, TokenLogprobs, single_adapter
-from slora.sampling_params import MAX_LOGPROBS, SamplingParams
+from slora.client.client import EngineClient
+from slora.core.errors import RequestFailed, RequestRefused
+from slora.core.request import EngineRequest, TokenLogprobs, single_adapter
+from slora.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.version import AdapterVersion

@@ -15,7 +15,7 @@ from collections.abc import Callable, Set
 from contextlib import suppress
 from typing import Protocol
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.quarantine import Quarantine, StagedUpload

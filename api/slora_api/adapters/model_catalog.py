@@ -16,10 +16,10 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from slora.adapter_place import AdapterPlace
-from slora.engine.client import EngineClient
-from slora.errors import EngineUnavailable
-from slora.request import WeightedAdapter
+from slora.client.client import EngineClient
+from slora.core.adapter_place import AdapterPlace
+from slora.core.errors import EngineUnavailable
+from slora.core.request import WeightedAdapter
 from slora.text.generation_defaults import read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras

@@ -18,11 +18,11 @@ import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 
-from slora.engine.client import EngineClient
-from slora.engine.info import EngineInfo
-from slora.engine.pin import Pin
-from slora.errors import EngineUnavailable
-from slora.tenant_share import TenantShare
+from slora.client.client import EngineClient
+from slora.core.errors import EngineUnavailable
+from slora.core.info import EngineInfo
+from slora.core.pin import Pin
+from slora.core.tenant_share import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion

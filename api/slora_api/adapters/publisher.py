@@ -27,8 +27,8 @@ from weakref import WeakValueDictionary
 
 from starlette.types import Receive
 
-from slora.engine.client import EngineClient
-from slora.errors import EngineUnavailable
+from slora.client.client import EngineClient
+from slora.core.errors import EngineUnavailable
 from slora.text.generation_defaults import find_unsupported_fields
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter

@@ -15,9 +15,9 @@ what is left to delete.
 
 from dataclasses import asdict, dataclass
 
-from slora.engine.client import EngineClient
-from slora.engine.info import TenantPurge as EnginePurge
-from slora.errors import EngineUnavailable
+from slora.client.client import EngineClient
+from slora.core.errors import EngineUnavailable
+from slora.core.info import TenantPurge as EnginePurge
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_ids import make_call_id
 from slora_api.chat.piece import Piece, PieceKind

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.extras import EXTRA_FIELDS

@@ -7,7 +7,7 @@ import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 
-from slora.errors import SloraError
+from slora.core.errors import SloraError
 from slora_adapters.backup.backup import make_backup
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database.audit_log import acting_as, command_actor

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
-from slora.setting import SettingSpec
+from slora.core.setting import SettingSpec
 from slora_adapters.process.logs import give_up, open_missing_streams, print_line
 from slora_api.cluster_settings import cluster_setting_specs
 from slora_api.package_version import find_package_version

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from slora.setting import SettingRefused
+from slora.core.setting import SettingRefused
 from slora_api.data_dir import find_running_url
 from slora_api.listing import MAX_LIMIT
 from slora_api.server_address import explain_service_links, is_loopback, own_url, without_service_links

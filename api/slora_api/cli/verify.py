@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from slora.errors import ConfigError, NotComparable, RequestRefused
+from slora.core.errors import ConfigError, NotComparable, RequestRefused
 from slora.verify.verification import ModuleCheck, Verification
 from slora.verify.verifier import VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from slora.engine.messages import PROTOCOL_VERSION
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
-from slora.setting import SettingRefused, SettingSpec, setting_specs
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.core.messages import PROTOCOL_VERSION
+from slora.core.setting import SettingRefused, SettingSpec, setting_specs
 from slora_api.cluster_settings import ClusterSettings, cluster_setting_specs
 from slora_api.package_version import find_package_version
 from slora_api.settings import Settings, read_settings, server_setting_specs

@@ -10,8 +10,8 @@ from functools import wraps
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from slora.errors import ConfigError, SloraError
-from slora.setting import SettingRefused
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
 from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file, read_cluster_settings
 from slora_api.cluster.cluster_secret import read_secret
 from slora_api.cluster.follower_config import FollowerConfig

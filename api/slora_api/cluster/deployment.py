@@ -12,7 +12,7 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from slora.errors import ConfigError, SloraError
+from slora.core.errors import ConfigError, SloraError
 from slora_api.cluster.autoscaling import choose_num_replicas
 from slora_api.cluster.cluster_config import ClusterConfig
 from slora_api.cluster.cluster_secret import read_secret

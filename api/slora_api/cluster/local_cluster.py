@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora_adapters.process.durable_file import create_durably, replace_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from ray._private.node import Node
 from ray._private.parameter import RayParams
 
-from slora.errors import ConfigError
-from slora.setting import SettingRefused
+from slora.core.errors import ConfigError
+from slora.core.setting import SettingRefused
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, Progress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging

@@ -11,8 +11,8 @@ from typing import Any
 
 import ray
 
-from slora.errors import ConfigError, SloraError
-from slora.setting import SettingRefused
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
 from slora_api.cli.output import print_json, print_records
 from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_settings
 from slora_api.cluster.deployment import Cluster, Deployment, connect_to_ray

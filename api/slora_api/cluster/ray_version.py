@@ -1,6 +1,6 @@
 """Which versions of Ray this release works with. Ray's API of request routers is alpha, so any other may differ."""
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 __all__ = ["check_ray_version"]
 

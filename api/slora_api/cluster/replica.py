@@ -15,12 +15,12 @@ from typing import Any
 import ray
 from ray import serve
 
-from slora.engine.client import RemoteEngine
-from slora.engine.info import EngineInfo
-from slora.engine.merged_states import explain_difference
-from slora.engine.messages import decode_info, encode_info
-from slora.errors import ConfigError, EngineUnavailable
-from slora.request import EngineRequest, TokenDelta
+from slora.client.client import RemoteEngine
+from slora.client.merged_states import explain_difference
+from slora.core.errors import ConfigError, EngineUnavailable
+from slora.core.info import EngineInfo
+from slora.core.messages import decode_info, encode_info
+from slora.core.request import EngineRequest, TokenDelta
 from slora_api.cluster.autoscaling import PRESSURE, measure_pressure
 from slora_api.cluster.replica_host import ReplicaHost
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry

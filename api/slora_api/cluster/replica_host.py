@@ -14,9 +14,9 @@ import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from slora.engine.engine_address import TcpAddress
-from slora.errors import SloraError
-from slora.usage_journal.journal import UsageJournal
+from slora.core.engine_address import TcpAddress
+from slora.core.errors import SloraError
+from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.database import Database
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
 from slora_api.data_dir import DataDir

@@ -7,9 +7,9 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from slora.request import EngineRequest
-from slora.routing.replica_state import ReplicaState, RoutedWork
-from slora.routing.router import Router
+from slora.client.replica_state import ReplicaState, RoutedWork
+from slora.client.router import Router
+from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
 
 __all__ = ["STATS_PERIOD_S", "AdapterRequestRouter"]

@@ -22,15 +22,15 @@ from urllib.parse import unquote, urlsplit
 
 import httpx
 
-from slora.byte_text import format_bytes
-from slora.device.device_facts import DeviceFacts, explain_few_gpus
-from slora.engine_config import (
+from slora.core.byte_text import format_bytes
+from slora.core.engine_config import (
     CPU_POOL_SHARE,
     GPU_POOL_SHARE,
     SWAP_SHARE,
 )
-from slora.errors import ConfigError, SloraError
+from slora.core.errors import ConfigError, SloraError
 from slora.models.model_spec import ELEMENT_BYTES
+from slora.runner.device_facts import DeviceFacts, explain_few_gpus
 from slora.weights.checkpoint import Checkpoint
 from slora_adapters.database.database_facts import read_database_facts
 from slora_adapters.errors import StoreUnavailable

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import unquote
 
-from slora.errors import ConfigError, SloraError
-from slora.setting import SettingRefused
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
 from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, failure
 from slora_api.key_masking import mask_keys, mask_passwords

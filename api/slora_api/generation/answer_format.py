@@ -15,7 +15,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
-from slora.request import FinishReason, TokenLogprobs
+from slora.core.request import FinishReason, TokenLogprobs
 from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora.text.tokenizer import Tokenizer

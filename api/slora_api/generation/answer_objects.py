@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from slora_api.generation.answer_timing import TimingObject
 
 __all__ = ["ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChunk"]

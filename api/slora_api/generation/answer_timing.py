@@ -5,7 +5,7 @@ from typing import NotRequired
 
 from typing_extensions import TypedDict
 
-from slora.request import RequestTiming
+from slora.core.request import RequestTiming
 from slora.text.answer import Answer
 
 __all__ = ["TimingObject", "timing_headers", "timing_object"]

@@ -12,8 +12,8 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TypeVar
 
-from slora.engine.client import EngineClient
-from slora.request import TokenDelta
+from slora.client.client import EngineClient
+from slora.core.request import TokenDelta
 from slora.text.answer import Answer, CompletionDelta, stream_answer
 
 __all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from slora.request import EngineRequest
+from slora.core.request import EngineRequest
 from slora_api.generation.json_slices import LongList
 
 __all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]

@@ -6,11 +6,11 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 
-from slora.engine.client import EngineClient
-from slora.engine.info import EngineInfo
-from slora.pooling import Pooling
-from slora.request import NOT_SAMPLED, EngineRequest, FinishReason
-from slora.sampling_params import SamplingParams
+from slora.client.client import EngineClient
+from slora.core.info import EngineInfo
+from slora.core.pooling import Pooling
+from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.errors import Starting

@@ -5,7 +5,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from slora.text.answer import Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.piece import Piece, PieceKind

@@ -9,7 +9,7 @@ the context or the request is cancelled. Only a text that may fit is tokenized a
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
-from slora.errors import ContextTooLong
+from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.threads import tenant_thread

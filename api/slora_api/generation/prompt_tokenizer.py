@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
 from slora.text.chat_template import RESERVED_NAMES, cut_at_mark, mark_end
 from slora.text.resolved_tokenizer import SPECIAL_NAMES
 from slora_api.chat.answer_reader import THINK_START

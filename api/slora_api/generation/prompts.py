@@ -8,8 +8,10 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slora.engine.info import EngineInfo
-from slora.engine.request_check import (
+from slora.core.errors import RequestRefused
+from slora.core.info import EngineInfo
+from slora.core.pooling import Pooling
+from slora.core.request_check import (
     check_adapters,
     check_embedded_tokens,
     check_max_tokens,
@@ -19,10 +21,8 @@ from slora.engine.request_check import (
     check_token_ids,
     find_answer_room,
 )
-from slora.errors import RequestRefused
-from slora.pooling import Pooling
-from slora.sampling_params import SamplingParams
-from slora.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import SamplingParams
+from slora.core.structured_output import OutputKind, StructuredOutput
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.chat.chat_grammar import ChatGrammar

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slora.request import FinishReason
-from slora.sampling_params import SamplingParams
+from slora.core.request import FinishReason
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax

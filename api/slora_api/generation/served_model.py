@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from slora.request import WeightedAdapter, compose_adapters
+from slora.core.request import WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.errors import BadRequest
 

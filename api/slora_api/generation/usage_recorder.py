@@ -17,10 +17,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from slora.engine.client import EngineClient
-from slora.request import EngineRequest, RequestTiming, RequestUsage
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
+from slora.client.client import EngineClient
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
 from slora_api.request_context import RequestSpan, current_span
 
 __all__ = ["OpenRequest", "UsageRecorder"]

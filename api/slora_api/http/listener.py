@@ -2,7 +2,7 @@
 
 import socket
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 
 __all__ = ["open_listener"]
 

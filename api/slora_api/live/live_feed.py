@@ -11,9 +11,9 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 
-from slora.engine.client import EngineClient
-from slora.engine.live_state import LiveState
-from slora.errors import EngineUnavailable
+from slora.client.client import EngineClient
+from slora.core.errors import EngineUnavailable
+from slora.core.live_state import LiveState
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import ServerBusy, TenantBusy

@@ -8,10 +8,10 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from slora.engine.histogram import HistogramCounts
-from slora.engine.info import EngineInfo, EngineStats
-from slora.pool.page_counts import PageCounts
-from slora.scheduler.served_counts import OTHERS, ServedCounts
+from slora.core.histogram import HistogramCounts
+from slora.core.info import EngineInfo, EngineStats, ServedCounts
+from slora.core.page_counts import PageCounts
+from slora.scheduler.served_counts import OTHERS
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS

@@ -23,8 +23,8 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from slora.engine.info import EngineInfo, EngineStats
-from slora.request import FinishReason
+from slora.core.info import EngineInfo, EngineStats
+from slora.core.request import FinishReason
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.engine_metrics import engine_metrics, gateway_metrics
 from slora_api.metrics.request_metrics import (

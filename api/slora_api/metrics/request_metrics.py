@@ -4,7 +4,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Histogram
 
-from slora.request import EngineRequest, RequestTiming, RequestUsage
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
 __all__ = ["ENGINE", "FIRST_TOKEN_S", "LATENCY_S", "VLLM_LABELS", "RequestMetrics"]
 

@@ -7,7 +7,7 @@ tenant, the default of the server's settings then applies, if there is one.
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
-from slora.request import MAX_COMPOSED_ADAPTERS
+from slora.core.request import MAX_COMPOSED_ADAPTERS
 from slora_api.errors import BadRequest
 from slora_api.settings import Settings
 

@@ -29,8 +29,8 @@ from datetime import UTC, datetime
 from types import TracebackType
 from typing import Protocol
 
-from slora.errors import DeadlineMissed
-from slora.request import RequestUsage
+from slora.core.errors import DeadlineMissed
+from slora.core.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
 from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
 from slora_api.quotas.quota import Quota

@@ -8,7 +8,7 @@ from typing import Literal
 from fastapi import APIRouter, Request, status
 from typing_extensions import TypedDict
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
 from slora_api.adapters.model_catalog import PrewarmObject

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Query, status
 from typing_extensions import TypedDict
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.registry import Rollout
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json

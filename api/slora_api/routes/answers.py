@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 
-from slora.errors import (
+from slora.core.errors import (
     AdapterFetchFailed,
     DeadlineMissed,
     EngineUnavailable,

@@ -2,7 +2,7 @@
 
 from fastapi import APIRouter, status
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_api.errors import EngineConflict, NotFound
 from slora_api.generation.engines import HostEngineObject

@@ -5,7 +5,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response
 from typing_extensions import TypedDict
 
-from slora.engine.request_check import check_token_ids
+from slora.core.request_check import check_token_ids
 from slora_adapters.errors import AdapterCorrupt
 from slora_api.errors import ModelNotFound, Starting
 from slora_api.generation.json_slices import LongList, write_json

@@ -7,7 +7,7 @@ so it need not be loaded again after a restart. Unloading deletes the name with 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, DiskFull
 from slora_api.errors import (
     BadRequest,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
 from slora_api.cpu_budget import CpuBudget

@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 
-from slora.errors import RequestRefused
-from slora.structured_output import (
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import (
     MAX_CACHED_FORMS,
     MAX_CACHED_FORMS_OF_TENANT,
     MISSING_LIBRARY,
     OutputKind,
     StructuredOutput,
 )
-from slora.tenant_cache import TenantCache
+from slora.core.tenant_cache import TenantCache
 from slora_api.cpu_budget import CpuBudget
 from slora_api.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame

@@ -13,10 +13,10 @@ from functools import partial
 
 import numpy as np
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import OutputKind, StructuredOutput
 from slora_api.sandbox.sandbox import serve_requests
 
 __all__ = ["main"]

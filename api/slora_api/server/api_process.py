@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-from slora.engine.replica_group import ReplicaGroup
-from slora.errors import ConfigError, SloraError
-from slora.setting import SettingRefused
-from slora.usage_journal.journal import UsageJournal
+from slora.client.replica_group import ReplicaGroup
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
+from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable

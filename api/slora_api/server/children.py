@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.data_dir import DataDir

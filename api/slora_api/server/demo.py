@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.errors import ConfigError, EngineUnavailable
+from slora.core.errors import ConfigError, EngineUnavailable
 from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload

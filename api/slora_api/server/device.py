@@ -6,9 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from slora.device.device_facts import DeviceFacts, explain_few_gpus
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.runner.device_facts import DeviceFacts, explain_few_gpus
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
 
 __all__ = ["DEVICE_LIMIT_S", "check_num_gpus", "find_device"]

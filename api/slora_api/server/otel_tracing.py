@@ -27,7 +27,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from starlette.datastructures import Headers
 
-from slora.request import EngineRequest, RequestTiming, RequestUsage
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 from slora_api.package_version import find_package_version
 from slora_api.request_context import RequestContext
 

@@ -11,8 +11,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slora.engine.engine_address import TcpAddress
-from slora.engine.replica_group import ReplicaGroup
+from slora.client.replica_group import ReplicaGroup
+from slora.core.engine_address import TcpAddress
 from slora_adapters.process.durable_file import replace_durably
 
 __all__ = ["ListedReplica", "ReplicaList", "ReplicaListFiles", "write_replicas"]

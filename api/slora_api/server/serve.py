@@ -18,9 +18,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slora.engine.replica_group import ReplicaGroup
-from slora.errors import ConfigError, SloraError
-from slora.setting import SettingRefused
+from slora.client.replica_group import ReplicaGroup
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop

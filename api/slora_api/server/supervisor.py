@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from slora.errors import SloraError
+from slora.core.errors import SloraError
 from slora_adapters.process.heartbeat import HeartbeatPage
 from slora_adapters.process.shortage import find_shortage
 from slora_api.server.run_queue import RunQueue

@@ -23,8 +23,8 @@ from sqlalchemy import Select, Table, bindparam, delete, func, select, tuple_, u
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
-from slora.request import RequestUsage
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 

@@ -6,7 +6,7 @@ from itertools import islice
 from operator import attrgetter
 
 from bench.simulation.fleet.model_request import ModelRequest
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 
 _service = attrgetter("service")
 

@@ -4,7 +4,7 @@ import math
 from array import array
 from dataclasses import dataclass
 
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import MAX_REPEAT_PREEMPTIONS
 
 

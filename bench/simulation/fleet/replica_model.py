@@ -16,7 +16,7 @@ from bench.simulation.fleet.model_adapters import AdapterSettings, ModelAdapters
 from bench.simulation.fleet.model_queue import ModelQueue
 from bench.simulation.fleet.model_request import FleetLog, ModelRequest
 from bench.simulation.machine import Machine
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.charges import OUTPUT_PRICE

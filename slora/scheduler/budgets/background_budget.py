@@ -10,7 +10,7 @@ during the step must wait until the step ends. The first row of such a step is c
 example because of its mask. Otherwise the request of this row would never end.
 """
 
-from slora.cost_model import Costs, StepWork
+from slora.core.cost_model import Costs, StepWork
 from slora.scheduler.budgets.prefill_budget import short_prefill_s
 from slora.scheduler.sequence import Sequence
 

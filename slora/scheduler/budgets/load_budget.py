@@ -14,7 +14,7 @@ The budget is smaller for adapters that only background requests wait for. Their
 interactive requests only as much as background computation may.
 """
 
-from slora.cost_model import Costs
+from slora.core.cost_model import Costs
 from slora.scheduler.budgets.background_budget import MAX_GROWTH
 
 _MIN_SHARE, _MIN_SHARE_BESIDE = 0.1, 0.5

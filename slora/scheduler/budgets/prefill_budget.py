@@ -12,8 +12,8 @@ A tenant that is alone in the engine may use the whole step.
 
 from collections.abc import Set
 
-from slora.cost_model import Costs
-from slora.pool.tenant_account import TenantAccount
+from slora.core.cost_model import Costs
+from slora.memory.tenant_account import TenantAccount
 
 # The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
 # other tenants at most three times as long. The flood reaches two thirds of the throughput that it would have alone.

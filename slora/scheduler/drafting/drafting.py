@@ -26,15 +26,15 @@ Background sequences get drafts only in steps without interactive sequences.
 from collections.abc import Sequence as Items
 from itertools import takewhile
 
-from slora.cost_model import Costs
-from slora.pool.unified_paging import UnifiedPaging
+from slora.core.cost_model import Costs
+from slora.core.scheduler_config import SchedulerConfig
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.charges import charge_rejected
 from slora.scheduler.drafting.acceptance import AcceptanceHistory, start_rates
 from slora.scheduler.drafting.draft_state import DraftState
 from slora.scheduler.drafting.ngram_index import copy_from
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
-from slora.scheduler_config import SchedulerConfig
 
 # A token is drafted only if it is expected to save this many times its cost, because both estimates are rough.
 _MIN_GAIN = 1.25

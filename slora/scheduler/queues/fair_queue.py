@@ -17,7 +17,7 @@ import heapq
 from collections.abc import Collection, Iterable
 from itertools import islice
 
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 _Entry = tuple[int, Sequence]

@@ -3,7 +3,7 @@
 import heapq
 from collections.abc import Collection, Iterable
 
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 _Entry = tuple[bool, Sequence]

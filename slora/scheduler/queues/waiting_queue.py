@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 

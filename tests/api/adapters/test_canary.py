@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models
 
-from slora.errors import (
+from slora.core.errors import (
     AdapterFetchFailed,
     DeadlineMissed,
     EngineUnavailable,
@@ -23,8 +23,8 @@ from slora.errors import (
     RequestRefused,
     StepFailed,
 )
+from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy import update
 
-from slora.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable
 from slora_adapters.database import schema
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.database.database import Database

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from slora.request import EngineRequest, TokenDelta
+from slora.core.request import EngineRequest, TokenDelta
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits

@@ -12,8 +12,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from sqlalchemy import LargeBinary, func, insert, select
 
-from slora.request import RequestUsage
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_record import UsageRecord
 from slora_adapters.backup.backup import make_backup
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
@@ -518,7 +518,7 @@ def test_a_record_that_an_older_release_wrote_is_no_batch() -> None:
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

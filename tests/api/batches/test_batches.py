@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from slora_api.batches import batch_run, batch_runner
 from tests.api.command import run_command
 from tests.api.platform import ADMIN_KEY, Platform, running_platform

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from slora.core.structured_output import StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import StructuredOutput
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.chat_grammar import ChatGrammar

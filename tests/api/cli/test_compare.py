@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slora.request import EngineRequest, TokenDelta
+from slora.core.request import EngineRequest, TokenDelta
 from tests.adapters.hand_made import make_members
 from tests.api.command import Ended, run_command
 from tests.api.platform import Platform, running_platform

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from slora.errors import ConfigError
-from slora.setting import SettingRefused
+from slora.core.errors import ConfigError
+from slora.core.setting import SettingRefused
 from slora_api.cli.main import main
 from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file
 from slora_api.cluster.cluster_secret import read_secret

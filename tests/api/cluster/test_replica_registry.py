@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from slora.engine.engine_address import TcpAddress
-from slora.engine.replica_group import ReplicaGroup
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.client.replica_group import ReplicaGroup
+from slora.core.engine_address import TcpAddress
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from slora_api.cluster import replica_registry
 from slora_api.cluster.autoscaling import PRESSURE, choose_num_replicas, measure_pressure

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from slora.device.device_facts import DeviceFacts
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.runner.device_facts import DeviceFacts
 from slora_api.doctor import doctor
 from slora_api.doctor.checks import Finding, Status, fine, warning
 from slora_api.doctor.doctor import Check, Result, run_checks

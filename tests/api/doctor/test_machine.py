@@ -11,9 +11,9 @@ from typing import TypeVar
 
 import pytest
 
-from slora.device.device_facts import DeviceFacts
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.runner.device_facts import DeviceFacts
 from slora_api.doctor import checks
 from slora_api.doctor.checks import (
     Finding,

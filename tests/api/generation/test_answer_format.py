@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from slora.text.answer import CompletionDelta
 from slora_api.generation import answer_format
 from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat, Usage

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from slora.engine_config import EngineConfig
+from slora.core.engine_config import EngineConfig
 from slora_api.errors import BadRequest
 from slora_api.generation.answer_size import AnswerSize
 from slora_api.request_bounds import RequestBounds

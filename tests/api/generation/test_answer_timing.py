@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from slora.request import EngineRequest, RequestTiming
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, RequestTiming
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer
 from slora_api.generation.answer_timing import timing_headers, timing_object
 from tests.api.platform import Platform, post, running_platform

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import Any
 
-from slora.request import EngineRequest, FinishReason
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, FinishReason
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, Choice, Completion, CompletionDelta
 from slora_api.errors import ErrorAnswer
 from slora_api.fair_slots import FairSlots

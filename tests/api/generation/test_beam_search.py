@@ -13,9 +13,9 @@ import httpx
 import openai
 import pytest
 
-from slora.errors import DeadlineMissed, RequestFailed
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.errors import DeadlineMissed, RequestFailed
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from tests.api.conftest import Kit
 from tests.api.generation.test_completions import CHAT, COMPLETIONS, MESSAGES, PROMPT, events
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform

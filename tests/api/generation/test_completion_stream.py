@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from slora.errors import EngineUnavailable
-from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.errors import EngineUnavailable
+from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.generation.completion_stream import TOKENS_AT_ONCE, merge_streams, stream_completion

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slora.errors import (
+from slora.core.errors import (
     AdapterFetchFailed,
     DeadlineMissed,
     EngineUnavailable,
     RequestFailed,
     RequestRefused,
 )
-from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter

@@ -6,8 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.errors import AdapterFetchFailed
-from slora.request import EngineRequest
+from slora.core.errors import AdapterFetchFailed
+from slora.core.request import EngineRequest
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

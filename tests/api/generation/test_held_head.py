@@ -10,8 +10,8 @@ import openai
 import pytest
 from starlette.types import Message
 
-from slora.errors import EngineUnavailable
-from slora.request import FinishReason
+from slora.core.errors import EngineUnavailable
+from slora.core.request import FinishReason
 from slora_api.generation import sse
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine
 from tests.support.slow_callbacks import Recorder, recording

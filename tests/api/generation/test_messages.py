@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.errors import StepFailed
-from slora.request import FinishReason, TokenDelta
+from slora.core.errors import StepFailed
+from slora.core.request import FinishReason, TokenDelta
 from slora_api.generation import sse
 from slora_api.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members

@@ -9,7 +9,7 @@ import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
 
-from slora.request import FinishReason
+from slora.core.request import FinishReason
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.api.conftest import Kit
 from tests.api.platform import Platform, post
 from tests.api.scripted_engine import EOS

@@ -3,7 +3,7 @@ import threading
 
 import pytest
 
-from slora.errors import ContextTooLong
+from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
 from slora_api.errors import TenantBusy
 from slora_api.generation.prompt_encoder import PromptEncoder

@@ -9,8 +9,8 @@ import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall
 from pydantic import BaseModel
 
-from slora.errors import EngineUnavailable
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.errors import EngineUnavailable
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine

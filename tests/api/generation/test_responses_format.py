@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from slora.request import FinishReason, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.request import FinishReason, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Choice, Completion, CompletionDelta
 from slora.text.token_aligner import AlignedToken
 from slora_api.chat.answer_reader import AnswerSyntax

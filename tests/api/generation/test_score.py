@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.core.request import EngineRequest, FinishReason, TokenDelta
 from tests.api.platform import Platform, post
 
 SCORE, RERANK = "/v1/score", "/v1/rerank"

@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of

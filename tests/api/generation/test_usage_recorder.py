@@ -11,13 +11,13 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.errors import EngineUnavailable
-from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
-from slora.sampling_params import SamplingParams
+from slora.core.errors import EngineUnavailable
+from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
+from slora.core.sampling_params import SamplingParams
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
+from slora.core.usage_segment import OpenSegment, closed_segments
 from slora.text.answer import Answer
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
-from slora.usage_journal.segment import OpenSegment, closed_segments
 from slora_api.generation.usage_recorder import UsageRecorder
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from tokenizers.processors import TemplateProcessing
 
-from slora.request import FinishReason, TokenDelta, TokenLogprobs
+from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post
 from tests.api.scripted_engine import EOS, deltas_of, fast_byte_tokenizer

@@ -8,8 +8,8 @@ import httpx
 import openai
 import pytest
 
-from slora.errors import EngineUnavailable
-from slora.request import FinishReason
+from slora.core.errors import EngineUnavailable
+from slora.core.request import FinishReason
 from slora_api.cli.main import main
 from slora_api.quotas.quota_meter import format_duration
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform

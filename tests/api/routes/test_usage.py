@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.request import RequestUsage
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_record import UsageRecord
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.quarantine import Quarantine
 from tests.adapters.hand_made import make_members, make_tensors, write_directory

@@ -12,7 +12,7 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
 from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
 from slora_api.errors import ServerBusy, TenantBusy

@@ -5,7 +5,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from slora.engine_config import EngineConfig
+from slora.core.engine_config import EngineConfig
 from slora_api.data_dir import open_data_dir
 from slora_api.server.base_model_files import BaseModelFiles
 from slora_api.server.children import engines_and_loader

@@ -12,8 +12,8 @@ import httpx
 import psutil
 import pytest
 
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
 from slora_api.data_dir import open_data_dir
 from slora_api.generation.readiness import Readiness
 from slora_api.server.base_model_files import BaseModelFiles

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 from sqlalchemy import delete, update
 
-from slora.errors import AdapterFetchFailed
-from slora.tenant_share import TenantShare
+from slora.core.errors import AdapterFetchFailed
+from slora.core.tenant_share import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit

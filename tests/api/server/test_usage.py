@@ -17,7 +17,7 @@ import psutil
 import pytest
 from sqlalchemy import func, select
 
-from slora.usage_journal.journal import UsageJournal
+from slora.core.usage_journal import UsageJournal
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_api.tenants.usage_ledger import UsageLedger

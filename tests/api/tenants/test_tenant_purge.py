@@ -8,8 +8,8 @@ import httpx
 import pytest
 from sqlalchemy import select
 
-from slora.request import RequestUsage
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable

@@ -11,8 +11,8 @@ from itertools import permutations
 import pytest
 from sqlalchemy import func, select
 
-from slora.request import RequestUsage
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_record import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_api.tenants.usage_ledger import (

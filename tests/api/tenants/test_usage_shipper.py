@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from slora.request import RequestUsage
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
 from slora_adapters.database.database import Database
 from slora_adapters.process.full_disk import DiskReserve
 from slora_api.tenants.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLedger
@@ -24,9 +24,9 @@ NOW = 1_700_000_000.0
 WRITER = """
 import sys, time
 from pathlib import Path
-from slora.request import RequestUsage
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
+from slora.core.request import RequestUsage
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
 
 journal = UsageJournal(Path(sys.argv[1]))
 for number in range(50):

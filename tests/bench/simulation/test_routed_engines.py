@@ -5,7 +5,7 @@ from bench.simulation.routed_engines import RoutedEngines
 from bench.simulation.simulation import Setup
 from bench.simulation.traces import S2, zipf_trace
 from bench.simulation.virtual_source import FetchCosts
-from slora.routing.router import Penalties, Router
+from slora.client.router import Penalties, Router
 
 TOKEN_S = 1.2e-3
 SETUP = Setup(

@@ -11,7 +11,7 @@ from bench.machines import A10G_7B
 from bench.simulation.routed_engines import RoutedEngines
 from bench.simulation.simulation import Setup
 from bench.simulation.traces import Trace, TraceRequest
-from slora.routing.router import Penalties, Router
+from slora.client.router import Penalties, Router
 
 SETUP = Setup(A10G_7B, (8,), num_tenants=3, max_num_seqs=24)
 TOKEN_S = 1.2e-3

@@ -9,7 +9,7 @@ from bench.simulation.next_tokens import NextTokens
 from bench.simulation.simulation import Policies, PoolMeter, Setup, Simulation
 from bench.simulation.traces import S2, TraceRequest, base_trace, slora_trace
 from bench.simulation.virtual_source import FetchCosts
-from slora.cost_model import StepWork
+from slora.core.cost_model import StepWork
 from slora.scheduler.step_plan import StepPlan
 
 SLOW_FETCH = FetchCosts(latency_s=0.05, bytes_per_s=200e6, num_lanes=2)

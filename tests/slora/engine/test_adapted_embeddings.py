@@ -7,8 +7,8 @@ from functools import cache
 import pytest
 
 from slora import LLM, SamplingParams
-from slora.device.step_batch import StepBatch
-from slora.request import EngineRequest, single_adapter
+from slora.core.request import EngineRequest, single_adapter
+from slora.models.step_batch import StepBatch
 from slora_kernels.batch import TileLimits
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.sampling.test_prompt_logprobs import check_scores

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from slora import LLM, LoraAdapter, SamplingParams
+from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.engine.engine import Engine
-from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
+from slora.core.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.core.pooling import Pooling, PoolingKind
+from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
-from slora.pooling import Pooling, PoolingKind
-from slora.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage, single_adapter
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.runner import RunningStep
-from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
+from slora.core.pin import Pin
+from slora.core.request import EngineRequest, FinishReason, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import TenantShare
 from slora.engine.engine import Engine
-from slora.engine.pin import Pin
-from slora.engine_config import EngineConfig
-from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.runner.runner import Runner
-from slora.sampling_params import SamplingParams
-from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import COSTS, Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit

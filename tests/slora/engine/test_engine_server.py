@@ -11,10 +11,8 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from slora.engine.messages import decode_add, decode_usage, encode_add, encode_output
-from slora.engine.process import EngineServer
-from slora.engine.worker import Abort, Add, EngineWorker
-from slora.request import (
+from slora.core.messages import decode_add, decode_usage, encode_add, encode_output
+from slora.core.request import (
     EndedRequest,
     EngineRequest,
     FinishReason,
@@ -25,8 +23,10 @@ from slora.request import (
     WeightedAdapter,
     compose_adapters,
 )
-from slora.sampling_params import SamplingParams
-from slora.usage_journal.journal import UsageJournal
+from slora.core.sampling_params import SamplingParams
+from slora.core.usage_journal import UsageJournal
+from slora.engine.process import EngineServer
+from slora.engine.worker import Abort, Add, EngineWorker
 from slora_adapters.process.wire import encode, read_message, send
 from slora_adapters.version import AdapterVersion
 from tests.support.engine_stack import wait_until

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams, choice_seed
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, step

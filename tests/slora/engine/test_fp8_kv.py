@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from slora import LLM, SamplingParams
-from slora.device.float8_support import check_float8_kv
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
+from slora.core.request import EngineRequest
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
-from slora.request import EngineRequest
+from slora.models.float8_support import check_float8_kv
 from slora_adapters.loader.source import AdapterSource
 from slora_kernels.kv_format import KVFormat
 from tests.slora.engine.test_forks import apart, ask

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from slora.device.step_batch import StepBatch
+from slora.core.errors import DeviceFailed, RequestFailed
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.errors import DeviceFailed, RequestFailed
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.scheduler.step_plan import AdapterLoad
+from slora.memory.residency import AdapterLoad, Resident
+from slora.memory.tenant_account import TenantAccount
+from slora.models.step_batch import StepBatch
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 
+from slora.core.live_state import LiveState
+from slora.core.messages import decode_live_state, encode_live_state
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine import engine as engine_module
 from slora.engine.engine import Engine
-from slora.engine.live_state import LiveState
-from slora.engine.messages import decode_live_state, encode_live_state
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
 from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 import pytest
 
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import DeviceFailed, RequestFailed
+from slora.core.request import EngineRequest, FinishReason, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
-from slora.errors import DeviceFailed, RequestFailed
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.runner import RunningStep
-from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import COSTS, Answer, drive, make_source, step

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from slora import LLM, SamplingParams
+from slora.core.request import EngineRequest, single_adapter
 from slora.models.model_config import ModelConfig
-from slora.request import EngineRequest, single_adapter
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit

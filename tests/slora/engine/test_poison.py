@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import pytest
 
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS

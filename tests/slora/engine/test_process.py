@@ -15,18 +15,31 @@ from typing import Any
 
 import pytest
 
-from slora.adapter_place import AdapterPlace
-from slora.engine.client import RemoteEngine
-from slora.engine.info import EngineStats
-from slora.engine.messages import encode_add
-from slora.engine.pin import Pin
+from slora.client.client import RemoteEngine
+from slora.core.adapter_place import AdapterPlace
+from slora.core.errors import (
+    AdapterFetchFailed,
+    ConfigError,
+    ContextTooLong,
+    EngineUnavailable,
+    RequestRefused,
+)
+from slora.core.info import EngineStats
+from slora.core.messages import encode_add
+from slora.core.pin import Pin
+from slora.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestTiming,
+    RequestUsage,
+    TokenDelta,
+    single_adapter,
+)
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import DEFAULT_SHARE
+from slora.core.usage_record import UsageRecord
+from slora.core.usage_segment import closed_segments
 from slora.engine.process import ProcessConfig
-from slora.errors import AdapterFetchFailed, ConfigError, ContextTooLong, EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.tenant_share import DEFAULT_SHARE
-from slora.usage_journal.record import UsageRecord
-from slora.usage_journal.segment import closed_segments
 from slora_adapters.process.wire import send
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from slora.core.request import EngineRequest, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.structured_output import OutputKind, StructuredOutput
 from slora.engine.engine import Engine
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, RequestUsage, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
-from slora.structured_output import OutputKind, StructuredOutput
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
+from slora.core.errors import RequestFailed
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import TenantShare
 from slora.engine.engine import Engine
-from slora.errors import RequestFailed
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.tenant_share import TenantShare
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from slora.core.errors import RequestRefused
+from slora.core.request import EmittedTokens, EngineRequest, FinishReason, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.structured_output import OutputKind, StructuredOutput
 from slora.engine.engine import Engine
-from slora.errors import RequestRefused
-from slora.request import EmittedTokens, EngineRequest, FinishReason, RequestUsage, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.structured_output import OutputKind, StructuredOutput
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit

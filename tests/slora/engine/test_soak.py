@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from slora.engine.client import RemoteEngine
-from slora.engine.info import EngineStats
-from slora.errors import EngineUnavailable, RequestRefused
-from slora.request import EngineRequest, TokenDelta, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.client.client import RemoteEngine
+from slora.core.errors import EngineUnavailable, RequestRefused
+from slora.core.info import EngineStats
+from slora.core.request import EngineRequest, TokenDelta, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.engine_stack import EngineStack, connect, one_by_one

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from jsonschema import Draft202012Validator
 
+from slora.core.errors import RequestRefused
+from slora.core.request import EngineRequest, FinishReason, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.structured_output import StructuredOutput
 from slora.engine.engine import Engine
-from slora.errors import RequestRefused
 from slora.llm.llm import LLM
-from slora.request import EngineRequest, FinishReason, single_adapter
 from slora.sampling import token_masks
-from slora.sampling_params import SamplingParams
-from slora.structured_output import StructuredOutput
 from slora.text.tokenizer import Tokenizer
 from tests.api.served import EOS, write_tokenizer
 from tests.support.cpu_kernels import MOSTLY_FASTEST

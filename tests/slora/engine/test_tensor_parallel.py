@@ -19,12 +19,12 @@ import pytest
 from torch import Tensor
 
 from slora import LLM, SamplingParams
-from slora.device.device_memory import DeviceMemory
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError, DeviceFailed
+from slora.core.request import EngineRequest, single_adapter
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError, DeviceFailed
+from slora.memory.device_memory import DeviceMemory
 from slora.models.model_spec_reader import read_model_spec
-from slora.request import EngineRequest, single_adapter
 from slora.runner.rank import Rank, Transfer
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from slora.core.request import EngineRequest, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.core.usage_journal import UsageJournal
+from slora.core.usage_record import UsageRecord
+from slora.core.usage_segment import closed_segments
 from slora.engine.usage_relay import UsageRelay
-from slora.request import EngineRequest, RequestUsage, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.usage_journal.journal import UsageJournal
-from slora.usage_journal.record import UsageRecord
-from slora.usage_journal.segment import closed_segments
 from slora_adapters.version import AdapterVersion
 
 USAGE = RequestUsage(1, 2, 3, 4, 0.5)

@@ -5,10 +5,13 @@ from contextlib import contextmanager
 
 import pytest
 
+from slora.core.errors import DeadlineMissed, RequestRefused
+from slora.core.info import EngineStats
+from slora.core.pin import Pin
+from slora.core.report import REPORT_S, EngineReport
+from slora.core.request import EngineRequest, StepOutput, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.engine.info import EngineStats
-from slora.engine.pin import Pin
-from slora.engine.report import REPORT_S, EngineReport
 from slora.engine.worker import (
     Abort,
     Add,
@@ -20,11 +23,8 @@ from slora.engine.worker import (
     Stop,
     Wake,
 )
-from slora.errors import DeadlineMissed, RequestRefused
+from slora.memory.tenant_account import TenantAccount
 from slora.models.model_spec_reader import read_model_spec
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, StepOutput, single_adapter
-from slora.sampling_params import SamplingParams
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import make_engine, make_source

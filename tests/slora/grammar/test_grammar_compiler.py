@@ -4,11 +4,11 @@ import threading
 
 import pytest
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
+from slora.core.structured_output import StructuredOutput
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling
-from slora.structured_output import StructuredOutput
 
 EOS = 256
 SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(EOS)), b""])

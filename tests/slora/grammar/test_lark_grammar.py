@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, TypeAdapter
 
-from slora.errors import ConfigError, RequestRefused
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
-from slora.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.text.spelling import spell_tokens
 from slora.text.tokenizer import Tokenizer
 from tests.slora.grammar.random_schemas import RECURSIVE, SCHEMAS

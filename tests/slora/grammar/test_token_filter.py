@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slora.core.sampling_params import SamplingParams
 from slora.grammar.token_filter import TokenFilter
-from slora.sampling_params import SamplingParams
 from slora_kernels.torch.token_masks import mask_logits
 
 VOCAB = 70

@@ -11,10 +11,10 @@ import torch
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from slora import LLM, Pooling, PoolingKind, SamplingParams
-from slora.errors import ConfigError, RequestRefused
+from slora.core.errors import ConfigError, RequestRefused
+from slora.core.request import FinishReason
+from slora.core.sampling_params import choice_seed
 from slora.llm import request_builder
-from slora.request import FinishReason
-from slora.sampling_params import choice_seed
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from tests.support.cpu_kernels import KERNELS

@@ -13,7 +13,7 @@ from peft.tuners.lora import LoraLayer
 from safetensors.numpy import load_file
 
 from slora import LLM, LoraAdapter, SamplingParams
-from slora.errors import RequestRefused
+from slora.core.errors import RequestRefused
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.hub import adapter_files, lay_out_snapshot

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.expert_config import ExpertConfig
 from slora.models.model_config import ModelConfig
 from slora.models.model_family import FAMILIES

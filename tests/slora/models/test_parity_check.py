@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from slora import LLM
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.transformers_decoder import TransformersDecoder
 from tests.support.cpu_kernels import KERNELS
 from tests.support.tiny_models import write_model

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from slora import LLM, SamplingParams
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.model_spec_reader import read_model_spec
 from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.cpu_kernels import KERNELS

@@ -2,7 +2,7 @@
 
 import pytest
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.planning.devices import DEVICES, cut_device, find_device
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from slora.cost_model import StepWork
+from slora.core.cost_model import StepWork
+from slora.core.engine_config import EngineConfig
+from slora.core.errors import ConfigError
 from slora.engine.engine import Engine
-from slora.engine_config import EngineConfig
-from slora.errors import ConfigError
 from slora.models.model_spec_reader import read_model_spec
 from slora.planning.devices import DEVICES, Device
 from slora.planning.model_size import measure_model

@@ -8,8 +8,8 @@ from dataclasses import astuple
 import pytest
 import torch
 
-from slora.cost_model import StepWork
-from slora.engine_config import EngineConfig
+from slora.core.cost_model import StepWork
+from slora.core.engine_config import EngineConfig
 from slora.models.model_spec_reader import read_model_spec
 from slora.runner import cost_measurement
 from slora.runner.cost_measurement import _Timings
@@ -81,7 +81,7 @@ def test_measurement_steps_respect_the_limits_and_leave_no_state(
         return sampled
 
     monkeypatch.setattr(Runner, "run", watched)
-    monkeypatch.setattr("slora.device.device_memory.empty_tensor", zeros)
+    monkeypatch.setattr("slora.memory.device_memory.empty_tensor", zeros)
     # Without this, a slow smaller prefill on a busy machine may already count as long enough.
     monkeypatch.setattr("slora.runner.cost_measurement._ENOUGH_PREFILL", 1e9)
     runner = start_runner(kits("llama"), num_pages=60, max_num_seqs=4, max_num_batched_tokens=50)

@@ -6,9 +6,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from slora.device.device_facts import DeviceFacts
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.runner import device_probe
+from slora.runner.device_facts import DeviceFacts
 from slora.runner.device_probe import find_device
 
 

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from slora.errors import DeviceFailed
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.core.errors import DeviceFailed
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.memory.tenant_account import TenantAccount
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed, StepResult
-from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 

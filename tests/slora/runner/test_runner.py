@@ -7,12 +7,12 @@ from threading import Event
 import pytest
 import torch
 
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.pool.residency import Resident
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.scheduler.step_plan import AdapterLoad, StepPlan
+from slora.memory.residency import AdapterLoad, Resident
+from slora.memory.tenant_account import TenantAccount
+from slora.scheduler.step_plan import StepPlan
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slora.device.step_batch import StepBatch
+from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
+from slora.models.step_batch import StepBatch
 from slora.runner.step_graphs import StepGraphs, Work
-from slora.sampling_params import SamplingParams
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from tests.support.driving import make_engine, make_source

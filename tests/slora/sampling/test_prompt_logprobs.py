@@ -9,9 +9,16 @@ import msgpack
 import pytest
 import torch
 
-from slora.engine.messages import decode_output, encode_output
-from slora.request import EngineRequest, FinishReason, StepOutput, TokenDelta, TokenLogprobs, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.core.messages import decode_output, encode_output
+from slora.core.request import (
+    EngineRequest,
+    FinishReason,
+    StepOutput,
+    TokenDelta,
+    TokenLogprobs,
+    single_adapter,
+)
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.process.wire import encode
 from tests.support.cpu_kernels import CPU_KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source

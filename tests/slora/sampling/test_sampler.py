@@ -13,11 +13,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from slora.pool.tenant_account import TenantAccount
-from slora.request import EngineRequest
+from slora.core.request import EngineRequest
+from slora.core.sampling_params import SamplingParams
+from slora.memory.tenant_account import TenantAccount
 from slora.sampling.sampler import sample, token_logprobs
 from slora.sampling.sampling_table import SamplingTable
-from slora.sampling_params import SamplingParams
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken
 from slora_kernels.kernel_selector import select_kernels

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from slora.request import EngineRequest, single_adapter
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source

@@ -4,13 +4,13 @@ from collections.abc import Callable
 
 import pytest
 
-from slora.kv_footprint import KVFootprint
-from slora.pool.residency import Resident
-from slora.pool.unified_paging import UnifiedPaging
+from slora.core.kv_footprint import KVFootprint
+from slora.core.scheduler_config import SchedulerConfig
+from slora.memory.residency import Resident
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
-from slora.scheduler_config import SchedulerConfig
 from slora_adapters.loader.source import Fetched
 from slora_adapters.version import AdapterVersion
 from tests.support.queueing import BLOCK_TOKENS, make_sequence

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.cost_model import StepWork
-from slora.pool.tenant_account import TenantAccounts
-from slora.request import StepOutput
+from slora.core.cost_model import StepWork
+from slora.core.request import StepOutput
+from slora.core.tenant_share import TenantShare
+from slora.memory.tenant_account import TenantAccounts
 from slora.scheduler.budgets.background_budget import MAX_GROWTH, BackgroundBudget
 from slora.scheduler.budgets.load_budget import LoadBudget
 from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.queues.fifo_queue import FifoQueue
 from slora.scheduler.queues.waiting_queue import WaitingQueue
-from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.queueing import make_sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench

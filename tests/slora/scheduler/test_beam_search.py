@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.request import FinishReason
-from slora.sampling_params import SamplingParams
+from slora.core.request import FinishReason
+from slora.core.sampling_params import SamplingParams
 from slora.scheduler.beam_search import BeamSearch, Hypothesis, Proposal
 from tests.support.beam_model import Model, beam_params, propose, random_model, search_plainly
 

@@ -8,10 +8,10 @@ from functools import cache
 import pytest
 
 from slora import LLM
+from slora.core.errors import ContextTooLong, RequestRefused
+from slora.core.request import EngineRequest, FinishReason, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.errors import ContextTooLong, RequestRefused
-from slora.request import EngineRequest, FinishReason, single_adapter
-from slora.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source

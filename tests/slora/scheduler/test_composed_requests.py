@@ -2,8 +2,8 @@
 
 import pytest
 
-from slora.errors import AdapterFetchFailed, ContextTooLong
-from slora.request import WeightedAdapter
+from slora.core.errors import AdapterFetchFailed, ContextTooLong
+from slora.core.request import WeightedAdapter
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench
 from tests.support.scripted_source import FULL_PAGE_BYTES

@@ -1,8 +1,8 @@
 """A request that cannot get its first token before its deadline is reported once, unless it runs or has its first
 token. A beam search gets its first token at its end, so it is reported while it runs, too."""
 
-from slora.cost_model import CostModel
-from slora.request import EngineRequest
+from slora.core.cost_model import CostModel
+from slora.core.request import EngineRequest
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.unfinished_requests import UnfinishedRequests

@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from slora.pool.residency import Resident
-from slora.tenant_share import TenantShare
+from slora.core.tenant_share import TenantShare
+from slora.memory.residency import Resident
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench
 

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from slora.core.errors import RequestFailed
+from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
+from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.errors import RequestFailed
-from slora.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.runner.runner import RunningStep
-from slora.sampling_params import SamplingParams
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion

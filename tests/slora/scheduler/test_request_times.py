@@ -1,6 +1,6 @@
 """When requests pass the stages of the engine. Each step of the bench takes 0.25 s."""
 
-from slora.request import RequestTiming
+from slora.core.request import RequestTiming
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench
 

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
-from slora.pool.residency import Resident
-from slora.pooling import Pooling, PoolingKind
-from slora.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
+from slora.core.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
+from slora.core.pooling import Pooling, PoolingKind
+from slora.core.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
+from slora.core.tenant_share import TenantShare
+from slora.memory.residency import Resident
 from slora.scheduler.budgets.background_budget import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
-from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.beam_model import search_plainly
 from tests.support.scheduler_bench import BEAM_MODEL, COSTS, STOP_TOKEN, BrokenStep, SchedulerBench

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from slora.errors import DeadlineMissed
-from slora.request import StepOutput
+from slora.core.errors import DeadlineMissed
+from slora.core.request import StepOutput
+from slora.core.tenant_share import TenantShare
 from slora.scheduler.sequence import Sequence
-from slora.tenant_share import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench
 from tests.support.scripted_source import FULL_PAGE_BYTES

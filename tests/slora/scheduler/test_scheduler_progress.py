@@ -5,8 +5,8 @@ from random import Random
 
 import pytest
 
-from slora.errors import ContextTooLong
-from slora.tenant_share import TenantShare
+from slora.core.errors import ContextTooLong
+from slora.core.tenant_share import TenantShare
 from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
 from tests.support.scheduler_bench import SchedulerBench
 

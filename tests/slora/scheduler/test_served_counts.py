@@ -3,9 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
-from slora.sampling_params import SamplingParams
-from slora.scheduler.served_counts import OTHERS, ServedCounts, ServedRequests
+from slora.core.info import ServedCounts
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.scheduler.served_counts import OTHERS, ServedRequests
 from slora_adapters.version import AdapterVersion
 
 USAGE = RequestUsage(5, 3, 2)

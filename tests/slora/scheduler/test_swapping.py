@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from slora.cost_model import CostModel
-from slora.pool.evictor import Evictor
-from slora.pool.kv_cache import KVCache
-from slora.pool.page_pool import PagePool
-from slora.pool.swap_space import SwapSpace
-from slora.pool.tenant_account import TenantAccounts
+from slora.core.cost_model import CostModel
+from slora.memory.evictor import Evictor
+from slora.memory.kv_cache import KVCache
+from slora.memory.page_pool import PagePool
+from slora.memory.swap_space import SwapSpace
+from slora.memory.tenant_account import TenantAccounts
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping

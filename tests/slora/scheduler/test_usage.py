@@ -5,7 +5,7 @@ Each step of the bench takes 0.25 s. A page has 4 tokens.
 
 import pytest
 
-from slora.request import RequestUsage
+from slora.core.request import RequestUsage
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench

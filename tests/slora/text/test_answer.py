@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from slora.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
-from slora.sampling_params import SamplingParams
+from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
+from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, stream_answer
 from tests.api.scripted_engine import EOS, byte_tokenizer, deltas_of
 from tests.slora.text.test_detokenizer import fast_of, tokenizer_of

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from slora.sampling_params import SamplingParams
+from slora.core.sampling_params import SamplingParams
 from slora.text.generation_defaults import (
     GenerationDefaults,
     find_unsupported_fields,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
-from slora.errors import ConfigError, RequestRefused
+from slora.core.errors import ConfigError, RequestRefused
 from slora.text.chat_template import cut_at_mark, mark_end, render_chat
 from slora.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from tests.support.tiny_models import make_model
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.weight_reader import WeightReader
 from tests.support.tiny_models import make_model

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slora import LLM, SamplingParams
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.models.model_spec_reader import read_model_spec
 from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slora.errors import ConfigError
+from slora.core.errors import ConfigError
 from slora.weights import weight_blocks, weight_reader
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from slora.request import EngineRequest, FinishReason, TokenDelta
+from slora.core.request import EngineRequest, FinishReason, TokenDelta
 from slora_api import errors
 from slora_api.adapters.canary import CANARY_TENANT
 from slora_api.adapters.model_catalog import ModelCatalog

@@ -8,7 +8,7 @@ from bench.simulation.fleet.replica_model import ReplicaSettings
 from bench.simulation.fleet.traffic import Traffic
 from bench.simulation.traces import S2
 from bench.simulation.virtual_source import FetchCosts
-from slora.routing.router import Router
+from slora.client.router import Router
 
 FETCH = FetchCosts(latency_s=0.02, bytes_per_s=200e6)
 SETTINGS = ReplicaSettings(A10G_7B, AdapterSettings(S2.ranks, FETCH), num_tenants=20)

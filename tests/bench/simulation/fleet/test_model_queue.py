@@ -4,8 +4,8 @@ import random
 
 from bench.simulation.fleet.model_queue import ModelQueue
 from bench.simulation.fleet.model_request import ModelRequest
-from slora.pool.page_pool import PagePool
-from slora.pool.tenant_account import TenantAccount
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.queues.fair_queue import FairQueue
 from tests.support.queueing import make_sequence, make_tenant
 

@@ -10,7 +10,7 @@ from bench.simulation.fleet.traffic import Demand, make_traffic, read_trace_arra
 from bench.simulation.routed_engines import RoutedEngines
 from bench.simulation.simulation import Policies, Setup
 from bench.simulation.traces import S2, zipf_trace
-from slora.routing.router import Router
+from slora.client.router import Router
 from tests.bench.simulation.fleet.fleets import FETCH, SETTINGS, TOKEN_S, make_fleet
 
 

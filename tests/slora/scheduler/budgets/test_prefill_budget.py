@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from slora.pool.tenant_account import TenantAccount, TenantAccounts
+from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
 from slora.scheduler.sequence import Sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench

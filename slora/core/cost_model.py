@@ -1,0 +1,123 @@
+"""The cost model: estimates the seconds that the parts of a step take, for scheduling decisions.
+
+The runner measures the costs at its start and updates them from the steps that run. A simulator supplies its own
+values. The formulas are linear: accurate enough to compare alternatives, but not to predict when work is done.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import NamedTuple, Protocol
+
+from slora.core.errors import ConfigError
+
+
+class StepWork(NamedTuple):
+    """The work of one step. Its fields correspond to the fields of `CostModel` after step_s, in the same order.
+
+    context_tokens: total context length of all decode rows.
+    swapped_pages: KV pages copied between device and host, in both directions together.
+    loaded_bytes: adapter bytes copied from the host into the pool.
+    """
+
+    prefill_tokens: int
+    decode_rows: int
+    context_tokens: int
+    swapped_pages: int
+    loaded_bytes: int
+
+
+class Costs(Protocol):
+    """The costs that the scheduler reads, fixed or learned. See `CostModel`."""
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def decode_s(self) -> float: ...
+
+    def prefill_s(self, num_tokens: int) -> float: ...
+
+    def row_s(self, context_tokens: int) -> float: ...
+
+    def step_seconds(self, work: StepWork) -> float: ...
+
+    def swap_s(self, num_pages: int) -> float: ...
+
+    def load_s(self, num_bytes: int) -> float: ...
+
+    def tokens(self, seconds: float) -> float: ...
+
+
+class StepTimes(NamedTuple):
+    """Measured seconds of the parts of one step."""
+
+    compute_s: float
+    swap_s: float = 0.0
+    load_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """Costs in seconds.
+
+    step_s: fixed cost of any step.
+    token_s: per prefilled token.
+    decode_s: per decode row.
+    context_token_s: attention over one token of context, per decode row.
+    page_copy_s: per page copied between device and host, in either direction.
+    load_byte_s: per adapter byte copied from the host into the pool.
+    """
+
+    step_s: float
+    token_s: float
+    decode_s: float
+    context_token_s: float
+    page_copy_s: float
+    load_byte_s: float
+
+    def __post_init__(self) -> None:
+        """Checks the costs. Raises ConfigError with the field, its value and the limit."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"the cost {field.name} is {value!r}; it must be a finite number of seconds from 0"
+                )
+        if self.token_s == 0:
+            raise ConfigError(
+                "the cost token_s is 0; it must be above 0, because other costs are expressed in tokens"
+            )
+
+    def prefill_s(self, num_tokens: int) -> float:
+        """Seconds to prefill tokens, without step_s: these tokens are computed in steps that run anyway."""
+        return num_tokens * self.token_s
+
+    def row_s(self, context_tokens: int) -> float:
+        """Seconds that one decode row with this context adds to a step that runs anyway."""
+        return self.decode_s + context_tokens * self.context_token_s
+
+    def step_seconds(self, work: StepWork) -> float:
+        """Seconds that a step with this work takes.
+
+        Worked example: step_s 0.01, decode_s 0.001, context_token_s 1e-6, and 4 decode rows of 500 tokens of context
+        each: 0.01 + 4 * 0.001 + 2000 * 1e-6 = 0.016 s.
+        """
+        return (
+            self.step_s
+            + work.prefill_tokens * self.token_s
+            + work.decode_rows * self.decode_s
+            + work.context_tokens * self.context_token_s
+            + work.swapped_pages * self.page_copy_s
+            + work.loaded_bytes * self.load_byte_s
+        )
+
+    def swap_s(self, num_pages: int) -> float:
+        """Seconds to copy the pages to the host and back."""
+        return 2 * num_pages * self.page_copy_s
+
+    def load_s(self, num_bytes: int) -> float:
+        return num_bytes * self.load_byte_s
+
+    def tokens(self, seconds: float) -> float:
+        """Converts seconds to prefill tokens: at 0.002 s per token, 0.3 s are 150 tokens."""
+        return seconds / self.token_s

@@ -1,0 +1,189 @@
+"""Every setting of the engine, and the sizes that are derived from the settings and the machine."""
+
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+
+from slora.core.errors import ConfigError
+from slora.core.request import MAX_COMPOSED_ADAPTERS
+from slora.core.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
+from slora_kernels.kv_format import KVFormat
+
+# Longer drafts are rarely accepted completely, and would delay other sequences of the step.
+MAX_DRAFT_TOKENS = 64
+# With `auto`, the page pool takes a share of free RAM or GPU memory, and swap space is a share of the pool's size.
+CPU_POOL_SHARE = 0.25
+GPU_POOL_SHARE = 0.9
+SWAP_SHARE = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The settings of one engine. A size of None is derived from the model and the machine.
+
+    The help texts describe the settings. `slora serve` accepts every field as a flag and as an environment variable.
+    """
+
+    model: Path = setting(
+        MISSING,
+        "directory of the base model (config.json, safetensors, tokenizer)",
+        Directory(),
+        metavar="DIR",
+    )
+    model_name: str = setting(
+        "", "name of the base model for clients (default: the name of its directory)", metavar="NAME"
+    )
+    device: str = setting("auto", "where the model runs: auto, cpu or cuda", Choice(("auto", "cpu", "cuda")))
+    dtype: str = setting(
+        "auto",
+        "dtype of the model: auto (the dtype of the checkpoint), float32, bfloat16 or float16",
+        Choice(("auto", "float32", "bfloat16", "float16")),
+    )
+    tensor_parallel_size: int = setting(
+        1,
+        "number of processes that compute the model together, each on a GPU of its own with its part of the weights: "
+        "must divide the attention heads and intermediate_size of the model",
+        Whole(1, 64),
+        metavar="N",
+    )
+    kernels: str = setting(
+        "auto",
+        "kernels that compute the model: auto, triton, numba or torch",
+        Choice(("auto", "triton", "numba", "torch")),
+        metavar="NAME",
+    )
+    model_impl: str = setting(
+        "auto",
+        "implementation of the model: slora's own, for the model families that it supports, or "
+        "transformers', for any",
+        Choice(("auto", "slora", "transformers")),
+        metavar="NAME",
+    )
+    quantization: str = setting(
+        "auto",
+        "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
+        "which halves their memory; auto uses the format of the checkpoint",
+        Choice(("auto", "int8", "fp8")),
+        metavar="FORM",
+    )
+    kv_cache_dtype: str = setting(
+        "auto",
+        "format of K and V in the pool: auto is the model's dtype; fp8 (e4m3, with a scale for each "
+        "token and head) fits nearly twice as many tokens, and needs a CPU or a GPU of compute "
+        "capability 8.9 or later",
+        Choice(tuple(KVFormat)),
+        metavar="FORM",
+    )
+    pool_bytes: int | None = setting(
+        None,
+        "size of the page pool for KV cache and adapters: auto takes 90%% of the free GPU memory, or "
+        "25%% of the free RAM",
+        Auto(ByteSize(1)),
+        metavar="SIZE",
+    )
+    block_tokens: int = setting(
+        16, "tokens of KV cache in one page, a power of two", Whole(1, 1024), metavar="N"
+    )
+    max_model_len: int | None = setting(
+        None,
+        "largest number of tokens of prompt and answer together; auto takes the model's own limit, "
+        "or the size of the pool if that is less",
+        Auto(Whole(1)),
+        metavar="N",
+    )
+    max_num_seqs: int = setting(256, "largest number of running sequences", Whole(1), metavar="N")
+    max_num_batched_tokens: int | None = setting(
+        None, "largest number of tokens that one step computes", Auto(Whole(1)), metavar="N"
+    )
+    scheduling: str = setting(
+        "fair",
+        "fair divides the engine between tenants by weight; fcfs serves requests in order of arrival",
+        Choice(("fair", "fcfs")),
+        metavar="NAME",
+    )
+    prefix_cache: str = setting(
+        "tenant",
+        "which cached prefixes a request may reuse: tenant: only prefixes of its own tenant; public: "
+        "also prefixes of all tenants on the base model, so that timing may reveal the prompts of "
+        "other tenants; off: none",
+        Choice(("off", "tenant", "public")),
+        metavar="NAME",
+    )
+    preemption: str = setting(
+        "auto",
+        "how a sequence is preempted when the pool has too few pages: swap copies its KV to the "
+        "host, recompute computes it again later, and auto chooses whichever takes less time",
+        Choice(("auto", "swap", "recompute")),
+        metavar="NAME",
+    )
+    swap_bytes: int | None = setting(
+        None,
+        "host memory for swapped sequences: auto takes a quarter of the pool's size; 0 disables swapping",
+        Auto(ByteSize()),
+        metavar="SIZE",
+    )
+    load_bytes_per_step: int | None = setting(
+        None,
+        "largest number of adapter bytes copied into the pool during one step: auto allows steps to "
+        "take a tenth longer, and more while many requests wait for adapters",
+        Auto(ByteSize(1)),
+        metavar="SIZE",
+    )
+    cuda_graphs: bool = setting(
+        True, "whether steps on a GPU are recorded once and replayed: on or off", OnOff()
+    )
+    prompt_lookup_tokens: int = setting(
+        0,
+        "largest number of tokens that one step drafts for a sequence by prompt lookup, if drafts are expected to "
+        "save time: 0 disables prompt lookup",
+        Whole(0, MAX_DRAFT_TOKENS),
+        metavar="N",
+    )
+    metrics_tenants: int = setting(
+        20,
+        "most tenants with a label of their own in the metrics; the metrics count all others as 'other'",
+        Whole(0, 1000),
+        metavar="N",
+    )
+    max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
+    max_composed_adapters: int = setting(
+        4, "most adapters that one request may add up", Whole(1, MAX_COMPOSED_ADAPTERS), metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        if self.preemption == "swap" and self.swap_bytes == 0:
+            raise ConfigError(
+                "preemption is swap, but swap_bytes is 0: there is no space to swap to; raise "
+                "swap_bytes, or set preemption to auto or recompute"
+            )
+        if self.block_tokens & (self.block_tokens - 1):
+            raise ConfigError(f"block_tokens is {self.block_tokens}; it must be a power of two")
+        budget = self.max_num_batched_tokens
+        if budget is not None and budget < self.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens is {budget}, below max_num_seqs {self.max_num_seqs}, so one "
+                "step could not decode all sequences; raise max_num_batched_tokens or lower "
+                "max_num_seqs"
+            )
+
+    @property
+    def kv_format(self) -> KVFormat:
+        return KVFormat(self.kv_cache_dtype)
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model.resolve().name
+
+    def load_pages(self, full_page_bytes: int) -> int | None:
+        """Adapter pages that each step may load. None: `LoadBudget` decides from measured costs."""
+        num_bytes = self.load_bytes_per_step
+        return None if num_bytes is None else max(1, num_bytes // full_page_bytes)
+
+    def token_budget(self, device_type: str) -> int:
+        """Maximum number of tokens that one step computes.
+
+        On a CPU, 512 tokens keep every core busy; more would only delay decoding sequences.
+        """
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)

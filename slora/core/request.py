@@ -1,0 +1,246 @@
+"""The values that callers and the engine exchange. Plain values without tensors or sockets."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+from slora.core.pooling import Pooling
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import DEFAULT_SHARE, TenantShare
+from slora_adapters.version import AdapterVersion
+
+# Bounds of the fields of EngineRequest, which `slora.core.request_check` checks.
+# Larger adapter weights only make the outputs overflow. An adapter's own scale has the same limit.
+MAX_ADAPTER_WEIGHT = 10_000.0
+MAX_PRIORITY = 1_000
+# The highest possible value of the setting `max_composed_adapters`.
+MAX_COMPOSED_ADAPTERS = 16
+MAX_DEADLINE_S = 86_400.0
+
+# The sampling parameters of a request that computes an embedding. It samples no token.
+NOT_SAMPLED = SamplingParams(max_tokens=1)
+
+
+class WeightedAdapter(NamedTuple):
+    """One adapter of a request. weight: factor on the adapter's scale; 1 is the adapter as trained."""
+
+    version: AdapterVersion
+    weight: float = 1.0
+
+
+def compose_adapters(adapters: Iterable[WeightedAdapter]) -> tuple[WeightedAdapter, ...]:
+    """Returns the canonical form of a combination of adapters: sorted, each version once, no adapter of weight 0.
+
+    If a version occurs several times, its weights are added. Sums of rounded numbers depend on their order, and the
+    prefix cache compares whole tuples. So equal combinations must have equal tuples.
+    """
+    weights: dict[AdapterVersion, float] = {}
+    for version, weight in adapters:
+        weights[version] = weights.get(version, 0.0) + weight
+    kept = [WeightedAdapter(version, weight) for version, weight in weights.items() if weight]
+    return tuple(sorted(kept, key=lambda one: (one.version.digest, one.version.tenant)))
+
+
+def single_adapter(version: AdapterVersion | None, weight: float = 1.0) -> tuple[WeightedAdapter, ...]:
+    """The adapters of a request that uses one adapter. None means the base model."""
+    return () if version is None else compose_adapters([WeightedAdapter(version, weight)])
+
+
+class EmittedTokens(NamedTuple):
+    """The tokens of a request that another engine has reported before it was lost.
+
+    choices: the tokens of each choice; None for a choice that has ended.
+    num_tokens: number of tokens of all choices, including those that have ended.
+    num_cached: prompt tokens that the lost engine found in its prefix cache.
+    """
+
+    choices: tuple[tuple[int, ...] | None, ...]
+    num_tokens: int
+    num_cached: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One prompt to continue, or to embed.
+
+    tenant: the tenant that is charged.
+    adapters: as `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added
+        one after the other, in this order. Most adapters change the KV of every token, so cached KV is keyed by them
+        and their weights.
+    share: the tenant's current share, as the operator has set it.
+    priority: order among the tenant's own requests; lower numbers are served first.
+    is_background: the request gets only the tokens of a step that interactive requests leave, and is preempted first.
+    account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is
+        billed.
+    deadline_s: maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't
+        meet the deadline. The first token of a beam search comes at the end of the search.
+    pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
+    emitted: the tokens after which the answers continue; None: the answers begin. The usage of the request includes
+        these tokens and the whole prompt, as if this engine had computed them. The tenant is not charged for them.
+    """
+
+    request_id: str
+    tenant: str
+    prompt_token_ids: list[int]
+    adapters: tuple[WeightedAdapter, ...]
+    sampling: SamplingParams
+    share: TenantShare = DEFAULT_SHARE
+    priority: int = 0
+    deadline_s: float | None = None
+    account: str = ""
+    is_background: bool = False
+    pooling: Pooling | None = None
+    emitted: EmittedTokens | None = None
+
+    @property
+    def open_choices(self) -> set[int]:
+        """The indices of the choices that the engine still has to compute."""
+        if self.emitted is None:
+            return set(range(self.sampling.num_choices))
+        return {index for index, tokens in enumerate(self.emitted.choices) if tokens is not None}
+
+    @property
+    def versions(self) -> tuple[AdapterVersion, ...]:
+        return tuple(version for version, _ in self.adapters)
+
+    @property
+    def adapter_digests(self) -> str | None:
+        """The digests as usage records have them: joined by `+`; None for the base model."""
+        return "+".join(version.digest for version, _ in self.adapters) or None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUsage:
+    """The usage of one request, with all of its choices and beams.
+
+    prompt_tokens: the prompt tokens that were computed or found in the prefix cache. If a request ends before its
+        prompt is computed, this is less than the length of the prompt.
+    cached_tokens: prompt tokens found in the prefix cache.
+    generated_tokens: sampled tokens, including those of choices and beams that are not part of the answer.
+    adapter_bytes: bytes of adapter loads that this request caused. A load that the fair scheduler does not charge to
+        the tenant is not counted.
+    page_seconds: number of pages held, integrated over time. A page that several sequences hold is divided among them,
+        and so are the pages of an adapter among the sequences that run on it. It is a multiple of 2**-20, so that sums
+        are exact.
+    """
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    adapter_bytes: int = 0
+    page_seconds: float = 0.0
+
+    def __add__(self, other: "RequestUsage") -> "RequestUsage":
+        return RequestUsage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.adapter_bytes + other.adapter_bytes,
+            self.page_seconds + other.page_seconds,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTiming:
+    """When one request passed the stages of the engine, in seconds of `time.monotonic()`, which on Linux is one clock
+    for all processes of a host. A stage that the request did not reach is None.
+
+    fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
+    is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
+    admitted_at: when the request joined the batch.
+    computed_at: start of the step that computed the request's first tokens, with all of its adapters loaded.
+    first_token_at: when the first token was sampled. Always None for an embedding and for a beam search.
+    num_preemptions: number of preemptions of the request's sequences.
+    """
+
+    arrived_at: float
+    fetch_s: float
+    is_cold: bool
+    admitted_at: float | None
+    computed_at: float | None
+    first_token_at: float | None
+    ended_at: float
+    num_preemptions: int = 0
+
+    @property
+    def queue_s(self) -> float:
+        """Time until the request was admitted or ended, less the time spent on fetching its adapters to the host."""
+        admitted_at = self.ended_at if self.admitted_at is None else self.admitted_at
+        return max(0.0, admitted_at - self.arrived_at - self.fetch_s)
+
+    @property
+    def load_s(self) -> float:
+        """Time that the request spent in the batch until its adapters were loaded into the pool."""
+        if self.admitted_at is None:
+            return 0.0
+        return (self.ended_at if self.computed_at is None else self.computed_at) - self.admitted_at
+
+
+class EndedRequest(NamedTuple):
+    """The usage and the timing of a request that has ended. timing: None for a request that was refused."""
+
+    request_id: str
+    usage: RequestUsage
+    timing: RequestTiming | None = None
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The log-probabilities at one position.
+
+    logprob: log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
+    top: (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`: of the chosen token, and
+        then of these tokens in the order of the request.
+    """
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def list_best(token_id: int, logprob: float, best: Iterable[tuple[int, float]]) -> "TokenLogprobs":
+        """Lists the most probable tokens, best first. Among tokens of equal probability, the chosen one comes first.
+
+        best: the (token id, log-probability) of the most probable tokens, in an order that is arbitrary among equals.
+        """
+        pairs = list(best)
+        at = next((place for place, (_, value) in enumerate(pairs) if value == logprob), None)
+        if at is None or pairs[at][0] == token_id:
+            return TokenLogprobs(logprob, tuple(pairs))
+        others = [pair for pair in pairs if pair[0] != token_id]
+        return TokenLogprobs(logprob, (*others[:at], (token_id, logprob), *others[at:])[: len(pairs)])
+
+
+# TokenDelta and StepOutput are not frozen: a step creates hundreds of them, and frozen ones take three times as long.
+@dataclass(slots=True)
+class TokenDelta:
+    """The next tokens of choice `index` of a request. If they include a stop token, finish_reason is STOP.
+
+    prompt_logprobs: log-probabilities of the next prompt tokens; None for the very first token. They come in deltas
+        without token_ids, all of them before the answer.
+    num_cached: prompt tokens found in the prefix cache; set with the first token of choice 0, or with the embedding.
+    embedding: the embedding of the prompt as float32 in the byte order of the machine. It comes in a delta of its own
+        without token_ids, whose finish_reason is STOP.
+    """
+
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    index: int = 0
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    num_cached: int = 0
+    embedding: bytes | None = None
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The result of one step for one choice of a request: a delta, or the error that ended the whole request."""
+
+    request_id: str
+    delta: TokenDelta | None = None
+    error: Exception | None = None

@@ -1,0 +1,326 @@
+"""How the tokens of one request are sampled. Names and meanings are OpenAI's, or vLLM's where OpenAI has none.
+
+`slora.core.request_check` checks what depends on the model and the engine.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slora.core.errors import RequestRefused
+from slora.core.structured_output import StructuredOutput
+from slora.core.surrogate import refuse_surrogate
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 32
+# Each word has a second spelling, which begins with a space.
+MAX_BAD_WORD_CHARS = 64
+# A space and four bytes for each character.
+MAX_BAD_WORD_TOKENS = 1 + 4 * MAX_BAD_WORD_CHARS
+MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
+MAX_CHOICES = 128
+MAX_LOGPROB_TOKEN_IDS = 128
+# Field -> the maximum number of items, and the unit of the items in error messages.
+_MAX_ITEMS = {
+    "stop": (MAX_STOP_STRINGS, "strings"),
+    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
+    "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
+    "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"),
+    "bad_words": (MAX_BAD_SEQUENCES, "token sequences"),
+    "logprob_token_ids": (MAX_LOGPROB_TOKEN_IDS, "ids"),
+}
+# Limit of length_penalty. Any length raised to this power still fits into a float.
+_MAX_LENGTH_PENALTY = 10
+# Settings that beam search does not support -> their neutral values.
+_NOT_SEARCHED = {
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+_MAX_SEED = 2**63
+# The limit of counts and token ids. No context and no vocabulary exceeds this size. Without a limit, an integer might
+# exceed the 64 bits of the messages to the engine process.
+_MAX_COUNT = 2**31 - 1
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range.
+
+    max_tokens: None means as many as the context and the pool allow.
+    temperature: 0 is greedy; then top_p, top_k, min_p and seed have no effect.
+    top_k: 0 is off.
+    top_p: 1 is off.
+    min_p: minimum probability of a token relative to the most probable token; 0 is off.
+    presence_penalty, frequency_penalty: OpenAI's, over the tokens generated so far; 0 is off.
+    repetition_penalty: transformers', over the tokens of prompt and answer; 1 is off.
+    logit_bias: token id -> value added to the token's logit.
+    allowed_token_ids: the only tokens that may be sampled, stop tokens included; None allows all.
+    bad_words: token sequences that never occur in an answer. Tokens of the prompt do not count.
+    min_tokens: before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
+    seed: the same seed gives the same tokens in any batch.
+    stop: strings that end the text; matched on decoded text, outside the engine.
+    include_stop_str_in_output: whether the text includes the stop string or stop token that ended it.
+    skip_special_tokens: whether the text leaves out special tokens.
+    logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
+    logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are
+        returned, instead of those of the most probable tokens.
+    prompt_logprobs: like `logprobs`, for each prompt token except the first, which has no preceding token.
+    n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
+    best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
+        means n. The engine returns all sampled answers, and the caller selects the n most probable.
+    use_beam_search: vLLM's; returns the n best hypotheses of a search with best_of beams instead of sampling
+        (`beam_search`). No token is reported before the search is over.
+    length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.
+    early_stopping: whether the search ends as soon as there are best_of hypotheses.
+    prompt_lookup: whether tokens may be drafted from the request's own text (`slora.scheduler.drafting`). The answers
+        are the same with and without it.
+    structured_output: the form of the answers; None is any text. A stop token is sampled only where the answer may end.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
+    early_stopping: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    structured_output: StructuredOutput | None = None
+    prompt_lookup: bool = True
+
+    def __post_init__(self) -> None:
+        self._check_between("max_tokens", 1, _MAX_COUNT)
+        self._check_between("temperature", 0, 2)
+        if not 0.0 < self.top_p <= 1.0:
+            raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
+        self._check_between("top_k", 0, _MAX_COUNT, "; 0 is off")
+        self._check_between("min_p", 0, 1)
+        self._check_between("presence_penalty", -2, 2)
+        self._check_between("frequency_penalty", -2, 2)
+        # Beyond these limits, logits could overflow float32.
+        self._check_between("repetition_penalty", 0.01, 100)
+        if self.seed is not None and not -_MAX_SEED <= self.seed < _MAX_SEED:
+            raise RequestRefused(f"seed is {_shown(self.seed)}; it must fit in 64 bits", "seed")
+        self._check_stops()
+        self._check_bias()
+        self._check_filter()
+        self._check_between("logprobs", 0, MAX_LOGPROBS)
+        self._check_logprob_token_ids()
+        self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
+        self._check_choices()
+        self._check_structured_output()
+        self._check_between("length_penalty", -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
+        if self.use_beam_search:
+            self._check_beam_search()
+        elif self.length_penalty != 1 or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise RequestRefused(
+                f"{name} is {getattr(self, name)}, which only beam search uses; omit it or set "
+                "use_beam_search",
+                name,
+            )
+
+    @property
+    def width(self) -> int:
+        """Number of sequences that the engine runs in parallel for this request."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def width_param(self) -> str:
+        """The field that sets `width`."""
+        return "n" if self.best_of is None else "best_of"
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+    @property
+    def num_choices(self) -> int:
+        """Number of answers that the engine reports: all sampled answers, or the n best hypotheses of a beam search."""
+        return self.n if self.use_beam_search else self.width
+
+    def refuse_streaming(self) -> None:
+        """Raises RequestRefused if the answers to return are known only when all are complete."""
+        if self.num_choices > self.n:
+            raise RequestRefused(
+                f"best_of is {self.best_of} and n is {self.n}: the best answers are known only when "
+                "all are complete, so they cannot be streamed; omit best_of or stream",
+                "best_of",
+            )
+
+    def _check_structured_output(self) -> None:
+        if self.structured_output is None:
+            return
+        for name in ("allowed_token_ids", "bad_words"):
+            if getattr(self, name):
+                raise RequestRefused(
+                    f"{name} and {self.structured_output.param} both limit the tokens of the answer, and together they "
+                    f"may leave none; omit {name}",
+                    name,
+                )
+        for name, neutral in (("min_tokens", 0), ("ignore_eos", False)):
+            if getattr(self, name) != neutral:
+                raise RequestRefused(
+                    f"{name} is {getattr(self, name)}, but {self.structured_output.param} decides where the answer "
+                    f"ends; omit {name}",
+                    name,
+                )
+
+    def _check_beam_search(self) -> None:
+        for name, neutral in _NOT_SEARCHED.items():
+            value = getattr(self, name)
+            if value != neutral:
+                raise RequestRefused(
+                    f"{name} is {value}; beam search does not sample and has no penalties; set it to "
+                    f"{neutral}",
+                    name,
+                )
+        if self.stop:
+            raise RequestRefused(
+                f"stop has {len(self.stop)} strings; beam search does not support stop strings; use "
+                "stop_token_ids",
+                "stop",
+            )
+
+    def _check_choices(self) -> None:
+        if not 1 <= self.n <= MAX_CHOICES:
+            raise RequestRefused(f"n is {_shown(self.n)}; it must be 1 to {MAX_CHOICES}", "n")
+        if self.best_of is not None and not self.n <= self.best_of <= MAX_CHOICES:
+            raise RequestRefused(
+                f"best_of is {_shown(self.best_of)}; it must be at least n ({self.n}) and at most {MAX_CHOICES}",
+                "best_of",
+            )
+
+    def _check_between(self, name: str, least: float, most: float, remark: str = "") -> None:
+        value = getattr(self, name)
+        if value is not None and not least <= value <= most:  # NaN also fails
+            raise RequestRefused(
+                f"{name} is {_shown(value)}; it must be between {least} and {most}{remark}", name
+            )
+
+    def _check_stops(self) -> None:
+        check_num_items("stop", len(self.stop))
+        if any(not text for text in self.stop):
+            raise RequestRefused(
+                "stop has an empty string; a stop string needs at least one character", "stop"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise RequestRefused(
+                f"stop has a string of {longest} characters; a stop string has at most {MAX_STOP_CHARS}",
+                "stop",
+            )
+        for index, text in enumerate(self.stop):
+            refuse_surrogate(text, f"stop[{index}]", "stop")
+        check_num_items("stop_token_ids", len(self.stop_token_ids))
+        self._check_ids("stop_token_ids", self.stop_token_ids)
+        self._check_between("min_tokens", 0, _MAX_COUNT)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestRefused(
+                f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
+            )
+
+    def _check_bias(self) -> None:
+        check_num_items("logit_bias", len(self.logit_bias))
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token <= _MAX_COUNT:
+                raise RequestRefused(
+                    f"logit_bias has token id {_shown(token)}; ids are between 0 and {_MAX_COUNT}",
+                    "logit_bias",
+                )
+            if not -100 <= bias <= 100:
+                raise RequestRefused(
+                    f"logit_bias of token {token} is {bias}; it must be between -100 and 100", "logit_bias"
+                )
+
+    def _check_filter(self) -> None:
+        if self.allowed_token_ids is not None:
+            check_num_items("allowed_token_ids", len(self.allowed_token_ids))
+            if not self.allowed_token_ids:
+                raise RequestRefused(
+                    "allowed_token_ids is empty; it needs at least one token, or omit it", "allowed_token_ids"
+                )
+            self._check_ids("allowed_token_ids", self.allowed_token_ids)
+        check_num_items("bad_words", len(self.bad_words))
+        for tokens in self.bad_words:
+            if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
+                raise RequestRefused(
+                    f"bad_words has a sequence of {len(tokens)} tokens; it must have 1 to {MAX_BAD_WORD_TOKENS}",
+                    "bad_words",
+                )
+            self._check_ids("bad_words", tokens)
+
+    def _check_logprob_token_ids(self) -> None:
+        if not self.logprob_token_ids:
+            return
+        name = "logprob_token_ids"
+        check_num_items(name, len(self.logprob_token_ids))
+        self._check_ids(name, self.logprob_token_ids)
+        if self.logprobs is None:
+            raise RequestRefused(f"{name} is only allowed with logprobs; set logprobs", name)
+        if self.use_beam_search:
+            raise RequestRefused(f"{name} is not supported with beam search; omit it", name)
+
+    def _check_ids(self, name: str, token_ids: tuple[int, ...]) -> None:
+        outside = [token for token in token_ids if not 0 <= token <= _MAX_COUNT]
+        if outside:
+            raise RequestRefused(
+                f"{name} has id {_shown(outside[0])}; ids are between 0 and {_MAX_COUNT}", name
+            )
+
+
+def check_num_items(name: str, num_items: int) -> None:
+    """Raises RequestRefused if the field, which is one of `_MAX_ITEMS`, has too many items."""
+    most, unit = _MAX_ITEMS[name]
+    if num_items > most:
+        raise RequestRefused(
+            f"{name} has {num_items} {unit}; at most {most} are accepted, so send fewer", name
+        )
+
+
+def _shown(value: float) -> str:
+    """The number as text for an error message, shortened if it has thousands of digits."""
+    too_long = isinstance(value, int) and value.bit_length() > 128
+    return f"a number of {int(value).bit_length()} bits" if too_long else str(value)
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index` of a request with `seed`. Choice 0 uses the request's own seed.
+
+    A separate request with the returned seed gives the same tokens as the choice. The mixing function is SplitMix64
+    (Steele et al., 2014).
+    """
+    if index == 0:
+        return seed
+    state = (seed + index * 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return (state ^ (state >> 31)) >> 1

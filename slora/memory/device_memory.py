@@ -1,0 +1,178 @@
+"""The bytes of the page pool: one allocation for KV blocks and adapters, and the tables that locate adapters in it.
+
+`PagePool` decides which owner has a page; this module only stores and writes bytes. KV blocks and slices of adapters
+are both located by page id, through an int32 table.
+
+An adapter may be loaded in slices, one per step, so that a large adapter does not stall other requests. Until its last
+slice is loaded, its slot holds no adapter: neither the new one nor the previous one.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slora.memory.host_pages import HostPages
+from slora.memory.huge_pages import empty_tensor
+from slora.memory.residency import AdapterLoad
+from slora_adapters.peft.packing import ByteArray
+from slora_adapters.version import AdapterVersion
+from slora_kernels.batch import AdapterTables, KVGeometry
+from slora_kernels.host_copies import upload
+from slora_kernels.layout import AdapterLayout, ModelShape
+
+
+class _SlotContent(NamedTuple):
+    """The loaded part of a slot's adapter: its first `num_pages` pages. generation: counts the adapters of the slot."""
+
+    generation: int
+    num_pages: int
+    is_complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlice:
+    """The bytes of one rank for an `AdapterLoad`. pages: all pages of the adapter. content: uint8 [n]."""
+
+    version: AdapterVersion
+    slot: int
+    generation: int
+    pages: list[int]
+    first_page: int
+    num_pages: int
+    content: ByteArray
+    layout: AdapterLayout
+    scales: npt.NDArray[np.float32]
+
+    @staticmethod
+    def cut(load: AdapterLoad, full_page_bytes: int, rank: int) -> "AdapterSlice":
+        resident, packed, end = load.resident, load.packed, load.first_page + load.num_pages
+        content = packed.part(rank)[load.first_page * full_page_bytes : end * full_page_bytes]
+        return AdapterSlice(
+            resident.version,
+            resident.slot,
+            resident.generation,
+            resident.pages,
+            load.first_page,
+            load.num_pages,
+            content,
+            packed.layout,
+            packed.scales,
+        )
+
+
+class DeviceMemory:
+    """The pool's pages and the adapters' tables on one device.
+
+    pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
+    host_pages: `num_host_pages` pages of the same size in host memory, page-locked if `device` is a GPU.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        shape: ModelShape,
+        full_page_bytes: int,
+        num_pages: int,
+        num_slots: int,
+        max_adapter_pages: int,
+        device: torch.device,
+        num_host_pages: int = 0,
+    ) -> None:
+        self.geometry = geometry
+        self.full_page_bytes = full_page_bytes
+        self.device = device
+        self.pages = empty_tensor((num_pages, full_page_bytes), torch.uint8, device)
+        self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
+        self.host_pages = HostPages(num_host_pages, full_page_bytes, is_page_locked=device.type == "cuda")
+        self._slots: dict[int, _SlotContent] = {}
+
+    def load(self, load: AdapterLoad) -> None:
+        """Copies a slice of rank 0's part of an adapter. See `load_slice`."""
+        self.load_slice(AdapterSlice.cut(load, self.full_page_bytes, rank=0))
+
+    def load_slice(self, part: AdapterSlice) -> None:
+        """Copies a slice of an adapter into its pages. After the last slice, points the slot's tables at the pages.
+
+        Raises RuntimeError for a slice that does not follow the previous one.
+        """
+        end = part.first_page + part.num_pages
+        before = self._slots.pop(part.slot, None)
+        if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
+            raise RuntimeError(
+                f"pages of {part.version} from {part.first_page} on were loaded into slot "
+                f"{part.slot}, but the pages before them were not"
+            )
+        self.write(part.pages[part.first_page : end], torch.from_numpy(part.content))
+        is_last = end == len(part.pages)
+        if is_last:
+            self._write_tables(part)
+        self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
+
+    def write(self, pages: list[int], content: Tensor) -> None:
+        """Copies `content`, uint8 [n] in host memory, into the pages in order. The last page may be filled in part.
+
+        A GPU copies from page-locked memory asynchronously. Call `wait` before the memory of `content` is reused.
+        """
+        whole, rest = divmod(len(content), self.full_page_bytes)
+        body = content[: whole * self.full_page_bytes].view(whole, self.full_page_bytes)
+        for page, row in zip(pages, body, strict=False):
+            self.pages[page].copy_(row, non_blocking=True)
+        if rest:
+            self.pages[pages[whole], :rest].copy_(content[whole * self.full_page_bytes :], non_blocking=True)
+
+    def wait(self) -> None:
+        """Waits until a GPU has finished all launched work, on all streams."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    @torch.inference_mode()
+    def zero(self, pages: list[int], host_pages: list[int]) -> None:
+        """Overwrites free pages of the pool and of the host with zeros."""
+        self.wait()  # Copies from and to these pages may still be running.
+        if pages:
+            self.pages.index_fill_(0, torch.tensor(pages, device=self.device), 0)
+        self.host_pages.zero(host_pages)
+        self.wait()
+
+    def copy(self, copies: list[tuple[int, int]]) -> None:
+        """Copies whole pages. copies: (source, target). All sources are read before any target is written."""
+        sources, targets = upload(np.array(copies, np.int64), self.device).unbind(dim=1)
+        self.pages.index_copy_(0, targets, self.pages.index_select(0, sources))
+
+    def swap_out(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages to the host, each with all of its layers. pairs: (page, host page). On a GPU the copies are
+        asynchronous, in stream order.
+
+        Pages are copied one by one, because each page is contiguous. Gathering many pages would need a second buffer.
+        """
+        for page, host_page in pairs:
+            self.host_pages[host_page].copy_(self.pages[page], non_blocking=True)
+
+    def swap_in(self, pairs: list[tuple[int, int]]) -> None:
+        """Copies pages back. pairs: (host page, page). See `swap_out`."""
+        for host_page, page in pairs:
+            self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
+
+    def holds(self, slot: int, generation: int) -> bool:
+        """Whether the slot holds all pages of the adapter that got the slot in this generation."""
+        content = self._slots.get(slot)
+        return content is not None and content.is_complete and content.generation == generation
+
+    def _write_tables(self, part: AdapterSlice) -> None:
+        page_ids = np.array(part.pages, np.int32)
+        self.tables.page_table[part.slot, : len(page_ids)] = upload(page_ids, self.device)
+        self.tables.groups[part.slot] = upload(part.layout.groups, self.device)
+        self.tables.modules[part.slot] = upload(part.layout.modules, self.device)
+        self.tables.scales[part.slot] = upload(part.scales, self.device)
+
+
+def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:
+    def zeros(*sizes: int) -> Tensor:
+        return torch.zeros((num_slots, *sizes), dtype=torch.int32, device=device)
+
+    scales = torch.zeros((num_slots, shape.num_modules), dtype=torch.float32, device=device)
+    return AdapterTables(zeros(max_pages), zeros(shape.num_sites, 2), zeros(shape.num_modules, 3), scales)

@@ -1,0 +1,312 @@
+"""The pages of the pool that hold KV: pages that sequences use, and cached prefix blocks kept for reuse.
+
+A block that is computed completely is inserted under the key of its content (`prefix_key`). When a page with a key
+loses its last reference it becomes cached; a page without a key becomes free. A later request with the same content
+finds the block by its key.
+
+       allocate        insert                release (last)            evict, remove_adapter
+    ------------> held -------> held with key -------------> cached ----------------------> free
+                   |             |        ^                   |
+    free <---------+<------------+        +------ acquire ----+
+           release    invalidate
+
+A cached block can be evicted only while no cached block follows it. So a prefix is evicted from its end, the rest of it
+stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
+block may outlive the block before it. Requests find such a block again once the block before it has been recomputed.
+
+This module handles pages and keys. It does not depend on tokens, sequences or torch.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+
+from slora.memory.evictor import Evictor
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount
+from slora_adapters.version import AdapterVersion
+
+
+class PrefixBlock:
+    """A page whose content has a key, in use or idle.
+
+    parent: key of the block before it, inserted or not; None for a first block.
+    tenant: owner of the page; other tenants may use it if the scope is public.
+    rank, ticket: set for the evictor.
+    """
+
+    is_pinned = False
+
+    __slots__ = ("adapters", "key", "pages", "parent", "rank", "tenant", "ticket")
+
+    def __init__(
+        self,
+        page: int,
+        key: bytes,
+        parent: bytes | None,
+        tenant: TenantAccount,
+        adapters: tuple[AdapterVersion, ...],
+    ) -> None:
+        self.rank = 0
+        self.pages = [page]
+        self.key = key
+        self.parent = parent
+        self.tenant = tenant
+        self.adapters = adapters
+        self.ticket = 0
+
+    def __repr__(self) -> str:
+        return f"PrefixBlock({self.key.hex()[:8]}, page {self.page} of {self.tenant.name!r})"
+
+    @property
+    def page(self) -> int:
+        return self.pages[0]
+
+
+class KVCache:
+    """Manages the pages that hold KV. Every reference to a KV page is acquired and released here.
+
+    enabled: whether prefixes are cached; if not, no block is inserted.
+    public_owner: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with
+        a floor owned them, its protected blocks could hide evictable blocks of other tenants.
+    num_evictions: blocks evicted to free their pages.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        evictor: Evictor,
+        *,
+        enabled: bool = True,
+        public_owner: TenantAccount | None = None,
+    ) -> None:
+        self.public_owner = public_owner
+        self.enabled = enabled
+        self.num_evictions = 0
+        self._pool = pool
+        self._evictor = evictor
+        self._by_key: dict[bytes, PrefixBlock] = {}
+        self._by_page: dict[int, PrefixBlock] = {}
+        # A dict keeps the order of insertion. The order of a set would differ between runs, and so would the pages that
+        # are allocated next.
+        self._by_adapter: dict[AdapterVersion, dict[bytes, PrefixBlock]] = {}
+        # Number of idle blocks that directly follow the block with this key. It is stored by key because the block
+        # itself may be evicted and recomputed.
+        self._num_idle_children: dict[bytes, int] = {}
+
+    # -- references ---------------------------------------------------------------------------------------------
+
+    def allocate(self, count: int, tenant: TenantAccount) -> list[int]:
+        """Allocates pages without a key, each with one reference. The caller has made room."""
+        return self._pool.allocate(count, tenant)
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Adds a reference to each page; every page must be held."""
+        self._pool.retain(pages)
+
+    def release(self, pages: list[int]) -> None:
+        """Drops one reference from each page.
+
+        `pages` are in token order. A page with a key and without references becomes cached; one without a key becomes
+        free.
+        """
+        without_key = []
+        # Start at the end: only a block that no idle block follows is a candidate for eviction. In token order each
+        # block would be added and immediately removed again.
+        for page in reversed(pages):
+            block = self._by_page.get(page)
+            if block is None:
+                without_key.append(page)
+            elif self._pool.is_shared(page):
+                self._pool.release([page])
+            else:
+                self._pool.cache([page])
+                self._become_idle(block)
+        self._pool.release(without_key)
+
+    def read(self, pages: Iterable[int]) -> float:
+        """The sum of the readings of held pages, in page-seconds; see `PagePool`."""
+        return self._pool.read(pages)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether a held page has more than one reference. A shared page must not be written."""
+        return self._pool.is_shared(page)
+
+    def has_key(self, page: int) -> bool:
+        """Whether other requests can find the page by its content. Such a page must not be written."""
+        return page in self._by_page
+
+    # -- keys ---------------------------------------------------------------------------------------------------
+
+    def insert(
+        self, page: int, key: bytes, parent: bytes | None, adapters: tuple[AdapterVersion, ...]
+    ) -> None:
+        """Inserts the completely computed block in the held page `page`.
+
+        Does nothing if the key already has a page: one copy is enough.
+
+        parent: key of the block before it.
+        adapters: the adapters in the block's key, each once.
+        """
+        if not self.enabled or key in self._by_key:
+            return
+        assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
+        assert not self._pool.is_cached(page), f"page {page} is cached without a key"
+        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapters)
+        self._by_key[key] = self._by_page[page] = block
+        for adapter in adapters:
+            self._by_adapter.setdefault(adapter, {})[key] = block
+
+    def match(self, keys: list[bytes], first_needed: Callable[[int], int]) -> int:
+        """Returns the largest n such that blocks [first_needed(n), n) are all present.
+
+        keys: keys of all leading blocks.
+
+        first_needed(n): the first of the n leading blocks to which any later token attends. It is less than n and never
+            decreases as n grows. Without a window it is 0. With a window, the blocks before it may be missing.
+
+        Worked example: of 5 blocks the third is missing. Without a window n is 2. If only the last two blocks before n
+        are needed, n is 5.
+        """
+        longest, num_present = 0, 0  # num_present: the length of the run of present blocks that ends here.
+        first_of_all = first_needed(len(keys))
+        for index, key in enumerate(keys):
+            if key in self._by_key:
+                num_present += 1
+                if first_needed(index + 1) > index - num_present:
+                    longest = index + 1
+            elif first_of_all <= index:
+                break  # Every longer match needs this block.
+            else:
+                num_present = 0
+        return longest
+
+    def acquire(self, keys: list[bytes]) -> list[int]:
+        """Adds a reference to each block and returns the pages.
+
+        keys: keys of exactly the blocks that are needed.
+        """
+        blocks = [self._by_key[key] for key in keys]
+        for block in blocks:
+            if self._is_idle(block):
+                self._pool.acquire(block.pages)
+                self._leave_idle(block)
+            else:
+                self._pool.retain(block.pages)
+        return [block.page for block in blocks]
+
+    def invalidate(self, keys: Iterable[bytes]) -> None:
+        """Removes the keys of blocks whose content is invalid, so that no later request finds them.
+
+        Sequences that use them keep their pages.
+        """
+        for key in keys:
+            block = self._by_key.get(key)
+            if block is not None:
+                self._remove(block)
+
+    def remove_adapter(self, adapter: AdapterVersion) -> None:
+        """Removes the keys of all blocks that a deleted adapter helped to compute. Idle blocks become free."""
+        # The newest blocks are removed first, because they are at the ends of their prefixes.
+        for block in list(self._by_adapter.get(adapter, {}).values())[::-1]:
+            self._remove(block)
+
+    def remove_tenant(self, tenant: TenantAccount) -> None:
+        """Removes the keys of all blocks that the tenant owns. Idle blocks become free."""
+        for block in [block for block in self._by_key.values() if block.tenant is tenant][::-1]:
+            self._remove(block)
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def cached_pages(self) -> Iterator[int]:
+        """The cached KV pages, for `PagePool.check_invariants`."""
+        return (page for page, block in self._by_page.items() if self._is_idle(block))
+
+    def check_invariants(self) -> None:
+        """Asserts that keys, idle blocks and eviction candidates are consistent.
+
+        Raises AssertionError with the first mismatch.
+        """
+        self._check_keys()
+        idle = [block for block in self._by_page.values() if self._is_idle(block)]
+        counted = Counter(block.parent for block in idle if block.parent is not None)
+        assert counted == self._num_idle_children, "the number of idle child blocks is wrong"
+        for block in self._by_page.values():
+            is_end = self._is_idle(block) and not counted[block.key]
+            assert bool(block.ticket) == is_end, (
+                f"{block!r} is {'the end of a prefix and not ' * is_end}a candidate for eviction"
+            )
+
+    def _check_keys(self) -> None:
+        assert len(self._by_key) == len(self._by_page), "two keys share a page"
+        keyed = Counter(adapter for block in self._by_page.values() for adapter in block.adapters)
+        assert keyed == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
+            "the blocks of an adapter are not all listed under it"
+        )
+        for page, block in self._by_page.items():
+            assert block.pages == [page] and self._by_key.get(block.key) is block, (
+                f"{block!r} is stored under the wrong key or page"
+            )
+            assert self._pool.owner(page) is block.tenant, f"the page of {block!r} belongs to another tenant"
+            for adapter in block.adapters:
+                assert block.key in self._by_adapter[adapter], (
+                    f"{block!r} belongs to an adapter that was removed"
+                )
+
+    # -- idle blocks --------------------------------------------------------------------------------------------
+
+    def _is_idle(self, block: PrefixBlock) -> bool:
+        return self._pool.is_cached(block.page)
+
+    def _become_idle(self, block: PrefixBlock) -> None:
+        """Ranks a block whose page was just cached, and makes it a candidate if no idle block follows it.
+
+        The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
+        """
+        if self.public_owner is not None and not block.adapters:
+            self._pool.transfer(block.page, self.public_owner)
+            block.tenant = self.public_owner
+        block.rank = self._evictor.next_rank()
+        if block.key not in self._num_idle_children:
+            self._add_candidate(block)
+        if block.parent is None:
+            return
+        count = self._num_idle_children.get(block.parent, 0)
+        self._num_idle_children[block.parent] = count + 1
+        parent = self._by_key.get(block.parent)
+        if parent is not None:
+            self._evictor.remove(parent)
+
+    def _leave_idle(self, block: PrefixBlock) -> None:
+        """Removes a block whose page is no longer cached from the candidates. Its parent may become a candidate."""
+        self._evictor.remove(block)
+        if block.parent is None:
+            return
+        count = self._num_idle_children[block.parent] - 1
+        if count:
+            self._num_idle_children[block.parent] = count
+            return
+        del self._num_idle_children[block.parent]
+        parent = self._by_key.get(block.parent)
+        if parent is not None and self._is_idle(parent):
+            self._add_candidate(parent)
+
+    def _add_candidate(self, block: PrefixBlock) -> None:
+        self._evictor.add(block, partial(self._evict, block))
+
+    def _evict(self, block: PrefixBlock, requester: TenantAccount) -> None:
+        self.num_evictions += 1
+        block.tenant.num_prefix_evictions += 1
+        self._remove(block)
+
+    def _remove(self, block: PrefixBlock) -> None:
+        """Removes the block's key, and frees its page if the block is idle."""
+        del self._by_key[block.key], self._by_page[block.page]
+        for adapter in block.adapters:
+            blocks = self._by_adapter[adapter]
+            del blocks[block.key]
+            if not blocks:
+                del self._by_adapter[adapter]
+        if self._is_idle(block):
+            self._pool.evict(block.pages)
+            self._leave_idle(block)

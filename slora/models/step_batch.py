@@ -1,0 +1,274 @@
+"""A step plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
+
+The batch is built once per step and read by every layer. All arrays are copied to the device together.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from slora.memory.device_memory import DeviceMemory
+from slora.models.lora_tiles import (
+    Tile,
+    TileLayer,
+    cut_head_tiles,
+    cut_rows,
+    cut_token_tiles,
+    join_targets,
+    max_rows,
+)
+from slora.sampling.prompt_logprobs import PromptRows, find_prompt_rows
+from slora.sampling.prompt_pooling import PooledRows, find_pooled_rows
+from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Chunk, StepPlan
+from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
+from slora_kernels.host_copies import upload
+
+IntArray = npt.NDArray[np.integer]
+HostArray = IntArray | npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The tensors of one step.
+
+    token_ids: int64 [T]. The value -1 - row stands for the pending token of the sequence in this row of the sampling
+    table. `Runner` replaces it before the model reads it.
+    output_rows: int64 [B'], indices of the tokens whose hidden states are read, in three groups. The first group has
+    one token for each entry of `sampling`, in chunk order. If a prompt forks into n choices, its last token is listed n
+    times. The second group has the tokens of `prompts`, whose logprobs were requested. The third group has the tokens
+    of `pooled`, which belong to prompts to embed.
+    lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
+    batch has an adapter. Rows of the base model are in no tile.
+    adapts_embedding: whether an adapter of the batch changes the embedding.
+    head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
+    sampling_rows: int64, the row of the sampling table for each entry of `sampling`.
+    """
+
+    token_ids: Tensor
+    attention: AttentionBatch
+    lora: tuple[LoraTiles, ...]
+    adapts_embedding: bool
+    head_lora: tuple[LoraTiles, ...]
+    output_rows: Tensor
+    sampling_rows: Tensor
+    sampling: list[Sequence]
+    prompts: list[PromptRows]
+    pooled: list[PooledRows]
+
+    @staticmethod
+    def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
+        """Builds the batch. Raises RuntimeError if a slot no longer holds the adapter that a chunk was planned for.
+
+        long_rows: the row of the rotary table at which the positions of long sequences begin.
+        """
+        return StepArrays.build(plan, memory, limits, long_rows).upload(memory.device)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerArrays:
+    """A layer of LoRA work in host memory. arrays: tiles int32 [num_tiles, 3] and weights float32 [num_tiles]."""
+
+    arrays: tuple[HostArray, HostArray]
+    max_group_rank: int
+    max_tokens: int
+    num_decodes: int
+
+    def upload(self, device: torch.device) -> LoraTiles:
+        return self.join(upload(array, device) for array in self.arrays)
+
+    def join(self, tensors: Iterator[Tensor]) -> LoraTiles:
+        """tensors: the arrays on the device, two for each layer."""
+        return LoraTiles(next(tensors), next(tensors), self.max_group_rank, self.max_tokens, self.num_decodes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepArrays:
+    """A `StepBatch` in host memory. The ranks of a group get it without the sequences (`without_sequences`)."""
+
+    arrays: list[HostArray]
+    max_query_len: int
+    max_context_len: int
+    lora: tuple[LayerArrays, ...]
+    adapts_embedding: bool
+    head_lora: tuple[LayerArrays, ...]
+    has_pending: bool
+    sampling: list[Sequence]
+    prompts: list[PromptRows]
+    pooled: list[PooledRows]
+
+    @staticmethod
+    def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepArrays":
+        """See `StepBatch.build`."""
+        chunks = _split_drafts(plan.chunks)
+        for chunk in chunks:
+            for slot, generation, _ in chunk.slots:
+                if not memory.holds(slot, generation):
+                    raise RuntimeError(
+                        f"slot {slot} no longer holds the adapter that this step was planned for"
+                    )
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        starts = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        first_positions = np.array([chunk.start for chunk in chunks], np.int64)
+        positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
+        block_tables = _block_tables(chunks)
+        contexts = (first_positions + counts).astype(np.int32)
+        targets = join_targets(chunks)
+        layers = _lay_out(cut_token_tiles(chunks, limits))
+        head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
+        sampled = [chunk.sampled_sequences for chunk in chunks]
+        sampling = [sequence for sequences in sampled for sequence in sequences]
+        last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
+        prompts = find_prompt_rows(chunks, starts)
+        pooled = find_pooled_rows(chunks, starts)
+        others = [*_tokens(prompts), *_tokens(pooled)]
+        arrays: list[HostArray] = [
+            _token_ids(chunks, int(starts[-1])),
+            _rotary_rows(chunks, positions, counts, long_rows),
+            _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
+            np.array([*last_rows, *others], np.int64) if others else last_rows.astype(np.int64),
+            starts,
+            contexts,
+            block_tables,
+            np.array([sequence.row for sequence in sampling], np.int64),
+            *(array for layer in (*layers, *head_layers) for array in layer.arrays),
+        ]
+        return StepArrays(
+            arrays=arrays,
+            max_query_len=int(counts.max()),
+            max_context_len=int(contexts.max()),
+            lora=layers,
+            adapts_embedding=targets.embedding,
+            head_lora=head_layers,
+            has_pending=any(chunk.sequence.num_pending for chunk in chunks),
+            sampling=sampling,
+            prompts=prompts,
+            pooled=pooled,
+        )
+
+    def without_sequences(self) -> "StepArrays":
+        return replace(self, sampling=[], prompts=[], pooled=[])
+
+    def upload(self, device: torch.device) -> StepBatch:
+        """Copies all arrays to the device together."""
+        ids, pos, kv_slots, output_rows, query_starts, context_lens, tables, sampling_rows, *rest = _upload(
+            self.arrays, device
+        )
+        tile_tensors = iter(rest)
+        attention = AttentionBatch(
+            query_starts=query_starts,
+            context_lens=context_lens,
+            block_tables=tables,
+            positions=pos,
+            kv_slots=kv_slots,
+            max_query_len=self.max_query_len,
+            max_context_len=self.max_context_len,
+        )
+        return StepBatch(
+            token_ids=ids,
+            attention=attention,
+            lora=tuple(layer.join(tile_tensors) for layer in self.lora),
+            adapts_embedding=self.adapts_embedding,
+            head_lora=tuple(layer.join(tile_tensors) for layer in self.head_lora),
+            output_rows=output_rows,
+            sampling_rows=sampling_rows,
+            sampling=self.sampling,
+            prompts=self.prompts,
+            pooled=self.pooled,
+        )
+
+
+def _tokens(found: list[PromptRows] | list[PooledRows]) -> Iterator[int]:
+    return (token for rows in found for token in rows.tokens)
+
+
+def _split_drafts(chunks: list[Chunk]) -> list[Chunk]:
+    """Makes each token of a chunk with drafts a decode row, with the block table of its sequence.
+
+    A row attends to the KV of the rows before it, because all rows of a step write their KV before attention reads it.
+    So the results of a row are bit-identical to those of a step that decodes its token alone.
+    """
+    if not any(chunk.drafts for chunk in chunks):
+        return chunks
+    return [row for chunk in chunks for row in (chunk.split() if chunk.drafts else [chunk])]
+
+
+def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
+    ids = np.empty(num_tokens, np.int64)
+    end = 0
+    for chunk in chunks:
+        first, end = end, end + chunk.num_tokens
+        if chunk.num_tokens == 1 and not chunk.drafts:
+            known, sequence = chunk.sequence.token_ids, chunk.sequence
+            ids[first] = known[chunk.start] if chunk.start < len(known) else -1 - sequence.row
+        else:
+            ids[first:end] = chunk.token_ids
+    return ids
+
+
+def _rotary_rows(chunks: list[Chunk], positions: IntArray, counts: IntArray, long_rows: int) -> IntArray:
+    if not any(chunk.sequence.uses_long_rope for chunk in chunks):
+        return positions
+    offsets = np.array([long_rows * chunk.sequence.uses_long_rope for chunk in chunks], np.int64)
+    rows: IntArray = positions + np.repeat(offsets, counts)
+    return rows
+
+
+def _block_tables(chunks: list[Chunk]) -> IntArray:
+    tables = np.zeros((len(chunks), max(chunk.sequence.blocks.num_pages for chunk in chunks)), np.int32)
+    for row, chunk in enumerate(chunks):
+        pages = chunk.sequence.blocks.pages
+        tables[row, : len(pages)] = pages
+    return tables
+
+
+def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, block_tokens: int) -> IntArray:
+    rows = np.repeat(np.arange(len(counts)), counts)
+    pages = block_tables[rows, positions // block_tokens].astype(np.int64)
+    slots: IntArray = pages * block_tokens + positions % block_tokens
+    return slots
+
+
+def tile_prompt_rows(sequence: Sequence, num_rows: int, tile_tokens: int) -> tuple[LayerArrays, ...]:
+    """The layers of LoRA work for prompt rows of one sequence at the output head."""
+    layers = []
+    for resident, (slot, _, weight) in zip(sequence.residents, sequence.slots, strict=True):
+        if resident.targets.head:
+            tiles = cut_rows((slot, weight), num_rows, tile_tokens)
+            layers.append(TileLayer(tiles, 0, resident.targets.max_group_rank))
+    return _lay_out(layers)
+
+
+def _lay_out(layers: Iterable[TileLayer]) -> tuple[LayerArrays, ...]:
+    """Returns the layers that have tiles, as arrays."""
+    return tuple(
+        LayerArrays(_tile_arrays(layer.tiles), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes)
+        for layer in layers
+        if layer.tiles
+    )
+
+
+def _tile_arrays(tiles: list[Tile]) -> tuple[HostArray, HostArray]:
+    rows = np.array([tile[:3] for tile in tiles], np.int32)
+    return rows, np.array([tile.weight for tile in tiles], np.float32)
+
+
+def _upload(arrays: list[HostArray], device: torch.device) -> list[Tensor]:
+    """Copies the arrays to the device in one transfer, from one page-locked buffer with 8-byte alignment."""
+    if device.type == "cpu":
+        return [torch.from_numpy(array) for array in arrays]
+    offsets = np.cumsum([0] + [-(-array.nbytes // 8) * 8 for array in arrays])
+    staging = torch.empty(int(offsets[-1]), dtype=torch.uint8, pin_memory=True)
+    host = staging.numpy()
+    for array, offset in zip(arrays, offsets[:-1], strict=True):
+        host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+    buffer = staging.to(device, non_blocking=True)
+    return [
+        buffer[offset : offset + array.nbytes].view(torch.from_numpy(array).dtype).view(array.shape)
+        for array, offset in zip(arrays, offsets[:-1], strict=True)
+    ]

@@ -1,0 +1,121 @@
+"""Messages between API and engine arrive unchanged."""
+
+from dataclasses import replace
+from typing import Any
+
+import msgpack
+import pytest
+
+from slora.core.errors import (
+    AdapterFetchFailed,
+    ContextTooLong,
+    DeadlineMissed,
+    RequestFailed,
+    RequestRefused,
+    StepFailed,
+)
+from slora.core.histogram import HistogramCounts
+from slora.core.info import EngineStats, ServedCounts
+from slora.core.load_paces import LoadPaces
+from slora.core.messages import (
+    decode_add,
+    decode_output,
+    decode_pins,
+    decode_stats,
+    encode_add,
+    encode_output,
+    encode_pins,
+    encode_stats,
+)
+from slora.core.page_counts import PageCounts
+from slora.core.pin import Pin
+from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.core.sampling_params import SamplingParams
+from slora.core.tenant_share import TenantShare
+from slora_adapters.loader.cached_versions import CacheCounts
+from slora_adapters.process.wire import encode
+from slora_adapters.version import AdapterVersion
+from tests.support.driving import COSTS
+
+REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
+
+
+def over_the_wire(message: Any) -> Any:
+    return msgpack.unpackb(encode(message)[4:])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"share": TenantShare(2.5, 0.125, 0.5, -3), "priority": -1000, "deadline_s": 0.25},
+        {"share": TenantShare(weight=3), "priority": 7, "deadline_s": 86_400},
+        {"sampling": SamplingParams(logprobs=0, logprob_token_ids=(7, 5))},
+        {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((3,), (4, 5)), logit_bias={6: 1.0})},
+    ],
+)
+def test_a_request_keeps_its_share_priority_deadline_and_filter(changes: dict[str, Any]) -> None:
+    request = replace(REQUEST, **changes)
+    assert decode_add(over_the_wire(encode_add(request))) == request
+
+
+def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
+    output = StepOutput("r", TokenDelta((5,), FinishReason.LENGTH, num_cached=32))
+    assert decode_output(over_the_wire(encode_output(output))) == output
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RequestRefused("no", "field", "code"),
+        ContextTooLong("too long", "prompt"),
+        AdapterFetchFailed("gone", "not_found"),
+        RequestFailed("broke"),
+        DeadlineMissed("late"),
+        StepFailed("not its fault"),
+    ],
+)
+def test_an_error_keeps_its_class_and_words(error: Exception) -> None:
+    arrived = decode_output(over_the_wire(encode_output(StepOutput("r", error=error)))).error
+    assert type(arrived) is type(error) and str(arrived) == str(error)
+    assert vars(arrived) == vars(error)
+
+
+def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
+    pins = [
+        Pin(
+            AdapterVersion("t", "a" * 64), TenantShare(weight=2.0, min_share=0.1, max_share=0.5, priority=-3)
+        ),
+        Pin(AdapterVersion("u", "b" * 64)),
+    ]
+    assert decode_pins(over_the_wire(encode_pins(pins))) == pins
+    assert decode_pins(over_the_wire(encode_pins([]))) == []
+
+
+def test_numbers_arrive_by_name() -> None:
+    stats = EngineStats(
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+        7,
+        8,
+        9,
+        (("t", "a"), ("t", "b")),
+        (("t", "c"),),
+        *range(10, 31),
+        *({"a": number} for number in range(4)),
+        *(HistogramCounts((0.5, 1.0), (1, 2, number), 1.5) for number in range(3)),
+        {"t": ServedCounts(1, 2, 3, 4, 5, 0.5)},
+        {"t/0": ServedCounts(6)},
+        ("t/0",),
+        PageCounts(1, 2, 3, 4),
+        {"t": PageCounts(1, 2)},
+        LoadPaces(1e-10, {"file": 2e-10}),
+        COSTS,
+        RequestUsage(1, 2, 3, 4, 5.5),
+        CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
+    )
+    assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats

@@ -1,0 +1,580 @@
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from slora.core.cost_model import CostModel
+from slora.core.kv_footprint import KVFootprint
+from slora.core.prefix_key import extend_keys, root_key
+from slora.core.request import WeightedAdapter, compose_adapters
+from slora.memory.block_table import BlockTable
+from slora.memory.evictor import Evictor
+from slora.memory.kv_cache import KVCache
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount, TenantAccounts
+from slora_adapters.version import AdapterVersion
+
+BLOCK = 2
+COSTS = CostModel(
+    step_s=0.01, token_s=0.002, decode_s=0.001, context_token_s=1e-6, page_copy_s=0.004, load_byte_s=1e-8
+)
+some_tokens = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+# Most prompts have the same beginning, so only different tenants, adapters or weights keep them from sharing blocks.
+prompts = some_tokens | st.integers(3, 9).map(lambda count: [0] * count)
+
+Chain = tuple[
+    "Root", tuple[int, ...]
+]  # the KV of a token or block depends on the root and all tokens up to it
+
+
+@dataclass(frozen=True)
+class Root:
+    """Everything that KV depends on besides the tokens: sharing scope, weighted adapters and rotary factors."""
+
+    scope: str
+    adapters: tuple[WeightedAdapter, ...]
+    uses_long_rope: bool
+
+    @property
+    def versions(self) -> tuple[AdapterVersion, ...]:
+        return tuple(version for version, _ in self.adapters)
+
+    def key(self) -> bytes:
+        return root_key(self.scope, self.adapters, uses_long_rope=self.uses_long_rope)
+
+
+@dataclass
+class Running:
+    """A sequence whose tokens [0, num_computed) are computed. Its blocks from num_named on are not yet in the cache."""
+
+    root: Root
+    tenant: TenantAccount
+    token_ids: list[int]
+    blocks: BlockTable = field(default_factory=lambda: BlockTable(BLOCK))
+    num_computed: int = 0
+    num_named: int = 0
+
+    def keys(self) -> list[bytes]:
+        keys: list[bytes] = []
+        extend_keys(keys, self.root.key(), self.token_ids, BLOCK)
+        return keys
+
+    def chain(self, num_tokens: int) -> Chain:
+        return self.root, tuple(self.token_ids[:num_tokens])
+
+    def fork(self, kv: KVCache) -> "Running":
+        blocks = self.blocks.fork(kv)
+        return Running(
+            self.root, self.tenant, self.token_ids.copy(), blocks, self.num_computed, self.num_named
+        )
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Short sequences of several tenants compute, find, share and lose blocks.
+
+    The model stores two things: the chain of tokens last written to each position of each page, and the page that holds
+    each named chain of whole blocks.
+    """
+
+    @initialize(
+        num_pages=st.integers(6, 20),
+        window=st.none() | st.integers(2, 6),
+        is_public=st.booleans(),
+    )
+    def start(self, num_pages: int, window: int | None, is_public: bool) -> None:
+        self.pool = PagePool(num_pages)
+        self.tenants = TenantAccounts(num_pages)
+        self.evictor = Evictor(self.pool, self.tenants)
+        self.kv = KVCache(self.pool, self.evictor)
+        self.footprint = KVFootprint(BLOCK, window)
+        self.is_public = is_public
+        self.running: list[Running] = []
+        self.content: dict[tuple[int, int], Chain | None] = {}
+        self.named: dict[Chain, int] = {}
+
+    # -- operations ---------------------------------------------------------------------------------------------
+
+    @rule(
+        tenant=st.sampled_from("ab"),
+        weights=st.dictionaries(st.sampled_from("xy"), st.sampled_from([1.0, 0.5]), max_size=2),
+        token_ids=prompts,
+        data=st.data(),
+    )
+    def a_sequence_arrives(
+        self, tenant: str, weights: dict[str, float], token_ids: list[int], data: st.DataObject
+    ) -> None:
+        weighted = (WeightedAdapter(AdapterVersion(tenant, digest), weights[digest]) for digest in weights)
+        adapters = compose_adapters(weighted)
+        scope = "" if self.is_public and data.draw(st.just(not adapters) | st.booleans()) else tenant
+        root = Root(scope, adapters, uses_long_rope=False)
+        sequence = Running(root, self.tenants.find(tenant), token_ids)
+        num_found = self._find_prefix(sequence)
+        if self._compute(sequence, len(token_ids) - num_found * BLOCK):
+            self.running.append(sequence)
+            if data.draw(st.booleans()):
+                self._name(sequence)
+        else:
+            sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_ids=some_tokens)
+    def a_sequence_grows(self, data: st.DataObject, token_ids: list[int]) -> None:
+        sequence = self._choose(data)
+        sequence.token_ids += token_ids
+        if not self._compute(sequence, len(token_ids)):
+            del sequence.token_ids[sequence.num_computed :]
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def its_whole_blocks_are_named(self, data: st.DataObject) -> None:
+        self._name(self._choose(data))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_forks(self, data: st.DataObject) -> None:
+        self.running.append(self._choose(data).fork(self.kv))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data(), token_id=st.integers(0, 1))
+    def a_fork_writes_its_last_block_anew(self, data: st.DataObject, token_id: int) -> None:
+        """No sequence does this today: it writes to a page that may be named and shared."""
+        parent = self._choose(data)
+        start = data.draw(st.integers((parent.num_computed - 1) // BLOCK * BLOCK, parent.num_computed - 1))
+        if not self._make_room(1, parent.tenant):
+            return
+        fork = parent.fork(self.kv)
+        fork.token_ids[start:] = [token_id]
+        fork.num_computed, fork.num_named = start, min(fork.num_named, start // BLOCK)
+        assert fork.blocks.needs_copy(start, self.kv)
+        assert self._compute(fork, 1)
+        self.running.append(fork)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_ends(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        self.running.remove(sequence)
+        sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_begins_again_with_other_keys(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        sequence.blocks.release(self.kv)
+        root = sequence.root
+        sequence.root = Root(root.scope, root.adapters, uses_long_rope=True)
+        sequence.num_computed = sequence.num_named = 0
+        num_found = self._find_prefix(sequence)
+        if not self._compute(sequence, len(sequence.token_ids) - num_found * BLOCK):
+            self.running.remove(sequence)
+            sequence.blocks.release(self.kv)
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def a_sequence_is_not_trusted(self, data: st.DataObject) -> None:
+        sequence = self._choose(data)
+        self.kv.invalidate(sequence.keys())
+        chains = [sequence.chain(end) for end in range(BLOCK, len(sequence.token_ids) + 1, BLOCK)]
+        self.named = {chain: page for chain, page in self.named.items() if chain not in chains}
+
+    @rule(tenant=st.sampled_from("ab"), digest=st.sampled_from("xy"))
+    def an_adapter_is_deleted(self, tenant: str, digest: str) -> None:
+        adapter = AdapterVersion(tenant, digest)
+        self.kv.remove_adapter(adapter)
+        self.named = {chain: page for chain, page in self.named.items() if adapter not in chain[0].versions}
+
+    @rule(num_pages=st.integers(0, 6), tenant=st.sampled_from("ab"))
+    def room_is_made(self, num_pages: int, tenant: str) -> None:
+        possible = num_pages <= self.pool.num_free + self.pool.num_cached
+        assert self._make_room(num_pages, self.tenants.find(tenant)) == possible
+
+    @precondition(lambda self: self.pool.num_cached)
+    @rule()
+    def one_block_leaves(self) -> None:
+        before = self.pool.num_cached
+        assert self._make_room(self.pool.num_free + 1, self.tenants.find("a"))
+        assert self.pool.num_cached == before - 1
+
+    # -- helpers ------------------------------------------------------------------------------------------------
+
+    def _choose(self, data: st.DataObject) -> Running:
+        return self.running[data.draw(st.integers(0, len(self.running) - 1))]
+
+    def _first_needed(self, num_blocks: int) -> int:
+        return self.footprint.first_token_seen(num_blocks * BLOCK) // BLOCK
+
+    def _find_prefix(self, sequence: Running) -> int:
+        """Acquires the cached prefix. It must be the longest cached one, and must hold only KV of this sequence's
+        own tokens."""
+        most = (len(sequence.token_ids) - 1) // BLOCK
+        keys = sequence.keys()[:most]
+        num_found = self.kv.match(keys, self._first_needed)
+        chains = [sequence.chain((index + 1) * BLOCK) for index in range(most)]
+        assert num_found == max(n for n in range(most + 1) if self._is_here(chains, n))
+        first = self._first_needed(num_found)
+        pages = self.kv.acquire(keys[first:num_found])
+        assert pages == [self.named[chain] for chain in chains[first:num_found]]
+        sequence.blocks.adopt(first, pages, self.kv)
+        sequence.num_computed, sequence.num_named = num_found * BLOCK, num_found
+        self._assert_reads_its_own(sequence)
+        return num_found
+
+    def _is_here(self, chains: list[Chain], num_blocks: int) -> bool:
+        return all(chain in self.named for chain in chains[self._first_needed(num_blocks) : num_blocks])
+
+    def _compute(self, sequence: Running, num_tokens: int) -> bool:
+        """Computes tokens as the scheduler does. Returns False, and allocates nothing, if there is no room."""
+        start, blocks = sequence.num_computed, sequence.blocks
+        blocks.free_before(self.footprint.first_token_seen(start), self.kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, self.kv)
+        if not self._make_room(missing + copied, sequence.tenant):
+            return False
+        if copied:
+            source, target = blocks.copy_on_write(start, self.kv, sequence.tenant)
+            for offset in range(BLOCK):
+                self.content[target, offset] = self.content[source, offset]
+            assert not self.kv.has_key(target)
+        blocks.allocate(missing, sequence.tenant, self.kv)
+        fresh = blocks.held_pages[len(blocks.held_pages) - missing :]
+        self.content.update({(page, offset): None for page in fresh for offset in range(BLOCK)})
+        sequence.num_computed = start + num_tokens
+        for token in range(start, sequence.num_computed):
+            page = int(blocks.pages[token // BLOCK])
+            assert not self.kv.is_shared(page) and not self.kv.has_key(page)
+            self.content[page, token % BLOCK] = sequence.chain(token + 1)
+        return True
+
+    def _name(self, sequence: Running) -> None:
+        keys, pages, end = sequence.keys(), sequence.blocks.pages, sequence.num_computed // BLOCK
+        for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
+            page = int(pages[index])
+            self.kv.insert(page, keys[index], keys[index - 1] if index else None, sequence.root.versions)
+            self.named.setdefault(sequence.chain((index + 1) * BLOCK), page)
+        sequence.num_named = end
+
+    def _make_room(self, num_pages: int, tenant: TenantAccount) -> bool:
+        before = {chain for chain, page in self.named.items() if self.pool.is_cached(page)}
+        num_evictions = self.kv.num_evictions
+        has_room = self.evictor.make_room(num_pages, tenant)
+        left = {chain for chain in before if not self.pool.is_cached(self.named[chain])}
+        assert self.kv.num_evictions - num_evictions == len(left)
+        for root, tokens in before - left:
+            assert (root, tokens[:-BLOCK]) not in left, "a block left before an idle one that follows it"
+        for chain in left:
+            del self.named[chain]
+        return has_room
+
+    # -- invariants ---------------------------------------------------------------------------------------------
+
+    def _assert_reads_its_own(self, sequence: Running) -> None:
+        pages = sequence.blocks.pages.tolist()
+        for token in range(sequence.blocks.num_freed * BLOCK, sequence.num_computed):
+            assert self.content[pages[token // BLOCK], token % BLOCK] == sequence.chain(token + 1)
+
+    @invariant()
+    def every_sequence_reads_what_it_wrote_or_would_have_written(self) -> None:
+        for sequence in self.running:
+            self._assert_reads_its_own(sequence)
+
+    @invariant()
+    def no_reference_is_lost_and_nothing_unnamed_is_kept(self) -> None:
+        held = Counter(page for sequence in self.running for page in sequence.blocks.held_pages)
+        self.kv.check_invariants()
+        self.evictor.check_invariants()
+        self.pool.check_invariants(held.elements(), self.kv.cached_pages(), self.tenants)
+        assert set(self.kv.cached_pages()) == set(self.named.values()) - set(held)
+        assert all(self.kv.has_key(page) for page in self.named.values())
+
+    @invariant()
+    def no_page_is_shared_across_scopes_or_adapters(self) -> None:
+        roots: dict[int, set[Root]] = {}
+        for sequence in self.running:
+            for page in sequence.blocks.held_pages:
+                roots.setdefault(page, set()).add(sequence.root)
+        for (root, _), page in self.named.items():
+            roots.setdefault(page, set()).add(root)
+        assert all(len(found) == 1 for found in roots.values())
+        owners = {(page, self.pool.owner(page).name) for page in roots}
+        for page, name in owners:
+            (root,) = roots[page]
+            assert root.scope in ("", name)
+            assert all(version.tenant == name for version in root.versions)
+
+    def teardown(self) -> None:
+        """After all sequences have ended, every cached page can be evicted, and nothing remains."""
+        if not hasattr(self, "pool"):
+            return
+        for sequence in self.running:
+            sequence.blocks.release(self.kv)
+        self.running.clear()
+        assert self._make_room(self.pool.num_pages, self.tenants.find("a"))
+        self.no_reference_is_lost_and_nothing_unnamed_is_kept()
+        assert not self.named and self.pool.num_free == self.pool.num_pages
+
+
+TestPrefixes = PrefixMachine.TestCase
+
+
+class Setup:
+    """A pool of 20 pages with chains of named blocks. Keys are derived from two letters for each block."""
+
+    def __init__(self, *, enabled: bool = True) -> None:
+        self.pool = PagePool(20)
+        self.tenants = TenantAccounts(20)
+        self.evictor = Evictor(self.pool, self.tenants)
+        self.kv = KVCache(self.pool, self.evictor, enabled=enabled)
+        self.tenant = self.tenants.find("a")
+
+    def compute(self, names: str, *adapters: AdapterVersion) -> list[int]:
+        """Computes one held and named block for each letter. In "abc", b follows a, and c follows b."""
+        pages = self.kv.allocate(len(names), self.tenant)
+        for index, page in enumerate(pages):
+            parent = names[:index].encode() if index else None
+            self.kv.insert(page, names[: index + 1].encode(), parent, adapters)
+        return pages
+
+    def keep(self, names: str, *adapters: AdapterVersion) -> None:
+        self.kv.release(self.compute(names, *adapters))
+
+    def keys(self, names: str) -> list[bytes]:
+        return [names[: index + 1].encode() for index in range(len(names))]
+
+    def found(self, names: str, first_needed: Callable[[int], int] = lambda n: 0) -> int:
+        return self.kv.match(self.keys(names), first_needed)
+
+    def evict(self, count: int) -> None:
+        assert self.evictor.make_room(self.pool.num_free + count, self.tenant)
+
+    def check(self, held: list[int]) -> None:
+        self.pool.check_invariants(held, self.kv.cached_pages(), self.tenants)
+        self.kv.check_invariants()
+        self.evictor.check_invariants()
+
+
+@pytest.fixture
+def setup() -> Setup:
+    return Setup()
+
+
+def test_a_cached_prefix_is_found_and_reused(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.release(pages)
+    assert (setup.pool.num_cached, setup.found("abd"), setup.found("abc"), setup.found("xbc")) == (3, 2, 3, 0)
+    assert setup.kv.acquire(setup.keys("ab")) == pages[:2]
+    setup.check(held=pages[:2])
+    assert setup.pool.num_cached == 1
+
+
+def test_a_block_that_is_in_use_is_shared_not_copied(setup: Setup) -> None:
+    pages = setup.compute("ab")
+    assert setup.kv.acquire(setup.keys("ab")) == pages
+    assert all(setup.kv.is_shared(page) for page in pages)
+    setup.kv.release(pages)
+    setup.check(held=pages)
+
+
+def test_a_recomputed_block_keeps_its_own_page_and_is_not_cached(setup: Setup) -> None:
+    first, second = setup.compute("ab"), setup.compute("ab")
+    assert not any(setup.kv.has_key(page) for page in second)
+    assert setup.kv.acquire(setup.keys("ab")) == first
+    setup.kv.release(second)
+    assert setup.pool.num_cached == 0
+    setup.check(held=first * 2)
+
+
+def test_a_prefix_is_evicted_from_its_end(setup: Setup) -> None:
+    setup.keep("abcd")
+    for num_left in (3, 2, 1, 0):
+        setup.evict(1)
+        assert (setup.pool.num_cached, setup.found("abcd")) == (num_left, num_left)
+        setup.check(held=[])
+    assert setup.kv.num_evictions == 4
+
+
+def test_an_idle_branch_is_evicted_without_the_blocks_that_it_shares_with_a_used_one(setup: Setup) -> None:
+    setup.keep("abcd")
+    setup.keep("abx")
+    used = setup.kv.acquire(setup.keys("abx"))
+    setup.evict(2)
+    assert (setup.found("abcd"), setup.found("abx")) == (2, 3)
+    assert not setup.evictor.make_room(setup.pool.num_free + 1, setup.tenant)
+    setup.check(held=used)
+
+
+def test_a_block_behind_the_window_can_be_evicted_and_recomputed_while_later_ones_are_used(
+    setup: Setup,
+) -> None:
+    pages = setup.compute("abcd")
+    setup.kv.release(pages[:2])
+    setup.evict(1)
+    assert setup.found("abcd") == 1, "of the idle ones b stood at the end"
+    setup.evict(1)
+    setup.kv.release(pages[2:])
+    assert setup.found("abcd") == 0
+    setup.keep("ab")
+    assert setup.found("abcd") == 4, "what follows was kept all along"
+    setup.evict(3)
+    assert setup.found("abcd") == 1, "and hides those before it from the evictor"
+    setup.check(held=[])
+
+
+def test_an_idle_block_is_not_a_candidate_once_a_later_block_is_idle(setup: Setup) -> None:
+    pages = setup.compute("abcd")
+    setup.kv.release(pages[:2])
+    setup.kv.release(pages[2:])
+    setup.check(held=[])
+    for num_left in (3, 2, 1, 0):
+        setup.evict(1)
+        assert setup.found("abcd") == num_left
+
+
+def test_with_a_window_only_the_visible_blocks_must_be_cached(setup: Setup) -> None:
+    pages = setup.compute("abcdef")
+    setup.kv.invalidate(setup.keys("abc")[2:])
+
+    def last_two(num_blocks: int) -> int:
+        return max(0, num_blocks - 2)
+
+    assert setup.found("abcdef") == 2
+    assert setup.found("abcdef", last_two) == 6
+    assert setup.found("abcd", last_two) == 2, "d alone is not enough"
+    assert setup.kv.acquire(setup.keys("abcdef")[4:]) == pages[4:]
+
+
+@given(
+    present=st.lists(st.booleans(), max_size=12), window=st.integers(1, 12), reach=st.sampled_from([0, 1, 2])
+)
+def test_match_finds_the_longest_prefix_whose_needed_blocks_are_cached(
+    present: list[bool], window: int, reach: int
+) -> None:
+    setup, names = Setup(), "abcdefghijkl"[: len(present)]
+    setup.compute(names)
+    setup.kv.invalidate(key for key, is_here in zip(setup.keys(names), present, strict=True) if not is_here)
+
+    def first_needed(num_blocks: int) -> int:
+        return 0 if reach == 0 else max(0, min(num_blocks - 1, (num_blocks - window) // reach))
+
+    expected = max(n for n in range(len(names) + 1) if all(present[first_needed(n) : n]))
+    assert setup.found(names, first_needed) == expected
+
+
+def test_matching_a_prefix_looks_up_each_block_once(setup: Setup) -> None:
+    """A scan from every end back over the window would look up most blocks many times."""
+    asked: list[int] = []
+
+    def first_needed(num_blocks: int) -> int:
+        asked.append(num_blocks)
+        return max(0, num_blocks - 8)
+
+    setup.compute("abcdefg")
+    assert setup.found("abcdefg" + "x" * 1000, first_needed) == 7
+    assert len(asked) <= 1 + 7
+
+
+def test_an_invalidated_block_is_not_found_and_is_freed_with_its_last_user(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.retain(pages)
+    setup.kv.invalidate(setup.keys("abc"))
+    assert setup.found("abc") == 0
+    setup.kv.release(pages)
+    setup.check(held=pages)
+    setup.kv.release(pages)
+    assert (setup.pool.num_free, setup.pool.num_cached) == (20, 0)
+
+
+def test_an_invalidated_idle_block_is_freed_at_once(setup: Setup) -> None:
+    pages = setup.compute("abc")
+    setup.kv.release(pages)
+    setup.kv.invalidate(setup.keys("abc")[1:])
+    assert (setup.pool.num_free, setup.found("abc")) == (19, 1)
+    setup.check(held=[])
+
+
+def test_deleting_an_adapter_frees_its_idle_blocks_and_hides_the_others(setup: Setup) -> None:
+    gone, other = AdapterVersion("a", "gone"), AdapterVersion("a", "other")
+    used = setup.compute("ab", gone)
+    setup.keep("xyz", gone)
+    setup.keep("uv", other)
+    setup.keep("rs", gone, other)
+    setup.kv.remove_adapter(gone)
+    setup.kv.remove_adapter(gone)
+    assert [setup.found(names) for names in ("ab", "xyz", "uv", "rs")] == [0, 0, 2, 0]
+    assert setup.pool.num_cached == 2
+    setup.kv.release(used)
+    assert (setup.pool.num_free, setup.pool.num_cached) == (18, 2)
+    setup.check(held=[])
+
+
+def test_nothing_is_cached_if_the_prefix_cache_is_off() -> None:
+    setup = Setup(enabled=False)
+    setup.keep("abc")
+    assert (setup.pool.num_free, setup.found("abc")) == (20, 0)
+    setup.check(held=[])
+
+
+def test_a_reused_block_stays_owned_by_the_tenant_that_computed_it(setup: Setup) -> None:
+    pages = setup.compute("ab")
+    setup.kv.release(pages)
+    setup.kv.acquire(setup.keys("ab"))
+    assert all(setup.pool.owner(page) is setup.tenant for page in pages)
+    assert (setup.tenant.num_pages, setup.tenant.num_cached) == (2, 0)
+
+
+def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> None:
+    (page,) = setup.kv.allocate(1, setup.tenant)
+    setup.kv.retain([page])
+    setup.kv.insert(page, b"a", None, ())
+    setup.kv.insert(page, b"a", None, ())
+    setup.kv.release([page])
+    assert setup.pool.num_held == 1
+    setup.kv.release([page])
+    assert list(setup.kv.cached_pages()) == [page]
+
+
+def test_a_page_cannot_have_two_keys(setup: Setup) -> None:
+    (page,) = setup.compute("a")
+    with pytest.raises(AssertionError, match="already has a key"):
+        setup.kv.insert(page, b"b", None, ())
+
+
+def test_a_free_page_cannot_be_given_a_key(setup: Setup) -> None:
+    with pytest.raises(AssertionError, match="page 3 is free"):
+        setup.kv.insert(3, b"a", None, ())
+
+
+def test_check_finds_an_idle_end_that_is_not_a_candidate(setup: Setup) -> None:
+    page, _ = setup.compute("ab")
+    setup.kv.check_invariants()
+    setup.pool.cache([page])  # parked in the pool directly, not through the cache
+    with pytest.raises(
+        AssertionError, match=f"page {page} of 'a'.* is the end of a prefix and not a candidate"
+    ):
+        setup.kv.check_invariants()
+
+
+def test_check_finds_an_idle_block_that_is_not_counted(setup: Setup) -> None:
+    _, page = setup.compute("ab")
+    setup.pool.cache([page])
+    with pytest.raises(AssertionError, match="the number of idle child blocks is wrong"):
+        setup.kv.check_invariants()
+
+
+def test_public_base_blocks_belong_to_the_public_account_once_they_are_cached() -> None:
+    """Born from a bug: a tenant at its ceiling could not free a block that was followed by another tenant's idle
+    block."""
+    setup, common = Setup(), TenantAccount("")
+    setup.kv = KVCache(setup.pool, setup.evictor, public_owner=common)
+    setup.keep("ab")
+    setup.keep("c", AdapterVersion("a", "own"))
+    assert (common.num_pages, common.num_cached) == (2, 2)
+    assert (setup.tenant.num_pages, setup.tenant.num_cached) == (1, 1), "an adapter's blocks are its tenant's"
+    pages = setup.kv.acquire(setup.keys("ab"))
+    assert (common.num_pages, common.num_cached) == (2, 0)
+    setup.check(held=pages)
+    setup.kv.release(pages)
+    setup.evict(3)
+    assert common.num_pages == setup.tenant.num_pages == 0

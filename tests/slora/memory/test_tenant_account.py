@@ -1,0 +1,109 @@
+import math
+
+import pytest
+
+from slora.core.errors import ConfigError
+from slora.core.tenant_share import TenantShare
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount, TenantAccounts
+
+
+@pytest.mark.parametrize("weight", [0, -1.0, math.inf, math.nan])
+def test_a_weight_that_is_not_above_0_and_finite_is_refused(weight: float) -> None:
+    with pytest.raises(ConfigError, match=r"weight is .*; it must be above 0 and finite"):
+        TenantShare(weight=weight)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
+def test_a_share_outside_0_to_1_is_refused(share: float) -> None:
+    with pytest.raises(ConfigError, match=f"min_share is {share!r}; it must be from 0 to 1"):
+        TenantShare(min_share=share)
+    with pytest.raises(ConfigError, match=f"max_share is {share!r}; it must be from 0 to 1"):
+        TenantShare(max_share=share)
+
+
+def test_a_floor_above_the_ceiling_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"min_share is 0\.5, more than its max_share 0\.4"):
+        TenantShare(min_share=0.5, max_share=0.4)
+
+
+def test_a_tenant_is_made_once_with_the_default_share() -> None:
+    tenants = TenantAccounts(100)
+    tenant = tenants.find("a")
+    assert tenants.find("a") is tenant
+    assert tenant.share == TenantShare()
+    assert list(tenants) == [tenant]
+    assert not tenant.is_bounded
+
+
+def test_a_charge_counts_by_weight() -> None:
+    tenants = TenantAccounts(100)
+    tenants.set_share("heavy", TenantShare(weight=2))
+    tenants.find("heavy").charge(30)
+    tenants.find("light").charge(15)
+    assert tenants.find("heavy").service == tenants.find("light").service == 15
+
+
+def test_fractions_of_the_pool_become_whole_pages_that_add_up() -> None:
+    tenants = TenantAccounts(100)
+    tenants.set_share("a", TenantShare(min_share=0.29, max_share=0.57))
+    assert (tenants.find("a").min_pages, tenants.find("a").max_pages) == (29, 57)
+    for name in "bcd":
+        tenants.set_share(name, TenantShare(min_share=1 / 3))
+    assert sum(tenants.find(name).min_pages for name in "bcd") == 99
+
+
+def test_tenants_with_a_floor_or_a_ceiling_are_bounded_as_long_as_they_have_one() -> None:
+    tenants = TenantAccounts(100)
+    assert tenants.bounded == []
+    tenants.set_share("floor", TenantShare(min_share=0.1))
+    tenants.set_share("ceiling", TenantShare(max_share=0.5))
+    tenants.set_share("weight", TenantShare(weight=3))
+    assert [tenant.name for tenant in tenants.bounded] == ["floor", "ceiling"]
+    before = tenants.bounded
+    tenants.set_share("floor", TenantShare(min_share=0.2))
+    assert tenants.bounded is before, "nobody became bounded or unbounded"
+    tenants.set_share("floor", TenantShare())
+    assert [tenant.name for tenant in tenants.bounded] == ["ceiling"]
+    assert len(before) == 2, "a list that others hold was changed"
+
+
+def test_a_tenant_is_above_its_floor_until_it_owns_no_more_than_that() -> None:
+    tenants = TenantAccounts(100)
+    tenants.set_share("a", TenantShare(min_share=0.05))
+    tenant, pool = tenants.find("a"), PagePool(100)
+    pages = pool.allocate(6, tenant)
+    assert tenant.is_above_floor
+    pool.release(pages[:1])
+    assert not tenant.is_above_floor
+
+
+def test_a_ceiling_counts_owned_and_requested_pages() -> None:
+    tenants = TenantAccounts(100)
+    tenant = tenants.find("a")
+    tenant.num_pages = 8
+    assert tenant.pages_over_ceiling(90) == 0
+    tenants.set_share("a", TenantShare(max_share=0.1))
+    assert [tenant.pages_over_ceiling(num_more) for num_more in (0, 2, 3, 12)] == [0, 0, 1, 10]
+
+
+def _active(
+    tenants: TenantAccounts, name: str, weight: float, num_pages: int, num_waiting: int = 0
+) -> TenantAccount:
+    tenants.set_share(name, TenantShare(weight=weight))
+    tenant = tenants.find(name)
+    tenant.num_pages, tenant.num_waiting = num_pages, num_waiting
+    return tenant
+
+
+def test_a_share_of_the_pool_goes_by_weight_among_tenants_that_own_pages_or_wait() -> None:
+    tenants = TenantAccounts(400)
+    tenant = _active(tenants, "a", weight=1, num_pages=101)
+    _active(tenants, "asleep", weight=50, num_pages=0)
+    assert not tenants.is_over_share(tenant), "alone, all of the pool is its share"
+    _active(tenants, "waits", weight=2, num_pages=0, num_waiting=1)
+    assert not tenants.is_over_share(tenant), "a third of it is 133 pages"
+    _active(tenants, "owns", weight=1, num_pages=1)
+    assert tenants.is_over_share(tenant), "a quarter of it is 100 pages"
+    tenant.num_pages = 100
+    assert not tenants.is_over_share(tenant), "it has just its share"

@@ -1,0 +1,152 @@
+"""LoRA shrink beside the base's matmuls, without a GPU. Forked work runs either as early or as late as possible."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from slora.core.request import EngineRequest, single_adapter
+from slora.core.sampling_params import SamplingParams
+from slora.models.step_batch import StepBatch
+from slora.runner.runner import RunningStep
+from slora.scheduler.step_plan import StepPlan
+from slora.weights.linear import Linear
+from slora_kernels.gpu.launch import Launch
+from slora_kernels.gpu.triton_kernels import TritonKernels
+from tests.support.driving import make_engine, make_source
+from tests.support.model_kit import ModelKit
+from tests.support.poison import poison
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="a GPU is here: test_gpu.py forks on real streams"
+)
+LINEARS = 4
+Result = TypeVar("Result")
+
+
+@dataclass
+class LooseStream:
+    """A stream that runs forked work at the fork or at the join. A GPU's timing lies between these extremes. Records
+    the calls."""
+
+    ends: Literal["early", "late"]
+    calls: list[str] = field(default_factory=list)
+    _is_forked: bool = False
+    _held: list[Launch] = field(default_factory=list)
+
+    def fork(self, work: Callable[[], Result]) -> Result:
+        self.calls.append("fork")
+        self._is_forked = True
+        result = work()
+        self._is_forked = False
+        return result
+
+    def join(self) -> None:
+        self.calls.append("join")
+        for launch in self._held:
+            launch.run()
+        self._held.clear()
+
+    def launch(self, launch: Launch) -> None:
+        kernel = launch.kernel.__name__
+        if "lora" in kernel:
+            self.calls.append("expand" if "expand" in kernel else "shrink")
+        if self._is_forked and self.ends == "late":
+            self._held.append(launch)
+        else:
+            launch.run()
+
+
+class Steps:
+    """The plans of an engine, computed by its model with Triton's kernels."""
+
+    def __init__(self, kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+        source, self._versions = make_source(kit)
+        self.engine = make_engine(kit, source, 100)
+        poison(self.engine)
+        self._monkeypatch = monkeypatch
+
+    def plan(self, *, decodes: bool) -> StepPlan:
+        params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+        for number, adapter in enumerate(("odd_rank", None, "some_layers")):
+            prompt = list(range(3, 6 + 2 * number))
+            version = self._versions[adapter] if adapter is not None else None
+            self.engine.add(EngineRequest(str(number), "t", prompt, single_adapter(version), params))
+        scheduler, runner = self.engine._scheduler, self.engine._runner
+        while True:
+            plan = scheduler.schedule()
+            if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
+                assert any(chunk.slots for chunk in plan.chunks)
+                runner._transfer_pages(plan, RunningStep())
+                return plan
+            sampled = runner.run(plan)
+            scheduler.advance(plan)
+            scheduler.postprocess(plan, sampled)
+
+    @torch.inference_mode()
+    def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:
+        runner = self.engine._runner
+        kernels = TritonKernels(Launch.run if stream is None else stream.launch)
+        self._monkeypatch.setattr(runner._model, "_side", stream)
+        batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
+        pages = runner.memory.pages.clone()
+        hidden: Tensor = runner._model.forward(batch, runner.memory, kernels)
+        runner.memory.pages.copy_(pages)
+        return hidden
+
+
+@pytest.mark.parametrize("ends", ("early", "late"))
+def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
+) -> None:
+    steps = Steps(small_kit, monkeypatch)
+    plan = steps.plan(decodes=True)
+    expected = steps.compute(plan, None)
+    assert not expected.isnan().any()
+    stream = LooseStream(ends)
+    base = Linear.apply
+
+    def apply(*arguments: object) -> Tensor:
+        stream.calls.append("base")
+        return base(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Linear, "apply", apply)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+    try:
+        assert torch.equal(steps.compute(plan, stream), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    num_layers = steps.engine._runner._shape.num_layers
+    assert stream.calls == ["fork", "shrink", "expand", "base", "join"] * (LINEARS * num_layers)
+
+
+@pytest.mark.parametrize("ends", ("early", "late"))
+def test_a_step_with_a_chunk_expands_after_the_matmul(
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
+) -> None:
+    steps = Steps(small_kit, monkeypatch)
+    plan = steps.plan(decodes=False)
+    stream = LooseStream(ends)
+    assert torch.equal(steps.compute(plan, stream), steps.compute(plan, None))
+    site = ["fork", "shrink", "join", "expand"]
+    assert [call for call in stream.calls if call in site][:4] == site
+
+
+def test_a_failed_linear_still_joins_the_side_stream(
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
+    steps = Steps(small_kit, monkeypatch)
+    plan = steps.plan(decodes=True)
+    stream = LooseStream("late")
+
+    def fail(*arguments: object) -> Tensor:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(Linear, "apply", fail)
+    with pytest.raises(RuntimeError, match="no memory"):
+        steps.compute(plan, stream)
+    assert stream.calls == ["fork", "shrink", "expand", "join"]
