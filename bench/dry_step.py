@@ -20,9 +20,8 @@ from bench.made_weights import MadeWeights
 from slora.memory.device_memory import DeviceMemory
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.lora_tiles import cut_rows, max_rows
 from slora.models.model_config import ModelConfig
-from slora.models.step_batch import StepBatch
+from slora.models.step_batch import StepBatch, cut_rows, max_rows
 from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles, TileLimits
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels

@@ -11,8 +11,7 @@ import numpy as np
 from bench.simulation.fleet.model_adapters import ModelAdapters
 from bench.simulation.fleet.replica_model import ReplicaModel
 from bench.simulation.lengths import FloatArray, IntArray
-from slora.client.rendezvous import hash_key, hash_names, rank_names
-from slora.client.replica_state import ReplicaState, RoutedWork
+from slora.client.router import ReplicaState, RoutedWork, hash_key, hash_names, rank_names
 
 
 class _Reported:

@@ -14,7 +14,7 @@ import httpx
 from bench.adapter_depot import BLOCK_TOKENS, DTYPE, WIDE, Deposit, Depot
 from bench.tier_rates import RING_BYTES
 from bench.workload import ModelSize
-from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_state import AdapterPlace
 from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, EOS, SLORA, Served, environment, running
 from tests.redis_server import RedisServer

@@ -28,8 +28,8 @@ import numpy as np
 from bench.table import Row, print_table, write_json
 from slora.client.replica_group import ReplicaGroup
 from slora.client.router import Penalties, Router
+from slora.core.engine_state import EngineReport
 from slora.core.messages import encode_report
-from slora.core.report import EngineReport
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.model_spec_reader import read_model_spec

@@ -15,8 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.table import Row, print_table, write_json
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.router import Router
+from slora.client.router import ReplicaState, RoutedWork, Router
 from slora_adapters.version import AdapterVersion
 
 NUM_ADAPTERS, RESIDENT, PUBLISHED_CHOICES = 100_000, 100, 200

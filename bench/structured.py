@@ -31,8 +31,7 @@ from bench.table import Row
 from bench.workload import SMALL, prompts, write_model
 from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from slora.grammar.lark_grammar import GrammarLibrary
 from slora.models.model_spec_reader import read_model_spec

@@ -7,7 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import slora_kernels  # noqa: F401  # It forces an instruction set before torch is loaded.
-from slora.core.pooling import Pooling, PoolingKind
+from slora.core.request import Pooling, PoolingKind
 from slora.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ LIGHT = [
     "slora.text.detokenizer",
     "slora.text.token_aligner",
     "slora.client.client",
-    "slora.core.info",
+    "slora.core.engine_state",
     "slora.core.messages",
     "slora.core.errors",
     "slora.text.generation_defaults",

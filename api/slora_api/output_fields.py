@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora_api.field_types import RequestModel, check_depth, make_refusal
 from slora_api.unsupported import Unsupported
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from slora.core.engine_state import EngineInfo
 from slora.core.errors import ContextTooLong
-from slora.core.info import EngineInfo
 from slora.core.request_check import check_embedded_tokens, find_answer_room
 from slora.core.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -18,8 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora.core.sampling_params import MAX_LOGPROBS
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import MAX_LOGPROBS, StructuredOutput
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import Name, RequestModel, Text, check_depth, make_refusal
 from slora_api.responses_items import Input, make_messages

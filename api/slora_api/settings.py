@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
-from slora.core.pooling import PoolingKind
+from slora.core.request import PoolingKind
 from slora.core.setting import (
     Auto,
     ByteSize,

@@ -18,7 +18,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails
 
-from slora.core.structured_output import OPTIONS_KEY
+from slora.core.sampling_params import OPTIONS_KEY
 from slora_adapters.abbreviation import abbreviate
 from slora_api.field_types import (
     Name,

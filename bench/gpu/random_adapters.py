@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.models.lora_tiles import cut_rows, max_rows
+from slora.models.step_batch import cut_rows, max_rows
 from slora_kernels.batch import AdapterTables, LoraTiles, TileLimits
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 

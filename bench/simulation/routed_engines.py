@@ -10,8 +10,7 @@ from collections.abc import Sequence
 from bench.simulation.request_log import Outcome, Results, summarize
 from bench.simulation.simulation import Setup, Simulation
 from bench.simulation.traces import Trace, TraceRequest
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.router import Router
+from slora.client.router import ReplicaState, RoutedWork, Router
 
 
 class RoutedEngines:

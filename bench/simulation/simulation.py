@@ -16,10 +16,9 @@ from bench.simulation.next_tokens import NextTokens
 from bench.simulation.request_log import Outcome, Results, summarize
 from bench.simulation.traces import Trace, TraceRequest
 from bench.simulation.virtual_source import FetchCosts, VirtualSource
-from slora.core.kv_footprint import KVFootprint
+from slora.core.engine_config import KVFootprint, SchedulerConfig
 from slora.core.request import EngineRequest, StepOutput, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.scheduler_config import SchedulerConfig
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan

@@ -13,13 +13,10 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from slora.client.open_streams import OpenStreams
-from slora.client.reported_state import ReportedState
-from slora.core.adapter_place import AdapterPlace
-from slora.core.engine_address import EngineAddress, connect
+from slora.client.router import ReportedState
+from slora.core.engine_address import EngineAddress, HandshakeFailed, connect
+from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, LiveState, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable, SloraError
-from slora.core.handshake import HandshakeFailed
-from slora.core.info import EngineInfo, EngineStats, TenantPurge
-from slora.core.live_state import LiveState
 from slora.core.messages import (
     Message,
     decode_info,
@@ -34,9 +31,7 @@ from slora.core.messages import (
     encode_served,
     encode_version,
 )
-from slora.core.pin import Pin
-from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
-from slora.core.tenant_share import TenantShare
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
 from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.version import AdapterVersion
 

@@ -10,10 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from slora.core.histogram import HistogramCounts
-from slora.core.info import EngineInfo, EngineStats, TenantPurge
-from slora.core.live_state import AdapterWork, LiveState, Quantiles, TenantState
-from slora.core.page_map import PageMap, PageOwner
+from slora.core.engine_state import (
+    AdapterWork,
+    EngineInfo,
+    EngineStats,
+    HistogramCounts,
+    LiveState,
+    PageMap,
+    PageOwner,
+    Quantiles,
+    TenantPurge,
+    TenantState,
+)
 from slora_adapters.loader.cached_versions import CacheCounts
 
 __all__ = ["explain_difference", "merge_infos", "merge_live_states", "merge_purges", "merge_stats"]

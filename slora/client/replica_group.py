@@ -27,18 +27,20 @@ from slora.client.merged_states import (
     merge_stats,
 )
 from slora.client.open_answer import OpenAnswer
-from slora.client.replica_state import RoutedWork
-from slora.client.reported_state import count_answer_tokens
-from slora.client.router import Router
-from slora.core.adapter_place import AdapterPlace
+from slora.client.router import RoutedWork, Router, count_answer_tokens
 from slora.core.engine_address import EngineAddress
+from slora.core.engine_state import (
+    AdapterPlace,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    LiveState,
+    Pin,
+    TenantPurge,
+)
 from slora.core.errors import EngineUnavailable, RequestFailed, RequestRefused
-from slora.core.info import EngineInfo, EngineStats, TenantPurge
-from slora.core.live_state import EngineState, LiveState
-from slora.core.pin import Pin
 from slora.core.prefix_key import extend_keys, root_key
-from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TokenDelta
-from slora.core.tenant_share import TenantShare
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
 from slora_adapters.version import AdapterVersion
 
 __all__ = ["MAX_LOSSES", "ReplicaGroup"]

@@ -1,16 +1,129 @@
 """Chooses a replica for each request, so that most requests find their adapter in the page pool."""
 
 import itertools
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from slora.client.rendezvous import UInt64Array, hash_key, hash_names, rank_names
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.traffic_share import TrafficShare
+from slora.core.engine_state import ANSWER_TOKENS, Backlog
+from slora.core.messages import Message, decode_version
+from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
+
+# Rendezvous hashing: each key has its own order of the replicas.
+#
+# When a replica leaves, the order of all other replicas stays the same. So only keys with their home on this replica
+# get another home, and routers agree on homes without communicating.
+
+UInt64Array = npt.NDArray[np.uint64]
+IntArray = npt.NDArray[np.int64]
+
+
+def hash_key(*parts: bytes) -> int:
+    """Returns 64 bits that are the same in every process, unlike `hash`."""
+    digest = blake2b(digest_size=8)
+    for part in parts:
+        digest.update(len(part).to_bytes(4, "little"))
+        digest.update(part)
+    return int.from_bytes(digest.digest(), "little")
+
+
+def hash_names(names: Iterable[str]) -> UInt64Array:
+    return np.fromiter((hash_key(name.encode()) for name in names), np.uint64)
+
+
+def rank_names(key: int, name_hashes: UInt64Array, most: int) -> IntArray:
+    """Returns the positions of the first `most` names in the key's order."""
+    scores = _mix(name_hashes ^ np.uint64(key))
+    if most < len(scores):
+        first = np.argpartition(scores, most - 1)[:most]
+        return first[np.argsort(scores[first], kind="stable")]
+    return np.argsort(scores, kind="stable")
+
+
+def _mix(values: UInt64Array) -> UInt64Array:
+    """The finalizer of SplitMix64: changing one bit of the input changes about half of the bits of the output."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+# The share of each adapter in the recent tokens, without a clock.
+
+
+class TrafficShare:
+    """Counts tokens in two windows of `window` requests each. The old window counts less as the new window fills.
+
+    At most 2 * window adapters are remembered.
+    """
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._num_requests = 0
+        self._new: dict[AdapterVersion, int] = {}
+        self._old: dict[AdapterVersion, int] = {}
+        self._new_total = self._old_total = 0
+
+    def add(self, version: AdapterVersion, tokens: int) -> None:
+        if self._num_requests >= self.window:
+            self._old, self._old_total = self._new, self._new_total
+            self._new, self._new_total, self._num_requests = {}, 0, 0
+        self._num_requests += 1
+        self._new[version] = self._new.get(version, 0) + tokens
+        self._new_total += tokens
+
+    def share(self, version: AdapterVersion) -> float:
+        """Returns the adapter's share of the recent tokens, from 0 to 1.
+
+        Worked example: windows of 100 requests, one token each. The old window is full and has 40 tokens of this
+        adapter. The new window has 50 tokens, 10 of them of this adapter. The share is
+        (10 + 40 * 0.5) / (50 + 100 * 0.5) = 0.3.
+        """
+        weight = max(0.0, 1 - self._num_requests / self.window)
+        total = self._new_total + weight * self._old_total
+        return (self._new.get(version, 0) + weight * self._old.get(version, 0)) / total if total else 0.0
+
+
+# What a router knows: the state of each replica, and the request to place.
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """The last report of one replica. It may be stale.
+
+    resident: adapters in the page pool. on_host: adapters in the host cache.
+    load: estimated seconds of work of all requests that wait or run on the replica.
+    is_serving: False while the replica starts, drains or is lost.
+    """
+
+    name: str
+    resident: Set[AdapterVersion]
+    on_host: Set[AdapterVersion]
+    num_waiting: int
+    num_running: int
+    load: float
+    is_serving: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedWork:
+    """The properties of a request that routing depends on.
+
+    versions: all adapters that the request combines; empty for the base model.
+    prefix_key: identifies tenant, adapter and the first block of the prompt. None: no prefix affinity.
+    tokens: prompt tokens and the expected number of output tokens.
+    """
+
+    tenant: str
+    versions: tuple[AdapterVersion, ...]
+    prefix_key: bytes | None
+    tokens: int
+
 
 # A choice looks at up to 8 homes and the next 4 replicas in the rendezvous order of the adapter. Further requests for a
 # very hot adapter look at its other homes. In a fleet of at most 16 replicas, a choice looks at all of them.
@@ -186,3 +299,80 @@ class Router:
                 share = self._penalties.host_share if version in replica.on_host else 1.0
                 seconds = max(seconds, share * cold_s)
         return seconds
+
+
+# What an API process knows of an engine: its last report, and what this process has sent since.
+#
+# The report says how many of this process's requests the engine had taken by then. So each request counts once: as
+# sent, or as part of the report.
+
+
+def count_answer_tokens(request: EngineRequest) -> int:
+    """Returns the expected number of tokens of the answers."""
+    if request.pooling is not None:
+        return 0
+    return request.sampling.width * min(request.sampling.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS)
+
+
+class _Sent(NamedTuple):
+    """A request that the last report does not include. seconds: its estimated work."""
+
+    versions: tuple[AdapterVersion, ...]
+    seconds: float
+
+
+class ReportedState:
+    """The state of one engine, as the router sees it."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, because the engine was lost."""
+        self._backlog = Backlog()
+        self._resident: set[AdapterVersion] = set()
+        self._on_host: set[AdapterVersion] = set()
+        # The resident adapters, and those of the requests in `_sent`.
+        self._expected: set[AdapterVersion] = set()
+        self._num_taken = 0
+        self._sent: deque[_Sent] = deque()
+        self._sent_s = 0.0
+
+    def add_sent(self, request: EngineRequest) -> None:
+        """Adds a request that has been sent to the engine."""
+        backlog = self._backlog
+        seconds = len(request.prompt_token_ids) * backlog.prompt_token_s
+        seconds += count_answer_tokens(request) * backlog.answer_token_s
+        self._sent.append(_Sent(request.versions, seconds))
+        self._sent_s += seconds
+        self._expected.update(request.versions)
+
+    def receive(self, message: Message) -> None:
+        """Takes in a report of the engine."""
+        self._backlog = Backlog(*message["backlog"])
+        _apply(message["resident"], self._resident)
+        _apply(message["on_host"], self._on_host)
+        num_taken: int = message["num_taken"]
+        for _ in range(num_taken - self._num_taken):
+            self._sent.popleft()
+        self._num_taken = num_taken
+        self._sent_s = sum(one.seconds for one in self._sent)
+        self._expected = self._resident.union(*(one.versions for one in self._sent))
+
+    def describe(self, name: str) -> ReplicaState:
+        """Returns the state for the router. The sets are not copied, so they change with the next request."""
+        backlog = self._backlog
+        return ReplicaState(
+            name,
+            self._expected,
+            self._on_host,
+            backlog.num_waiting + len(self._sent),
+            backlog.num_running,
+            backlog.load_s + self._sent_s,
+        )
+
+
+def _apply(changes: Sequence[Sequence[list[str]]], versions: set[AdapterVersion]) -> None:
+    added, removed = changes
+    versions.difference_update(decode_version(one) for one in removed)
+    versions.update(decode_version(one) for one in added)

@@ -5,7 +5,17 @@ from pathlib import Path
 
 from slora.core.errors import ConfigError
 from slora.core.request import MAX_COMPOSED_ADAPTERS
-from slora.core.setting import Auto, ByteSize, Choice, Directory, OnOff, Whole, check_settings, setting
+from slora.core.setting import (
+    Auto,
+    ByteSize,
+    Choice,
+    Directory,
+    OnOff,
+    Whole,
+    check_settings,
+    setting,
+    setting_specs,
+)
 from slora_kernels.kv_format import KVFormat
 
 # Longer drafts are rarely accepted completely, and would delay other sequences of the step.
@@ -187,3 +197,90 @@ class EngineConfig:
         if self.max_num_batched_tokens is not None:
             return self.max_num_batched_tokens
         return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)
+
+
+# The maximum number of pages that the KV of one sequence occupies at any time.
+#
+# If every layer has a sliding window, blocks completely behind the window of the next token are freed while the
+# sequence runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
+
+
+@dataclass(frozen=True, slots=True)
+class KVFootprint:
+    """The KV footprint of any sequence of one model.
+
+    window: the maximum number of tokens, itself included, that a token attends to in any layer. None if a layer
+        attends to all tokens.
+    """
+
+    block_tokens: int
+    window: int | None = None
+
+    def pages(self, num_tokens: int, chunk_tokens: int = 1) -> int:
+        """The maximum number of pages that a sequence of `num_tokens` holds when it computes `chunk_tokens` at a time.
+
+        Worked example: blocks of 16 tokens, a window of 32, one token at a time. 32 consecutive tokens touch up to 3
+        blocks.
+        """
+        whole = -(-num_tokens // self.block_tokens)
+        if self.window is None:
+            return whole
+        in_sight = self.window - 1 + chunk_tokens
+        return min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
+
+    def chunk_tokens(self, num_tokens: int, num_pages: int) -> int:
+        """The maximum chunk size with which a sequence of `num_tokens` holds at most `num_pages` pages.
+
+        Less than 1 if no chunk size is small enough.
+        """
+        if self.pages(num_tokens, num_tokens) <= num_pages:
+            return num_tokens
+        if self.window is None:
+            return 0
+        return (num_pages - 1) * self.block_tokens + 2 - self.window
+
+    def first_token_seen(self, position: int) -> int:
+        """The first token that the token at `position` attends to, in the layer with the largest window."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+
+# The limits of a step, and the policies that the operator chooses, as plain values.
+
+_DEFAULTS = {spec.name: spec.default for spec in setting_specs(EngineConfig)}
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """The configuration of the scheduler.
+
+    num_pages: number of pages in the pool.
+    num_slots: maximum number of adapters in the pool.
+    full_page_bytes: bytes of one page over all layers.
+    max_num_seqs: the most running sequences, counting one per choice; at most max_num_batched_tokens, so that every
+        decode row fits in a step. No request may have more choices.
+    max_num_batched_tokens: the token budget of a step.
+    rope_switch: all tokens of a sequence with more tokens than this are rotated with longrope's long factors; None: the
+        model does not switch.
+    load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
+    swap_pages: number of host pages for swapped sequences.
+    loads_beside: whether the device copies adapters while it computes a step that does not use them.
+    prompt_lookup_tokens: maximum number of tokens that a step drafts for a sequence; 0: no drafts.
+    metrics_tenants: as in `EngineConfig`.
+    prefix_cache, preemption, scheduling: the policies of `EngineConfig`, which checks them.
+    """
+
+    num_pages: int
+    num_slots: int
+    full_page_bytes: int
+    footprint: KVFootprint
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    rope_switch: int | None = None
+    load_pages: int | None = None
+    swap_pages: int = 0
+    prompt_lookup_tokens: int = 0
+    loads_beside: bool = False
+    metrics_tenants: int = 0
+    prefix_cache: str = _DEFAULTS["prefix_cache"]
+    preemption: str = _DEFAULTS["preemption"]
+    scheduling: str = _DEFAULTS["scheduling"]

@@ -15,6 +15,25 @@ from dataclasses import asdict, astuple, fields
 from typing import Any
 
 from slora.core.cost_model import CostModel
+from slora.core.engine_state import (
+    AdapterWork,
+    EngineInfo,
+    EngineReport,
+    EngineStats,
+    HistogramCounts,
+    LiveState,
+    LoadPaces,
+    PageCounts,
+    PageMap,
+    PageOwner,
+    Pin,
+    PoolEvent,
+    Quantiles,
+    ServedCounts,
+    ServiceSpan,
+    TenantPurge,
+    TenantState,
+)
 from slora.core.errors import (
     AdapterFetchFailed,
     ContextTooLong,
@@ -24,31 +43,21 @@ from slora.core.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.core.histogram import HistogramCounts
-from slora.core.info import EngineInfo, EngineStats, ServedCounts, TenantPurge
-from slora.core.live_state import AdapterWork, LiveState, PoolEvent, Quantiles, TenantState
-from slora.core.load_paces import LoadPaces
-from slora.core.page_counts import PageCounts
-from slora.core.page_map import PageMap, PageOwner
-from slora.core.pin import Pin
-from slora.core.pooling import Pooling
-from slora.core.report import EngineReport
 from slora.core.request import (
     EmittedTokens,
     EndedRequest,
     EngineRequest,
     FinishReason,
+    Pooling,
     RequestTiming,
     RequestUsage,
     StepOutput,
+    TenantShare,
     TokenDelta,
     TokenLogprobs,
     WeightedAdapter,
 )
-from slora.core.sampling_params import SamplingParams
-from slora.core.service_span import ServiceSpan
-from slora.core.structured_output import OutputKind, StructuredOutput
-from slora.core.tenant_share import TenantShare
+from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape

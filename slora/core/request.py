@@ -1,14 +1,89 @@
 """The values that callers and the engine exchange. Plain values without tensors or sockets."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
-from slora.core.pooling import Pooling
+from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import DEFAULT_SHARE, TenantShare
 from slora_adapters.version import AdapterVersion
+
+# The share of a tenant: its weight, its bounds in the page pool and its priority class. A plain value.
+
+
+@dataclass(frozen=True, slots=True)
+class TenantShare:
+    """The service, pages and priority that one tenant is entitled to.
+
+    weight: service relative to other tenants; a tenant of weight 2 gets twice as many tokens as one of weight 1.
+    min_share: fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).
+    max_share: largest fraction of the pool's pages that the tenant may own, cached pages included (its ceiling).
+    priority: its priority class; classes with lower numbers are served first.
+
+    Worked example: min_share 0.1 in a pool of 500 pages is a floor of 50. When the tenant owns 80 pages, other tenants
+    may evict up to 30 of its cached pages.
+    """
+
+    weight: float = 1.0
+    min_share: float = 0.0
+    max_share: float = 1.0
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks the fields. Raises ConfigError with the field, its value and the limit."""
+        if not 0 < self.weight < math.inf:
+            raise ConfigError(f"a tenant's weight is {self.weight!r}; it must be above 0 and finite")
+        for name, share in (("min_share", self.min_share), ("max_share", self.max_share)):
+            if not 0 <= share <= 1:
+                raise ConfigError(
+                    f"a tenant's {name} is {share!r}; it must be from 0 to 1, a fraction of the pool"
+                )
+        if self.min_share > self.max_share:
+            raise ConfigError(
+                f"a tenant's min_share is {self.min_share!r}, more than its max_share "
+                f"{self.max_share!r}; lower min_share or raise max_share"
+            )
+
+
+DEFAULT_SHARE = TenantShare()
+
+
+# How the hidden states of a prompt become its embedding. Options that vLLM also has work as in vLLM.
+#
+# `slora.core.request_check` checks what depends on the model.
+
+
+class PoolingKind(StrEnum):
+    """Which hidden states of the last layer, after its norm, make the embedding.
+
+    LAST: the state of the last token, which attends to all other tokens. MEAN: the mean over all tokens of the prompt.
+    """
+
+    LAST = "last"
+    MEAN = "mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Pooling:
+    """The parameters of an embedding. Raises RequestRefused, which names the field, for a value out of range.
+
+    dimensions: number of components to keep. None keeps all `hidden_size` components.
+    normalize: whether the shortened vector is divided by its L2 norm. A vector of zeros stays as it is.
+    """
+
+    kind: PoolingKind = PoolingKind.LAST
+    dimensions: int | None = None
+    normalize: bool = True
+
+    def __post_init__(self) -> None:
+        if self.kind not in list(PoolingKind):
+            raise RequestRefused(f"pooling is {self.kind!r:.80}; it must be last or mean", "pooling")
+        object.__setattr__(self, "kind", PoolingKind(self.kind))
+        if self.dimensions is not None and self.dimensions < 1:
+            raise RequestRefused(f"dimensions is {self.dimensions}; it must be at least 1", "dimensions")
+
 
 # Bounds of the fields of EngineRequest, which `slora.core.request_check` checks.
 # Larger adapter weights only make the outputs overflow. An adapter's own scale has the same limit.

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import chain
 
+from slora.core.engine_state import EngineInfo
 from slora.core.errors import ContextTooLong, RequestRefused
-from slora.core.info import EngineInfo
-from slora.core.pooling import Pooling
 from slora.core.request import (
     MAX_ADAPTER_WEIGHT,
     MAX_DEADLINE_S,
@@ -22,6 +21,7 @@ from slora.core.request import (
     NOT_SAMPLED,
     EmittedTokens,
     EngineRequest,
+    Pooling,
     WeightedAdapter,
 )
 from slora.core.sampling_params import SamplingParams

@@ -13,30 +13,32 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import islice
 
-from slora.core.adapter_place import AdapterPlace
 from slora.core.cost_model import CostModel, StepTimes
-from slora.core.engine_config import EngineConfig
+from slora.core.engine_config import EngineConfig, KVFootprint, SchedulerConfig
+from slora.core.engine_state import (
+    MAX_SPANS,
+    AdapterPlace,
+    EngineInfo,
+    EngineReport,
+    EngineStats,
+    Histogram,
+    LiveState,
+    LoadPaces,
+    Pin,
+    ServiceSpan,
+    TenantPurge,
+)
 from slora.core.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
-from slora.core.histogram import Histogram
-from slora.core.info import EngineInfo, EngineStats, TenantPurge
-from slora.core.kv_footprint import KVFootprint
-from slora.core.live_state import LiveState
-from slora.core.load_paces import LoadPaces
-from slora.core.pin import Pin
-from slora.core.report import MAX_SPANS, EngineReport
-from slora.core.request import EndedRequest, EngineRequest, StepOutput
+from slora.core.request import DEFAULT_SHARE, EndedRequest, EngineRequest, StepOutput, TenantShare
 from slora.core.request_check import check_request, find_stop_token_ids
-from slora.core.scheduler_config import SchedulerConfig
-from slora.core.service_span import ServiceSpan
-from slora.core.tenant_share import DEFAULT_SHARE, TenantShare
 from slora.engine.live_view import LiveView
 from slora.grammar.grammar_compiler import GrammarCompiler
-from slora.memory.huge_pages import prefault
+from slora.memory.host_memory import prefault
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts
-from slora.runner.rank_group import NO_GROUP, RankGroup
+from slora.runner.rank import NO_GROUP, RankGroup
 from slora.runner.runner import Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence

@@ -5,15 +5,209 @@ an observation is reused for a fifth of a second.
 """
 
 import time
-from collections import deque
-from collections.abc import Collection
+from array import array
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import NamedTuple
 
-from slora.core.live_state import LiveState, PoolEvent, TenantState
-from slora.core.page_counts import PageCounts
-from slora.engine.page_mapper import PageMapper
-from slora.engine.step_meter import StepMeter, StepRates
+from slora.core.engine_state import (
+    AdapterWork,
+    LiveState,
+    PageCounts,
+    PageMap,
+    PageOwner,
+    PoolEvent,
+    Quantiles,
+    TenantState,
+)
+from slora.memory.residency import Resident
+from slora.memory.tenant_account import TenantAccount
+from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.scheduler import Scheduler
+from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora_adapters.version import AdapterVersion
+
+# Draws the page pool.
+#
+# A large pool is sampled, so that a drawing takes about a millisecond: a cell shows one of every `stride` pages.
+
+MAX_CELLS = 4096
+
+
+class PageMapper:
+    """Draws the pages of `paging`. It keeps the cells of resident adapters, because these do not change."""
+
+    def __init__(self, paging: UnifiedPaging) -> None:
+        self._paging = paging
+        self._stride = -(-paging.pool.num_pages // MAX_CELLS)
+        self._cells: dict[Resident, list[int]] = {}
+
+    def draw(self) -> PageMap:
+        accounts, references = self._paging.pool.sample(self._stride)
+        # A tenant has two accounts, so two numbers may stand for the same owner.
+        numbers: defaultdict[tuple[TenantAccount | None, bool], int] = defaultdict(lambda: len(numbers))
+        free = numbers[None, False]
+        found = [numbers[account, count > 0] for account, count in zip(accounts, references, strict=True)]
+        assert free == 0, "number 0 is a free page"
+        cells = array("H", found)
+        owners = [
+            PageOwner("kv" if is_held else "prefix", account.name)
+            for account, is_held in numbers
+            if account is not None
+        ]
+        self._cells = {resident: self._find_cells(resident) for resident in self._paging.residency}
+        for resident, places in self._cells.items():
+            if places:
+                content = "adapter" if resident.num_users else "idle_adapter"
+                owners.append(PageOwner(content, resident.version.tenant, resident.version.digest))
+                for place in places:
+                    cells[place] = len(owners)
+        return PageMap(self._stride, cells.tobytes(), tuple(owners))
+
+    def _find_cells(self, resident: Resident) -> list[int]:
+        known = self._cells.get(resident)
+        stride = self._stride
+        return [page // stride for page in resident.pages if page % stride == 0] if known is None else known
+
+
+# Measures the steps of the engine while a console watches it: tokens, times, and which adapters they used.
+#
+# While no console watches, nothing is recorded and steps have no extra cost.
+
+# Steps are recorded for this time after a console last asked. A console asks several times a second.
+_WATCHED_S = 5.0
+# Rates are averages over the last `_NUM_PERIODS` periods.
+_PERIOD_S, _NUM_PERIODS = 0.25, 12
+# Quantiles cover the last `_RECENT_S` seconds, but at most these numbers of tokens, intervals and steps.
+_RECENT_S = 20.0
+_MAX_FIRST_TOKENS, _MAX_INTERVALS, _MAX_STEPS = 1024, 2048, 1024
+
+
+class StepRates(NamedTuple):
+    """The rates and times of recent steps.
+
+    tokens_per_s: generated tokens, by tenant. adapters: in descending order of their computed tokens.
+    tokens_per_step: computed tokens. steps: times of the steps.
+    first_tokens, intervals: times by tenant. The key "" holds the times of all tenants together.
+    """
+
+    tokens_per_s: Mapping[str, float]
+    adapters: Sequence[AdapterWork]
+    steps_per_s: float
+    tokens_per_step: float
+    steps: Quantiles | None
+    first_tokens: Mapping[str, Quantiles]
+    intervals: Mapping[str, Quantiles]
+
+
+@dataclass(slots=True)
+class _Period:
+    """The counts of one period.
+
+    tokens: generated tokens, by tenant. work: computed tokens, by tenant and digest. num_tokens: all computed
+        tokens.
+    """
+
+    begins_at: float
+    num_steps: int = 0
+    num_tokens: int = 0
+    tokens: Counter[str] = field(default_factory=Counter)
+    work: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+class StepMeter:
+    """Records steps while they are watched. All times are seconds of a monotonic clock."""
+
+    def __init__(self) -> None:
+        self._watched_until = float("-inf")
+        self._periods: deque[_Period] = deque(maxlen=_NUM_PERIODS)
+        self._first_tokens: deque[tuple[float, str, float]] = deque(maxlen=_MAX_FIRST_TOKENS)
+        self._intervals: deque[tuple[float, str, float]] = deque(maxlen=_MAX_INTERVALS)
+        self._steps: deque[tuple[float, str, float]] = deque(maxlen=_MAX_STEPS)
+
+    def is_watched(self, now: float) -> bool:
+        return now < self._watched_until
+
+    def watch(self, now: float) -> None:
+        """Records the steps of the next `_WATCHED_S` seconds."""
+        if not self.is_watched(now):
+            for recorded in (self._periods, self._first_tokens, self._intervals, self._steps):
+                recorded.clear()
+        self._watched_until = now + _WATCHED_S
+
+    def record(self, plan: StepPlan, sampled: list[SampledToken], step_s: float, now: float) -> None:
+        """Records a computed step, before it is postprocessed. Tokens that arrive together count as one interval.
+
+        sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
+        """
+        if not plan.chunks:
+            return
+        period = self._current_period(now)
+        period.num_steps += 1
+        period.num_tokens += plan.num_tokens
+        self._steps.append((now, "", step_s))
+        tokens = iter(sampled)
+        for chunk in plan.chunks:
+            request, tenant = chunk.sequence.request, chunk.sequence.tenant.name
+            for version, _ in request.adapters:
+                period.work[version.tenant, version.digest] += chunk.num_tokens
+            if not request.adapters:
+                period.work[tenant, ""] += chunk.num_tokens
+            found = [next(tokens) for _ in chunk.sampled_sequences]
+            if not found or found[0].is_deferred or chunk.sequence.is_finished:
+                continue
+            period.tokens[tenant] += 1 + (_count_accepted(chunk, found) if chunk.drafts else len(chunk.forks))
+            last_at = chunk.sequence.last_token_at
+            if last_at is None:
+                self._first_tokens.append((now, tenant, now - chunk.sequence.times.arrived_at))
+            else:
+                self._intervals.append((now, tenant, now - last_at))
+
+    def measure(self, now: float) -> StepRates:
+        """Returns the rates and times of the last seconds."""
+        recent = [one for one in self._periods if one.begins_at > now - _PERIOD_S * _NUM_PERIODS]
+        seconds = max(now - recent[0].begins_at, _PERIOD_S) if recent else 1.0
+        tokens = sum((one.tokens for one in recent), Counter[str]())
+        work = sum((one.work for one in recent), Counter[tuple[str, str]]())
+        num_steps = sum(one.num_steps for one in recent)
+        return StepRates(
+            {tenant: count / seconds for tenant, count in tokens.items()},
+            [AdapterWork(tenant, digest, count) for (tenant, digest), count in work.most_common()],
+            num_steps / seconds,
+            sum(one.num_tokens for one in recent) / max(num_steps, 1),
+            _quantiles(self._steps, now).get(""),
+            _quantiles(self._first_tokens, now),
+            _quantiles(self._intervals, now),
+        )
+
+    def _current_period(self, now: float) -> _Period:
+        if not self._periods or now >= self._periods[-1].begins_at + _PERIOD_S:
+            self._periods.append(_Period(now))
+        return self._periods[-1]
+
+
+def _count_accepted(chunk: Chunk, sampled: Sequence[SampledToken]) -> int:
+    """Returns the number of accepted drafts: the drafts before the first that differs from the sampled token."""
+    pairs = zip(chunk.drafts, sampled, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1].token_id, pairs))
+
+
+def _quantiles(recorded: Iterable[tuple[float, str, float]], now: float) -> dict[str, Quantiles]:
+    """Returns the quantiles of recent times by tenant. The key "" holds the quantiles of all tenants together."""
+    by_tenant: dict[str, list[float]] = {}
+    for at, tenant, seconds in recorded:
+        if at > now - _RECENT_S:
+            by_tenant.setdefault(tenant, []).append(seconds)
+    if by_tenant and "" not in by_tenant:
+        by_tenant[""] = [seconds for times in by_tenant.values() for seconds in times]
+    found = {}
+    for tenant, times in by_tenant.items():
+        times.sort()
+        found[tenant] = Quantiles(times[len(times) // 2], times[len(times) * 99 // 100], len(times))
+    return found
+
 
 _REPEATED_S = 0.2
 # Maximum numbers of listed tenants and adapters, in addition to the watched tenants and their adapters.

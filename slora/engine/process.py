@@ -29,13 +29,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from slora.core.adapter_place import AdapterPlace
-from slora.core.engine_address import detect_dead_peer
+from slora.core.engine_address import MAX_SECRET_BYTES, Doorkeeper, detect_dead_peer
 from slora.core.engine_config import EngineConfig
+from slora.core.engine_state import AdapterPlace, EngineReport, LiveState, TenantPurge
 from slora.core.errors import ConfigError, RequestRefused
-from slora.core.handshake import MAX_SECRET_BYTES, Doorkeeper
-from slora.core.info import TenantPurge
-from slora.core.live_state import LiveState
 from slora.core.messages import (
     Message,
     decode_add,
@@ -51,7 +48,6 @@ from slora.core.messages import (
     encode_stats,
     encode_usage,
 )
-from slora.core.report import EngineReport
 from slora.core.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
 from slora.core.usage_journal import UsageJournal
 from slora.engine.engine import Engine
@@ -69,10 +65,10 @@ from slora.engine.worker import (
     Stop,
     Wake,
 )
-from slora.memory.page_locked_memory import PageLockedMemory
+from slora.memory.host_memory import PageLockedMemory
 from slora.models.model_spec_reader import read_model_spec
 from slora.runner.process_group import start_group
-from slora.runner.rank_group import RankGroup
+from slora.runner.rank import RankGroup
 from slora.runner.served_model import resolve_device
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.peft.packing import ByteArray

@@ -16,8 +16,7 @@ from dataclasses import replace
 from itertools import islice
 
 from slora.core.request import EngineRequest, RequestUsage
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageJournal, UsageRecord
 
 # With more unacknowledged requests, the engine records the oldest ones itself.
 _MAX_UNACKNOWLEDGED = 10_000

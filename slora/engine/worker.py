@@ -11,15 +11,18 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_state import (
+    REPORT_S,
+    AdapterPlace,
+    EngineReport,
+    EngineStats,
+    LiveState,
+    Pin,
+    ServiceSpan,
+    TenantPurge,
+)
 from slora.core.errors import RequestRefused
-from slora.core.info import EngineStats, TenantPurge
-from slora.core.live_state import LiveState
-from slora.core.pin import Pin
-from slora.core.report import REPORT_S, EngineReport
-from slora.core.request import EndedRequest, EngineRequest, RequestUsage, StepOutput
-from slora.core.service_span import ServiceSpan
-from slora.core.tenant_share import TenantShare
+from slora.core.request import EndedRequest, EngineRequest, RequestUsage, StepOutput, TenantShare
 from slora.engine.engine import Engine
 from slora_adapters.process.heartbeat import Progress
 from slora_adapters.version import AdapterVersion

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from slora.core.errors import ConfigError, RequestRefused
-from slora.core.structured_output import (
+from slora.core.sampling_params import (
     MAX_CACHED_FORMS,
     MAX_CACHED_FORMS_OF_TENANT,
     MISSING_LIBRARY,

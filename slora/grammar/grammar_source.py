@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora_kernels.layout import Int32Array
 
 __all__ = ["Compiled", "Grammar", "GrammarSource", "Matcher", "Refused"]

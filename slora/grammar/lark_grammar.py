@@ -17,7 +17,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, grammar_from, regex_to_lark
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import OutputKind, StructuredOutput
 from slora.grammar.schema_form import find_keyword, prepare_schema
 from slora.grammar.token_spelling import TokenSpelling
 from slora_kernels.layout import Int32Array

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Self
 
 from slora.core.engine_config import EngineConfig
-from slora.core.info import EngineInfo, EngineStats
-from slora.core.pooling import Pooling
+from slora.core.engine_state import EngineInfo, EngineStats
+from slora.core.request import Pooling
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.llm.local_engine import LocalEngine

@@ -14,9 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from slora.core.engine_config import EngineConfig
-from slora.core.info import EngineInfo, EngineStats
-from slora.core.pooling import Pooling
-from slora.core.request import EngineRequest, StepOutput
+from slora.core.engine_state import EngineInfo, EngineStats
+from slora.core.request import EngineRequest, Pooling, StepOutput
 from slora.engine.engine import Engine
 from slora.llm.request_builder import (
     AdapterLike,

@@ -15,12 +15,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slora.client.open_streams import OpenStreams
-from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable
-from slora.core.info import EngineInfo, EngineStats, TenantPurge
-from slora.core.pin import Pin
-from slora.core.request import EndedRequest, EngineRequest, StepOutput, TokenDelta
-from slora.core.tenant_share import TenantShare
+from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantShare, TokenDelta
 from slora.engine.engine import Engine
 from slora.engine.worker import (
     Abort,

@@ -19,10 +19,15 @@ from jinja2 import TemplateSyntaxError
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError, RequestRefused
-from slora.core.pooling import Pooling
-from slora.core.request import NOT_SAMPLED, EngineRequest, TokenDelta, WeightedAdapter, compose_adapters
-from slora.core.sampling_params import SamplingParams
-from slora.core.surrogate import refuse_surrogate
+from slora.core.request import (
+    NOT_SAMPLED,
+    EngineRequest,
+    Pooling,
+    TokenDelta,
+    WeightedAdapter,
+    compose_adapters,
+)
+from slora.core.sampling_params import SamplingParams, refuse_surrogate
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
 from slora.models.model_spec_reader import read_model_spec
 from slora.text.answer import Answer

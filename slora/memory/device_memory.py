@@ -15,8 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from slora.memory.host_pages import HostPages
-from slora.memory.huge_pages import empty_tensor
+from slora.memory.host_memory import HostPages, empty_tensor
 from slora.memory.residency import AdapterLoad
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.version import AdapterVersion

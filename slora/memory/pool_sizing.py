@@ -3,9 +3,8 @@
 This module does not import torch: `slora plan` sizes the pool of a device that this machine does not have.
 """
 
-from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE, EngineConfig
+from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE, EngineConfig, KVFootprint
 from slora.core.errors import ConfigError
-from slora.core.kv_footprint import KVFootprint
 from slora_kernels.layout import ModelShape
 
 __all__ = [

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
 
-from slora.core.service_span import ServiceSpan
-from slora.core.tenant_share import TenantShare
+from slora.core.engine_state import ServiceSpan
+from slora.core.request import TenantShare
 
 # Added to a tenant's priority class for its background requests. It exceeds every class that operators can set.
 _BACKGROUND_CLASS = 1 << 30

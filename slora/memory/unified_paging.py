@@ -6,8 +6,8 @@ Only page numbers are managed here; the bytes are in `DeviceMemory`.
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
-from slora.core.page_counts import PageCounts
-from slora.core.scheduler_config import SchedulerConfig
+from slora.core.engine_config import SchedulerConfig
+from slora.core.engine_state import PageCounts
 from slora.memory.evictor import Evictor
 from slora.memory.kv_cache import KVCache
 from slora.memory.page_pool import PagePool

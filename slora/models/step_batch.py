@@ -3,8 +3,10 @@
 The batch is built once per step and read by every layer. All arrays are copied to the device together.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,21 +14,142 @@ import torch
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
-from slora.models.lora_tiles import (
-    Tile,
-    TileLayer,
-    cut_head_tiles,
-    cut_rows,
-    cut_token_tiles,
-    join_targets,
-    max_rows,
-)
+from slora.memory.residency import Resident
 from slora.sampling.prompt_logprobs import PromptRows, find_prompt_rows
 from slora.sampling.prompt_pooling import PooledRows, find_pooled_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
 from slora_kernels.host_copies import upload
+from slora_kernels.layout import LoraTargets
+
+# Cuts the LoRA work of a step into tiles, which are runs of rows with the same adapter and weight.
+#
+# The kernels limit the length of a tile. A row is in at most one tile of a layer: layer 0 has the first adapter of each
+# request, layer 1 the second adapters of composed requests, and so on. The model adds the layers' outputs in this
+# order.
+#
+# All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output
+# head has tiles of its own. An adapter that does not change the head has no tiles at the head. `StepBatch` uploads
+# the tiles.
+
+
+class Tile(NamedTuple):
+    slot: int
+    first_row: int
+    num_rows: int
+    weight: float
+
+
+class TileLayer(NamedTuple):
+    """The tiles of one layer, with decode rows first.
+
+    Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
+    batch.
+
+    max_group_rank: the greatest `LoraTargets.max_group_rank` of the layer's adapters.
+    """
+
+    tiles: list[Tile]
+    num_decodes: int
+    max_group_rank: int
+
+
+def cut_token_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLayer]:
+    """Cuts the step's tokens into tiles, layer by layer. A decode row is the only row of its chunk."""
+    return [_cut_token_layer(chunks, layer, limits) for layer in range(_count_layers(chunks))]
+
+
+def cut_head_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLayer]:
+    """Cuts the sampling rows into tiles, layer by layer, for adapters that change the output head.
+
+    All of these rows are decode rows. A layer may have no tiles.
+    """
+    return [_cut_head_layer(chunks, layer, limits) for layer in range(_count_layers(chunks))]
+
+
+def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:
+    """Cuts rows that all have the same slot and weight."""
+    return list(_cut([(adapter, num_rows)], tile_tokens))
+
+
+def max_rows(tiles: Collection[Tile]) -> int:
+    """The number of rows of the longest tile."""
+    return max(tile.num_rows for tile in tiles)
+
+
+def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
+    """The union of the parts of the model that the step's adapters change."""
+    targets = [resident.targets for chunk in chunks for resident in chunk.sequence.residents]
+    return LoraTargets(
+        max((targets.max_group_rank for targets in targets), default=0),
+        embedding=any(targets.embedding for targets in targets),
+        head=any(targets.head for targets in targets),
+        kv=any(targets.kv for targets in targets),
+    )
+
+
+def _cut_token_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
+    rank = _max_group_rank(chunks, layer)
+    if limits.decode_tokens is None:
+        runs = [(_adapter(c, layer), c.num_tokens) for c in chunks]
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+    decodes = [(_adapter(c, layer) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
+    others = [(_adapter(c, layer) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
+    tiles = list(_cut(decodes, limits.decode_tokens))
+    return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), rank)
+
+
+def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
+    runs = [
+        (_adapter(c, layer) if _changes_head(c, layer) else None, len(c.sampled_sequences))
+        for c in chunks
+        if c.sampled_sequences
+    ]
+    rank = _max_group_rank(chunks, layer)
+    if limits.decode_tokens is None:
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+    tiles = list(_cut(runs, limits.decode_tokens))
+    return TileLayer(tiles, len(tiles), rank)
+
+
+def _count_layers(chunks: Collection[Chunk]) -> int:
+    return max((len(chunk.slots) for chunk in chunks), default=0)
+
+
+def _max_group_rank(chunks: Collection[Chunk], layer: int) -> int:
+    residents = (_resident(chunk, layer) for chunk in chunks)
+    return max((one.targets.max_group_rank for one in residents if one is not None), default=0)
+
+
+def _changes_head(chunk: Chunk, layer: int) -> bool:
+    resident = _resident(chunk, layer)
+    return resident is not None and resident.targets.head
+
+
+def _resident(chunk: Chunk, layer: int) -> Resident | None:
+    residents = chunk.sequence.residents
+    return residents[layer] if layer < len(residents) else None
+
+
+def _adapter(chunk: Chunk, layer: int) -> tuple[int, float] | None:
+    if layer >= len(chunk.slots):
+        return None
+    slot, _, weight = chunk.slots[layer]
+    return slot, weight
+
+
+def _cut(runs: Collection[tuple[tuple[int, float] | None, int]], tile_tokens: int) -> Iterator[Tile]:
+    """Cuts runs that are sorted by adapter and weight. Rows of the base model (None) are in no tile."""
+    first = 0
+    for adapter, members in groupby(runs, lambda run: run[0]):
+        end = first + sum(rows for _, rows in members)
+        if adapter is not None:
+            slot, weight = adapter
+            for row in range(first, end, tile_tokens):
+                yield Tile(slot, row, min(tile_tokens, end - row), weight)
+        first = end
+
 
 IntArray = npt.NDArray[np.integer]
 HostArray = IntArray | npt.NDArray[np.float32]

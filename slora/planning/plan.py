@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from slora.core.byte_text import format_bytes
 from slora.core.cost_model import StepWork
-from slora.core.engine_config import EngineConfig
+from slora.core.engine_config import EngineConfig, KVFootprint
 from slora.core.errors import ConfigError
-from slora.core.kv_footprint import KVFootprint
 from slora.memory.pool_sizing import (
     MAX_SLOTS,
     choose_pool_bytes,

@@ -25,11 +25,9 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError, DeviceFailed
 from slora.models.collectives import TorchCollectives
 from slora.models.model_spec import ModelSpec
-from slora.runner.command_channel import CommandChannel
 from slora.runner.device_facts import explain_few_gpus
-from slora.runner.rank import Command, FinishLoads
-from slora.runner.rank_group import NO_GROUP, RankGroup
-from slora.runner.rank_process import RankSettings
+from slora.runner.rank import NO_GROUP, Command, FinishLoads, RankGroup
+from slora.runner.rank_process import CommandChannel, RankSettings
 from slora.runner.served_model import find_device, limit_torch_threads
 from slora_adapters.peft.packing import ByteArray
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Timer
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,13 +33,10 @@ from slora.models.model import LoadModel, ReferenceModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
-from slora.runner.cost_bounds import bound_costs
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.fault_isolation import PageTransferFailed
-from slora.runner.learned_costs import LearnedCosts
-from slora.runner.load_stream import CudaLoadStream, LoadStream, split_loads
-from slora.runner.rank import Allocate, Compute, ComputeLogits, ScoreRows, Transfer, Zero
-from slora.runner.rank_group import NO_GROUP, RankGroup
+from slora.runner.learned_costs import LearnedCosts, bound_costs
+from slora.runner.rank import NO_GROUP, Allocate, Compute, ComputeLogits, RankGroup, ScoreRows, Transfer, Zero
 from slora.runner.served_model import ServedModel
 from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_logprobs import compute_prompt_logprobs
@@ -52,6 +50,66 @@ from slora_kernels.batch import KVGeometry
 from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
+
+# Copies adapters to the GPU while it computes a step that does not need them.
+#
+# The step is launched first. The copies are launched after it, on a stream of their own. The host may have to wait for
+# copies from pageable memory, but this does not delay the step. A copy starts when all work before the step is done,
+# because that work may still use the copy's target pages. The next step waits for the copies.
+
+
+class LoadStream(Protocol):
+    """Runs copies in parallel with the steps.
+
+    A step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first.
+    """
+
+    def mark(self) -> None:
+        """Marks the point in the device's work from which copies may start."""
+
+    def copy(self, work: Callable[[], None]) -> torch.cuda.Event | None:
+        """Launches copies that wait for the mark, but not for later work.
+
+        Returns an event that occurs when they are done; None if they are done already.
+        """
+
+    def wait(self) -> None:
+        """Makes all later work wait for the copies."""
+
+
+class CudaLoadStream:
+    """A `LoadStream` that copies on a CUDA stream of its own, while steps run on the device's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._marked, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        self._marked.record(torch.cuda.current_stream(self._device))
+
+    def copy(self, work: Callable[[], None]) -> torch.cuda.Event:
+        self._stream.wait_event(self._marked)
+        with torch.cuda.stream(self._stream):
+            work()
+        # Each step has an event of its own, because the next step may record one before this step's is waited for.
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record(self._stream)
+        return self._copied
+
+    def wait(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._copied)
+
+
+def split_loads(plan: StepPlan) -> tuple[list[AdapterLoad], list[AdapterLoad]]:
+    """Splits a step's loads into (loads of slots that the step uses, loads that may run in parallel)."""
+    used = {slot for chunk in plan.chunks for slot, _, _ in chunk.slots}
+    needed: list[AdapterLoad] = []
+    beside: list[AdapterLoad] = []
+    for load in plan.loads:
+        (beside if plan.chunks and load.resident.slot not in used else needed).append(load)
+    return needed, beside
+
 
 # The results of one step: one token for each of the chunks' `sampled_sequences`.
 ReadTokens = Callable[[], list[SampledToken]]

@@ -17,7 +17,7 @@ from slora.memory.residency import AdapterLoad, Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
-from slora.scheduler.budgets.load_budget import LoadBudget
+from slora.scheduler.budgets import LoadBudget
 from slora.scheduler.charges import charge_load
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence

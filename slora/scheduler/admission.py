@@ -10,8 +10,7 @@ from typing import NamedTuple
 from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
-from slora.scheduler.budgets.background_budget import BackgroundBudget
-from slora.scheduler.budgets.prefill_budget import PrefillBudget
+from slora.scheduler.budgets import BackgroundBudget, PrefillBudget
 from slora.scheduler.charges import charge_prompt
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.preemption import Preemption

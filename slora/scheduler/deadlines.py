@@ -9,8 +9,8 @@ import heapq
 
 from slora.core.cost_model import Costs
 from slora.scheduler.beam_search import BeamSearch
+from slora.scheduler.lifecycle import UnfinishedRequests
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.unfinished_requests import UnfinishedRequests
 
 
 class Deadlines:

@@ -15,25 +15,101 @@ resources, in any state. This module makes no decisions: `Admission` decides whi
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from slora.core.errors import AdapterFetchFailed, ContextTooLong
+from slora.core.engine_config import SchedulerConfig
+from slora.core.errors import AdapterFetchFailed, ContextTooLong, RequestRefused
 from slora.core.request import EndedRequest, RequestUsage, StepOutput
-from slora.core.scheduler_config import SchedulerConfig
-from slora.grammar.grammar_source import GrammarSource
+from slora.core.sampling_params import StructuredOutput
+from slora.grammar.grammar_source import GrammarSource, Refused
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
-from slora.scheduler.grammar_waiting import GrammarWaiting
-from slora.scheduler.queues.fair_queue import FairQueue
-from slora.scheduler.queues.fifo_queue import FifoQueue
-from slora.scheduler.queues.waiting_queue import WaitingQueue
 from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.step_plan import StepPlan
 from slora.scheduler.swapping import Swapping
-from slora.scheduler.unfinished_requests import UnfinishedRequests
+from slora.scheduler.waiting_queues import FairQueue, FifoQueue, WaitingQueue
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.version import AdapterVersion
+
+# The sequences that wait until their grammar is compiled.
+
+
+class GrammarWaiting:
+    def __init__(self, grammars: GrammarSource | None) -> None:
+        self._grammars = grammars
+        self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Requests the grammar of a sequence, which then waits until `collect` yields it."""
+        tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
+        assert self._grammars is not None and output is not None, "nothing compiles grammars here"
+        self._waiters.setdefault((tenant, output), []).append(sequence)
+        self._grammars.request(tenant, output)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Ends the wait of a sequence. Its grammar is still compiled, because the next request may use it."""
+        tenant, output = sequence.tenant.name, sequence.request.sampling.structured_output
+        if output is not None and sequence in self._waiters.get((tenant, output), ()):
+            self._waiters[tenant, output].remove(sequence)
+
+    def collect(self) -> Iterator[tuple[Sequence, RequestRefused | None]]:
+        """Yields each sequence whose grammar was compiled or refused, with the error if it was refused.
+
+        A sequence whose grammar was compiled now has its matcher.
+        """
+        for result in () if self._grammars is None else self._grammars.poll():
+            for sequence in self._waiters.pop((result.tenant, result.output), []):
+                if isinstance(result, Refused):
+                    yield sequence, result.error
+                else:
+                    sequence.start_matcher(result.grammar.start(sequence.stop_ids))
+                    yield sequence, None
+
+
+# The unfinished requests and their sequences. A request has one sequence, or one per choice after the fork.
+
+
+class UnfinishedRequests:
+    """Sequences by request. A deleted adapter is remembered until the last request that names it has ended."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, list[Sequence]] = {}
+        self._num_sequences = 0
+        self._deleted: set[AdapterVersion] = set()
+
+    def __len__(self) -> int:
+        return self._num_sequences
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (sequence for group in self._sequences.values() for sequence in group)
+
+    def find(self, request_id: str) -> list[Sequence]:
+        return list(self._sequences.get(request_id, ()))
+
+    def add(self, sequence: Sequence) -> None:
+        self._sequences.setdefault(sequence.request.request_id, []).append(sequence)
+        self._num_sequences += 1
+
+    def remove(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        self._sequences[request_id].remove(sequence)
+        if not self._sequences[request_id]:
+            del self._sequences[request_id]
+        self._num_sequences -= 1
+
+    def mark_deleted(self, version: AdapterVersion) -> None:
+        self._deleted.add(version)
+
+    def pop_unused(self, version: AdapterVersion) -> bool:
+        """Returns True once, after the adapter was deleted and the last unfinished request that names it has ended."""
+        if version not in self._deleted:
+            return False
+        if any(version in group[0].request.versions for group in self._sequences.values()):
+            return False
+        self._deleted.remove(version)
+        return True
+
 
 # Page-seconds are rounded to a binary fraction, so that sums do not depend on their order.
 _PAGE_SECOND = 1 << 20

@@ -46,36 +46,31 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from slora.core.adapter_place import AdapterPlace
-from slora.core.backlog import Backlog
 from slora.core.cost_model import Costs
+from slora.core.engine_config import SchedulerConfig
+from slora.core.engine_state import AdapterPlace, Backlog, ServiceSpan
 from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.core.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
-from slora.core.scheduler_config import SchedulerConfig
-from slora.core.service_span import ServiceSpan
 from slora.grammar.grammar_source import GrammarSource
 from slora.memory.swap_space import SwapSpace
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
-from slora.scheduler.backlog_estimate import estimate_backlog
 from slora.scheduler.beams import Beams
-from slora.scheduler.budgets.background_budget import BackgroundBudget
-from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
-from slora.scheduler.charges import charge_mask, charge_output, charge_prompt
+from slora.scheduler.budgets import BackgroundBudget, PrefillBudget, short_prefill_s
+from slora.scheduler.charges import charge_mask, charge_output, charge_prompt, estimate_backlog
 from slora.scheduler.deadlines import Deadlines
-from slora.scheduler.drafting.drafting import Drafting
+from slora.scheduler.drafting import Drafting
 from slora.scheduler.lifecycle import Lifecycle
-from slora.scheduler.pins import Pins
+from slora.scheduler.pins import Pins, Prewarming
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
-from slora.scheduler.prewarming import Prewarming
-from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.sequence import AdapterSlot, Sequence
 from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.service_elsewhere import ServiceElsewhere
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora.scheduler.swapping import Swapping
+from slora.scheduler.waiting_queues import FairQueue
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 

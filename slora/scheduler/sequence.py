@@ -27,18 +27,93 @@ import itertools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from slora.core.pooling import PoolingKind
-from slora.core.request import EmittedTokens, EngineRequest, TokenLogprobs
+from slora.core.request import EmittedTokens, EngineRequest, PoolingKind, RequestTiming, TokenLogprobs
 from slora.core.sampling_params import choice_seed
 from slora.grammar.grammar_source import Matcher
 from slora.grammar.token_filter import TokenFilter
-from slora.memory.block_table import BlockTable
+from slora.memory.kv_cache import BlockTable
 from slora.memory.residency import Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.beam_search import BeamSearch
-from slora.scheduler.drafting.draft_state import DraftState
-from slora.scheduler.request_times import RequestTimes
-from slora.scheduler.usage_counter import UsageCounter
+from slora.scheduler.draft_state import DraftState
+
+# The times at which one unfinished request passed the stages of the engine.
+
+
+class RequestTimes:
+    """The times of one request, which all of its sequences share. Seconds on the clock of `Scheduler.schedule`.
+
+    fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
+    is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
+    admitted_at: None until the request is admitted.
+    computed_at: None until the request's first tokens are computed.
+    first_token_at: None until a token is sampled; for a beam search always None.
+    """
+
+    __slots__ = (
+        "_fetching_since",
+        "admitted_at",
+        "arrived_at",
+        "computed_at",
+        "fetch_s",
+        "first_token_at",
+        "is_cold",
+        "num_preemptions",
+    )
+
+    def __init__(self) -> None:
+        self.arrived_at = 0.0
+        self.fetch_s = 0.0
+        self.is_cold = False
+        self.admitted_at: float | None = None
+        self.computed_at: float | None = None
+        self.first_token_at: float | None = None
+        self.num_preemptions = 0
+        self._fetching_since: float | None = None
+
+    def begin_fetch(self, now: float) -> None:
+        """Starts to measure the wait for the request's adapters. A wait after the first admission is not counted."""
+        if self.admitted_at is None:
+            self.is_cold = True
+            # `now` may be the time of the last step, before the request arrived.
+            self._fetching_since = max(now, self.arrived_at)
+
+    def end_fetch(self, now: float) -> None:
+        """Ends the measured wait for the request's adapters. A no-op if the request does not wait."""
+        if self._fetching_since is not None:
+            self.fetch_s += now - self._fetching_since
+            self._fetching_since = None
+
+    def end(self, now: float) -> RequestTiming:
+        self.end_fetch(now)
+        return RequestTiming(
+            self.arrived_at,
+            self.fetch_s,
+            self.is_cold,
+            self.admitted_at,
+            self.computed_at,
+            self.first_token_at,
+            max(now, self.arrived_at),
+            self.num_preemptions,
+        )
+
+
+# Counts what all sequences of one unfinished request use together.
+
+
+class UsageCounter:
+    """The parts of `RequestUsage` that grow while the request runs.
+
+    page_seconds: complete only after all sequences of the request have ended.
+    """
+
+    __slots__ = ("adapter_bytes", "generated_tokens", "page_seconds")
+
+    def __init__(self) -> None:
+        self.generated_tokens = 0
+        self.adapter_bytes = 0
+        self.page_seconds = 0.0
+
 
 _arrivals = itertools.count()
 # A sequence that was preempted this often without a new token in between is starving.

@@ -8,7 +8,7 @@ only grow while the name is listed.
 
 from collections import Counter
 
-from slora.core.info import ServedCounts
+from slora.core.engine_state import ServedCounts
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
 __all__ = ["OTHERS", "ServedRequests"]

@@ -24,9 +24,9 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from slora.core.cost_model import Costs
-from slora.core.service_span import ServiceSpan
+from slora.core.engine_state import ServiceSpan
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
-from slora.scheduler.queues.fair_queue import FairQueue
+from slora.scheduler.waiting_queues import FairQueue
 
 MAX_LEAD_S = 1.0
 MIN_SHARE = 0.1

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from slora.core.errors import ConfigError
-from slora.memory.huge_pages import empty_tensor
+from slora.memory.host_memory import empty_tensor
 from slora.weights.checkpoint import Checkpoint
 from slora.weights.linear import QuantizedWeight
 from slora.weights.safetensors_file import StoredTensor

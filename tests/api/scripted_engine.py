@@ -10,25 +10,32 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 
 from slora.client.client import UsageListener
-from slora.core.adapter_place import AdapterPlace
 from slora.core.cost_model import CostModel
+from slora.core.engine_state import (
+    AdapterPlace,
+    EngineInfo,
+    EngineState,
+    EngineStats,
+    HistogramCounts,
+    LiveState,
+    LoadPaces,
+    PageCounts,
+    PageMap,
+    Pin,
+    ServedCounts,
+    TenantPurge,
+    TenantState,
+)
 from slora.core.errors import EngineUnavailable
-from slora.core.histogram import HistogramCounts
-from slora.core.info import EngineInfo, EngineStats, ServedCounts, TenantPurge
-from slora.core.live_state import EngineState, LiveState, TenantState
-from slora.core.load_paces import LoadPaces
-from slora.core.page_counts import PageCounts
-from slora.core.page_map import PageMap
-from slora.core.pin import Pin
 from slora.core.request import (
     EngineRequest,
     FinishReason,
     RequestTiming,
     RequestUsage,
+    TenantShare,
     TokenDelta,
     TokenLogprobs,
 )
-from slora.core.tenant_share import TenantShare
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion

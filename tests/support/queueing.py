@@ -1,8 +1,7 @@
 """Waiting sequences for tests of queues. They are never computed."""
 
-from slora.core.request import EngineRequest, single_adapter
+from slora.core.request import EngineRequest, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import TenantShare
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion

@@ -19,21 +19,20 @@ from typing import Any
 import numpy as np
 
 from slora.core.cost_model import CostModel
-from slora.core.kv_footprint import KVFootprint
-from slora.core.pooling import PoolingKind
+from slora.core.engine_config import KVFootprint, SchedulerConfig
 from slora.core.request import (
     NOT_SAMPLED,
     EngineRequest,
+    PoolingKind,
     RequestTiming,
     RequestUsage,
     StepOutput,
+    TenantShare,
     WeightedAdapter,
     compose_adapters,
     single_adapter,
 )
 from slora.core.sampling_params import SamplingParams
-from slora.core.scheduler_config import SchedulerConfig
-from slora.core.tenant_share import TenantShare
 from slora.memory.residency import AdapterLoad
 from slora.sampling.prompt_pooling import find_pooled_rows
 from slora.scheduler.scheduler import Scheduler

@@ -17,7 +17,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from slora.client.client import EngineClient
-from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_state import AdapterPlace
 from slora.core.errors import EngineUnavailable
 from slora.core.request import WeightedAdapter
 from slora.text.generation_defaults import read_generation_defaults

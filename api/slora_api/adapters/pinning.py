@@ -19,10 +19,9 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from slora.client.client import EngineClient
+from slora.core.engine_state import EngineInfo, Pin
 from slora.core.errors import EngineUnavailable
-from slora.core.info import EngineInfo
-from slora.core.pin import Pin
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion

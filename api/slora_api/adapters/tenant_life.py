@@ -16,8 +16,8 @@ what is left to delete.
 from dataclasses import asdict, dataclass
 
 from slora.client.client import EngineClient
+from slora.core.engine_state import TenantPurge as EnginePurge
 from slora.core.errors import EngineUnavailable
-from slora.core.info import TenantPurge as EnginePurge
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.tenants.usage_ledger import UsageLedger

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from slora.core.structured_output import OPTIONS_KEY
+from slora.core.sampling_params import OPTIONS_KEY
 from slora.grammar.schema_form import prepare_schema
 from slora_api.chat.answer_reader import THINK_END, THINK_START, AnswerSyntax
 

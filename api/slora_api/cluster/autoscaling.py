@@ -3,7 +3,7 @@
 import math
 from typing import TYPE_CHECKING, Any
 
-from slora.core.info import EngineStats
+from slora.core.engine_state import EngineStats
 
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext

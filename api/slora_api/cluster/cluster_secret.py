@@ -2,8 +2,8 @@
 
 import secrets
 
+from slora.core.engine_address import MAX_SECRET_BYTES
 from slora.core.errors import ConfigError
-from slora.core.handshake import MAX_SECRET_BYTES
 from slora_adapters.process.durable_file import create_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 

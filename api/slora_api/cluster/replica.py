@@ -17,8 +17,8 @@ from ray import serve
 
 from slora.client.client import RemoteEngine
 from slora.client.merged_states import explain_difference
+from slora.core.engine_state import EngineInfo
 from slora.core.errors import ConfigError, EngineUnavailable
-from slora.core.info import EngineInfo
 from slora.core.messages import decode_info, encode_info
 from slora.core.request import EngineRequest, TokenDelta
 from slora_api.cluster.autoscaling import PRESSURE, measure_pressure

@@ -7,8 +7,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.router import Router
+from slora.client.router import ReplicaState, RoutedWork, Router
 from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
 

@@ -10,7 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
-from slora.core.live_state import EngineState
+from slora.core.engine_state import EngineState
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_api.errors import EngineConflict, NotFound

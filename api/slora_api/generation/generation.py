@@ -7,9 +7,8 @@ from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import dataclass, field
 
 from slora.client.client import EngineClient
-from slora.core.info import EngineInfo
-from slora.core.pooling import Pooling
-from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason
+from slora.core.engine_state import EngineInfo
+from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, Pooling
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer

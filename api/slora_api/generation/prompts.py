@@ -8,9 +8,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from slora.core.engine_state import EngineInfo
 from slora.core.errors import RequestRefused
-from slora.core.info import EngineInfo
-from slora.core.pooling import Pooling
+from slora.core.request import Pooling
 from slora.core.request_check import (
     check_adapters,
     check_embedded_tokens,
@@ -21,8 +21,7 @@ from slora.core.request_check import (
     check_token_ids,
     find_answer_room,
 )
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.chat.chat_grammar import ChatGrammar

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_api.schemas import AnswerFields
 from slora_api.tenants.key_record import KeyRecord
 

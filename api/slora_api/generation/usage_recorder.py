@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 
 from slora.client.client import EngineClient
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageJournal, UsageRecord
 from slora_api.request_context import RequestSpan, current_span
 
 __all__ = ["OpenRequest", "UsageRecorder"]

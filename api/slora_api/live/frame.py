@@ -14,9 +14,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from slora.core.live_state import EngineState, LiveState, Quantiles, TenantState
-from slora.core.page_counts import PageCounts
-from slora.core.page_map import PageOwner
+from slora.core.engine_state import EngineState, LiveState, PageCounts, PageOwner, Quantiles, TenantState
 from slora_adapters.version import AdapterVersion
 
 __all__ = ["EngineObject", "FrameMaker", "FrameObject", "Names", "describe_engine"]

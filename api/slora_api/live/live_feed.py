@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 
 from slora.client.client import EngineClient
+from slora.core.engine_state import LiveState
 from slora.core.errors import EngineUnavailable
-from slora.core.live_state import LiveState
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import ServerBusy, TenantBusy

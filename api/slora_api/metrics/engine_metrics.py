@@ -8,9 +8,7 @@ from typing import TypeVar
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from slora.core.histogram import HistogramCounts
-from slora.core.info import EngineInfo, EngineStats, ServedCounts
-from slora.core.page_counts import PageCounts
+from slora.core.engine_state import EngineInfo, EngineStats, HistogramCounts, PageCounts, ServedCounts
 from slora.scheduler.served_counts import OTHERS
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion

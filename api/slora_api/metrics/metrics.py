@@ -23,7 +23,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from slora.core.info import EngineInfo, EngineStats
+from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.request import FinishReason
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.engine_metrics import engine_metrics, gateway_metrics

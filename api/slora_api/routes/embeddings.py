@@ -8,7 +8,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from slora.core.pooling import Pooling, PoolingKind
+from slora.core.request import Pooling, PoolingKind
 from slora_api.generation.embedding_format import (
     EmbeddingList,
     RerankedList,

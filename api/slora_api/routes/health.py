@@ -7,8 +7,8 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from typing_extensions import TypedDict
 
+from slora.core.engine_state import EngineStats
 from slora.core.errors import EngineUnavailable
-from slora.core.info import EngineStats
 from slora_adapters.version import AdapterVersion
 from slora_api.errors import Starting
 from slora_api.metrics.engine_metrics import name_tenants

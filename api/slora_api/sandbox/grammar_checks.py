@@ -10,7 +10,7 @@ from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import (
+from slora.core.sampling_params import (
     MAX_CACHED_FORMS,
     MAX_CACHED_FORMS_OF_TENANT,
     MISSING_LIBRARY,

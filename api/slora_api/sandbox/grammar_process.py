@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
 from slora.grammar.token_spelling import TokenSpelling
 from slora_api.sandbox.sandbox import serve_requests

@@ -4,7 +4,7 @@ record of its key.
 
 from dataclasses import dataclass
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_api.errors import ModelNotFound
 from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.scopes import Scope

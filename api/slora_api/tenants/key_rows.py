@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import bindparam, insert, literal, select
 from sqlalchemy.engine import Connection
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.database import schema
 from slora_api.tenants.allow_list import AllowList
 from slora_api.tenants.key_record import Caller, KeyRecord, OperatorKey

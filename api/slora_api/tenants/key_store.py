@@ -26,7 +26,7 @@ from typing import Any
 
 from sqlalchemy import Select, insert, select, tuple_, update
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import Actor, current_actor, record_change
 from slora_adapters.database.change_feed import Change, Changes, publish

@@ -22,8 +22,7 @@ from typing import Any
 from sqlalchemy import bindparam, delete, insert, or_, select, union_all, update
 from sqlalchemy.engine import Connection
 
-from slora.core.request import MAX_PRIORITY
-from slora.core.tenant_share import DEFAULT_SHARE, TenantShare
+from slora.core.request import DEFAULT_SHARE, MAX_PRIORITY, TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish

@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import Connection
 
 from slora.core.request import RequestUsage
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 

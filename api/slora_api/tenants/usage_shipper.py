@@ -13,8 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_segment import closed_segments, measure_bytes
+from slora.core.usage_journal import UsageJournal, closed_segments, measure_bytes
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_api.tenants.usage_ledger import DAY_S, HOUR_S, UsageLedger
 from slora_api.threads import control_thread

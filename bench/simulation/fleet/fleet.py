@@ -13,8 +13,7 @@ from bench.simulation.fleet.replica_model import ReplicaModel, ReplicaSettings
 from bench.simulation.fleet.traffic import Traffic
 from bench.simulation.lengths import FloatArray
 from bench.simulation.request_log import SLO_S
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.router import Router
+from slora.client.router import ReplicaState, RoutedWork, Router
 from slora_adapters.version import AdapterVersion
 
 

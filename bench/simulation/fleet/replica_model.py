@@ -17,8 +17,7 @@ from bench.simulation.fleet.model_queue import ModelQueue
 from bench.simulation.fleet.model_request import FleetLog, ModelRequest
 from bench.simulation.machine import Machine
 from slora.memory.tenant_account import TenantAccount
-from slora.scheduler.budgets.load_budget import LoadBudget
-from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
+from slora.scheduler.budgets import LoadBudget, PrefillBudget, short_prefill_s
 from slora.scheduler.charges import OUTPUT_PRICE
 from slora.scheduler.preemption import LOOK_AHEAD
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slora.core.pin import Pin
-from slora.core.tenant_share import TenantShare
+from slora.core.engine_state import Pin
+from slora.core.request import TenantShare
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, PinCheck, Registry, Rollout

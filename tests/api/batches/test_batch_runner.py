@@ -13,7 +13,7 @@ from fsspec.implementations.local import LocalFileSystem
 from sqlalchemy import LargeBinary, func, insert, select
 
 from slora.core.request import RequestUsage
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageRecord
 from slora_adapters.backup.backup import make_backup
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema

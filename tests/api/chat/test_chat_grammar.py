@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary
 from slora.grammar.token_spelling import TokenSpelling
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax

@@ -13,8 +13,7 @@ import httpx
 import pytest
 
 from slora.core.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, StepFailed
-from slora.core.pooling import Pooling, PoolingKind
-from slora.core.request import NOT_SAMPLED, EngineRequest, TokenDelta
+from slora.core.request import NOT_SAMPLED, EngineRequest, Pooling, PoolingKind, TokenDelta
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slora.core.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
+from slora.core.sampling_params import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

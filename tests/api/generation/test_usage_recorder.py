@@ -14,9 +14,7 @@ import pytest
 from slora.core.errors import EngineUnavailable
 from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora.core.sampling_params import SamplingParams
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
-from slora.core.usage_segment import OpenSegment, closed_segments
+from slora.core.usage_journal import OpenSegment, UsageJournal, UsageRecord, closed_segments
 from slora.text.answer import Answer
 from slora_api.generation.usage_recorder import UsageRecorder
 from tests.adapters.hand_made import make_members

@@ -5,9 +5,17 @@ import json
 from array import array
 from dataclasses import replace
 
-from slora.core.live_state import AdapterWork, EngineState, LiveState, PoolEvent, Quantiles, TenantState
-from slora.core.page_counts import PageCounts
-from slora.core.page_map import PageMap, PageOwner
+from slora.core.engine_state import (
+    AdapterWork,
+    EngineState,
+    LiveState,
+    PageCounts,
+    PageMap,
+    PageOwner,
+    PoolEvent,
+    Quantiles,
+    TenantState,
+)
 from slora_adapters.version import AdapterVersion
 from slora_api.live.frame import FrameMaker, Names
 

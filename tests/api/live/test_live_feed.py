@@ -11,7 +11,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from slora.core.live_state import LiveState
+from slora.core.engine_state import LiveState
 from slora_api.errors import TenantBusy
 from slora_api.live.live_feed import LiveFeed
 from tests.api.live.test_frame import STATE

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from slora.core.info import EngineStats
+from slora.core.engine_state import EngineStats
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.adapter_references import AdapterReferences

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from slora.core.request import RequestUsage
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageRecord
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage

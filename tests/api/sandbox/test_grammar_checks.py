@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from slora.core.errors import RequestRefused
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora_api.errors import TenantBusy
 from slora_api.sandbox import grammar_checks
 from slora_api.sandbox.grammar_checks import GrammarChecks

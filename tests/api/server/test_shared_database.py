@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import delete, update
 
 from slora.core.errors import AdapterFetchFailed
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit

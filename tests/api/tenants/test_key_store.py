@@ -17,7 +17,7 @@ import httpx
 import pytest
 from sqlalchemy import insert
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database

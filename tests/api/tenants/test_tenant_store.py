@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora_adapters.database.database import Database
 from slora_api.errors import BadRequest, NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore

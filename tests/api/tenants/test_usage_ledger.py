@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import func, select
 
 from slora.core.request import RequestUsage
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_api.tenants.usage_ledger import (

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from slora.core.request import RequestUsage
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageJournal, UsageRecord
 from slora_adapters.database.database import Database
 from slora_adapters.process.full_disk import DiskReserve
 from slora_api.tenants.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLedger
@@ -26,7 +25,7 @@ import sys, time
 from pathlib import Path
 from slora.core.request import RequestUsage
 from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageRecord
 
 journal = UsageJournal(Path(sys.argv[1]))
 for number in range(50):

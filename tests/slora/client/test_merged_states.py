@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from slora.client.merged_states import explain_difference, merge_live_states, merge_stats
-from slora.core.page_map import PageMap, PageOwner
+from slora.core.engine_state import PageMap, PageOwner
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from tests.support.driving import drive, make_engine, make_source

@@ -14,9 +14,8 @@ import pytest
 from slora.client.replica_group import ReplicaGroup
 from slora.core.errors import EngineUnavailable
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import OutputKind, StructuredOutput
-from slora.core.usage_segment import closed_segments
+from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
+from slora.core.usage_journal import closed_segments
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer
 from tests.support.engine_stack import WAIT_S, ChildProcess, EngineStack, find_owner, wait_until

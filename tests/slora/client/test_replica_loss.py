@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import select
 
 from slora.client.replica_group import MAX_LOSSES, ReplicaGroup
+from slora.core.engine_state import EngineInfo
 from slora.core.errors import EngineUnavailable
-from slora.core.info import EngineInfo
 from slora.core.messages import encode_info
 from slora.core.request import (
     EndedRequest,

@@ -7,11 +7,9 @@ from dataclasses import replace
 import pytest
 from tests.slora.client.test_replica_loss import Bench, FakeEngine, read, running_bench
 
-from slora.core.backlog import Backlog
-from slora.core.report import EngineReport
+from slora.core.engine_state import Backlog, EngineReport, ServiceSpan
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.service_span import ServiceSpan
 from slora_adapters.version import AdapterVersion
 from tests.support.engine_stack import wait_until
 

@@ -7,10 +7,9 @@ import msgpack
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.client.reported_state import ReportedState
-from slora.core.backlog import ANSWER_TOKENS, Backlog
+from slora.client.router import ReportedState
+from slora.core.engine_state import ANSWER_TOKENS, Backlog, EngineReport
 from slora.core.messages import encode_report
-from slora.core.report import EngineReport
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.process.wire import encode

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.client.replica_state import ReplicaState, RoutedWork
-from slora.client.router import Penalties, Router
+from slora.client.router import Penalties, ReplicaState, RoutedWork, Router
 from slora_adapters.version import AdapterVersion
 
 PENALTIES = Penalties()

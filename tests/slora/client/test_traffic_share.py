@@ -1,4 +1,4 @@
-from slora.client.traffic_share import TrafficShare
+from slora.client.router import TrafficShare
 from slora_adapters.version import AdapterVersion
 
 HOT, COLD = AdapterVersion("acme", "0" * 64), AdapterVersion("acme", "1" * 64)

@@ -9,8 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from slora.client.client import RemoteEngine
-from slora.core.engine_address import TcpAddress, connect
-from slora.core.handshake import Doorkeeper, HandshakeFailed
+from slora.core.engine_address import Doorkeeper, HandshakeFailed, TcpAddress, connect
 from slora_adapters.process.wire import encode, read_message, write_message
 from tests.support.engine_stack import wait_until
 
@@ -124,7 +123,7 @@ def test_a_stranger_never_reaches_the_engine(sent: bytes) -> None:
 
 
 def test_a_stranger_that_says_nothing_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora.core.handshake._LIMIT_S", 0.05)
+    monkeypatch.setattr("slora.core.engine_address._LIMIT_S", 0.05)
 
     async def main() -> None:
         async with listening(Doorkeeper(SECRET, greet).admit) as port:

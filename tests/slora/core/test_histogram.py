@@ -1,4 +1,4 @@
-from slora.core.histogram import Histogram, HistogramCounts
+from slora.core.engine_state import Histogram, HistogramCounts
 
 
 def test_a_value_counts_in_the_first_bucket_that_reaches_it() -> None:

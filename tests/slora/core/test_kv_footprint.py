@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.core.kv_footprint import KVFootprint
+from slora.core.engine_config import KVFootprint
 
 
 def blocks_in_sight(footprint: KVFootprint, start: int, num_tokens: int) -> int:

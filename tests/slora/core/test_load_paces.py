@@ -1,4 +1,4 @@
-from slora.core.load_paces import LoadPaces
+from slora.core.engine_state import LoadPaces
 
 
 def test_the_load_time_follows_from_the_bytes_and_their_store() -> None:

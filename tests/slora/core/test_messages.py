@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from slora.core.engine_state import EngineStats, HistogramCounts, LoadPaces, PageCounts, Pin, ServedCounts
 from slora.core.errors import (
     AdapterFetchFailed,
     ContextTooLong,
@@ -14,9 +15,6 @@ from slora.core.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.core.histogram import HistogramCounts
-from slora.core.info import EngineStats, ServedCounts
-from slora.core.load_paces import LoadPaces
 from slora.core.messages import (
     decode_add,
     decode_output,
@@ -27,11 +25,8 @@ from slora.core.messages import (
     encode_pins,
     encode_stats,
 )
-from slora.core.page_counts import PageCounts
-from slora.core.pin import Pin
-from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TenantShare, TokenDelta
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import TenantShare
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion

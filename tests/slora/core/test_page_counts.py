@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from slora.core.page_counts import PageCounts
+from slora.core.engine_state import PageCounts
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine

@@ -19,9 +19,15 @@ from hypothesis import strategies as st
 
 from slora.core.errors import UsageJournalFull
 from slora.core.request import RequestUsage
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import MAX_LINE_BYTES, BadLine, UsageRecord
-from slora.core.usage_segment import ClosedSegment, OpenSegment, closed_segments
+from slora.core.usage_journal import (
+    MAX_LINE_BYTES,
+    BadLine,
+    ClosedSegment,
+    OpenSegment,
+    UsageJournal,
+    UsageRecord,
+    closed_segments,
+)
 
 SMALL = 4096
 
@@ -337,7 +343,7 @@ def test_an_empty_file_that_is_taken_away_before_its_lock_is_replaced(
     def choose_name(num_bytes: int) -> str:
         return next(names)
 
-    monkeypatch.setattr("slora.core.usage_segment.secrets.token_hex", choose_name)
+    monkeypatch.setattr("slora.core.usage_journal.secrets.token_hex", choose_name)
     flock = fcntl.flock
 
     def ship_first(descriptor: int, operation: int) -> None:

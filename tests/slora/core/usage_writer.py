@@ -6,8 +6,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from slora.core.request import RequestUsage
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
+from slora.core.usage_journal import UsageJournal, UsageRecord
 
 
 def main() -> None:

@@ -12,8 +12,15 @@ import pytest
 import torch
 
 from slora.core.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
-from slora.core.pooling import Pooling, PoolingKind
-from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, RequestUsage, single_adapter
+from slora.core.request import (
+    NOT_SAMPLED,
+    EngineRequest,
+    FinishReason,
+    Pooling,
+    PoolingKind,
+    RequestUsage,
+    single_adapter,
+)
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.runner.fault_isolation import PageTransferFailed

@@ -6,11 +6,10 @@ from dataclasses import replace
 import pytest
 
 from slora.core.engine_config import EngineConfig
+from slora.core.engine_state import Pin
 from slora.core.errors import AdapterFetchFailed, ConfigError, ContextTooLong, RequestRefused
-from slora.core.pin import Pin
-from slora.core.request import EngineRequest, FinishReason, single_adapter
+from slora.core.request import EngineRequest, FinishReason, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import TenantShare
 from slora.engine.engine import Engine
 from slora.models.model_spec_reader import read_model_spec
 from slora.runner.runner import Runner

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 
-from slora.core.live_state import LiveState
+from slora.core.engine_state import LiveState
 from slora.core.messages import decode_live_state, encode_live_state
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams

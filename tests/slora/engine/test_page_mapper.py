@@ -3,9 +3,8 @@
 from array import array
 from collections import Counter
 
-from slora.core.kv_footprint import KVFootprint
-from slora.core.scheduler_config import SchedulerConfig
-from slora.engine.page_mapper import MAX_CELLS, PageMapper
+from slora.core.engine_config import KVFootprint, SchedulerConfig
+from slora.engine.live_view import MAX_CELLS, PageMapper
 from slora.memory.unified_paging import UnifiedPaging
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets

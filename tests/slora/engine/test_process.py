@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from slora.client.client import RemoteEngine
-from slora.core.adapter_place import AdapterPlace
+from slora.core.engine_state import AdapterPlace, EngineStats, Pin
 from slora.core.errors import (
     AdapterFetchFailed,
     ConfigError,
@@ -24,10 +24,9 @@ from slora.core.errors import (
     EngineUnavailable,
     RequestRefused,
 )
-from slora.core.info import EngineStats
 from slora.core.messages import encode_add
-from slora.core.pin import Pin
 from slora.core.request import (
+    DEFAULT_SHARE,
     EngineRequest,
     FinishReason,
     RequestTiming,
@@ -36,9 +35,7 @@ from slora.core.request import (
     single_adapter,
 )
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import DEFAULT_SHARE
-from slora.core.usage_record import UsageRecord
-from slora.core.usage_segment import closed_segments
+from slora.core.usage_journal import UsageRecord, closed_segments
 from slora.engine.process import ProcessConfig
 from slora_adapters.process.wire import send
 from slora_adapters.version import AdapterVersion

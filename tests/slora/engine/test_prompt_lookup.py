@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 
 from slora.core.request import EngineRequest, RequestUsage, single_adapter
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence

@@ -7,9 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from slora.core.errors import RequestFailed
-from slora.core.request import EngineRequest, single_adapter
+from slora.core.request import EngineRequest, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import TenantShare
 from slora.engine.engine import Engine
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -10,8 +10,7 @@ import pytest
 
 from slora.core.errors import RequestRefused
 from slora.core.request import EmittedTokens, EngineRequest, FinishReason, RequestUsage, single_adapter
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import OutputKind, StructuredOutput
+from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer, drive, make_engine, make_source

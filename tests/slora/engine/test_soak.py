@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from slora.client.client import RemoteEngine
+from slora.core.engine_state import EngineStats
 from slora.core.errors import EngineUnavailable, RequestRefused
-from slora.core.info import EngineStats
 from slora.core.request import EngineRequest, TokenDelta, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion

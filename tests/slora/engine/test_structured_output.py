@@ -9,8 +9,7 @@ from jsonschema import Draft202012Validator
 
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, FinishReason, single_adapter
-from slora.core.sampling_params import SamplingParams
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from slora.llm.llm import LLM
 from slora.sampling import token_masks

@@ -7,9 +7,7 @@ import pytest
 
 from slora.core.request import EngineRequest, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.core.usage_journal import UsageJournal
-from slora.core.usage_record import UsageRecord
-from slora.core.usage_segment import closed_segments
+from slora.core.usage_journal import UsageJournal, UsageRecord, closed_segments
 from slora.engine.usage_relay import UsageRelay
 from slora_adapters.version import AdapterVersion
 

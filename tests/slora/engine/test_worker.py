@@ -5,10 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from slora.core.engine_state import REPORT_S, EngineReport, EngineStats, Pin
 from slora.core.errors import DeadlineMissed, RequestRefused
-from slora.core.info import EngineStats
-from slora.core.pin import Pin
-from slora.core.report import REPORT_S, EngineReport
 from slora.core.request import EngineRequest, StepOutput, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from slora.core.errors import ConfigError
-from slora.core.structured_output import StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.grammar.grammar_source import Compiled, Refused
 from slora.grammar.token_spelling import TokenSpelling

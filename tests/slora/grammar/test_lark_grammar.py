@@ -13,7 +13,7 @@ from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field, TypeAdapter
 
 from slora.core.errors import ConfigError, RequestRefused
-from slora.core.structured_output import MAX_FORM_CHARS, OutputKind, StructuredOutput
+from slora.core.sampling_params import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
 from slora.text.spelling import spell_tokens
 from slora.text.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ from peft import LoraConfig
 from safetensors.numpy import load_file
 
 from slora import LLM, AsyncLLM, Completion, LoraAdapter, SamplingParams
+from slora.core.engine_state import EngineStats, Pin
 from slora.core.errors import ConfigError, EngineUnavailable, RequestRefused
-from slora.core.info import EngineStats
-from slora.core.pin import Pin
 from slora_adapters.errors import AdapterNotFound
 from tests.support.cpu_kernels import KERNELS
 from tests.support.engine_stack import WAIT_S

@@ -2,9 +2,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.memory.block_table import BlockTable
 from slora.memory.evictor import Evictor
-from slora.memory.kv_cache import KVCache
+from slora.memory.kv_cache import BlockTable, KVCache
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 

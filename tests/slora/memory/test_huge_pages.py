@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from slora.memory.huge_pages import empty_tensor, prefault
+from slora.memory.host_memory import empty_tensor, prefault
 
 CPU = torch.device("cpu")
 

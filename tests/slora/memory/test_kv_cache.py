@@ -8,12 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.core.cost_model import CostModel
-from slora.core.kv_footprint import KVFootprint
+from slora.core.engine_config import KVFootprint
 from slora.core.prefix_key import extend_keys, root_key
 from slora.core.request import WeightedAdapter, compose_adapters
-from slora.memory.block_table import BlockTable
 from slora.memory.evictor import Evictor
-from slora.memory.kv_cache import KVCache
+from slora.memory.kv_cache import BlockTable, KVCache
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion

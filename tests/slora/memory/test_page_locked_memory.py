@@ -4,7 +4,7 @@ import mmap
 import pytest
 import torch
 
-from slora.memory.page_locked_memory import PageLockedMemory
+from slora.memory.host_memory import PageLockedMemory
 from slora_adapters.loader.host_cache import HostCache
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora.memory.evictor import Evictor
 from slora.memory.page_pool import PagePool
 from slora.memory.residency import Residency, Resident

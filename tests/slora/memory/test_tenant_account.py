@@ -3,7 +3,7 @@ import math
 import pytest
 
 from slora.core.errors import ConfigError
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 

@@ -6,7 +6,7 @@ import pytest
 
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.models.lora_tiles import Tile, cut_token_tiles
+from slora.models.step_batch import Tile, cut_token_tiles
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import TileLimits
 from tests.support.driving import make_engine, make_source

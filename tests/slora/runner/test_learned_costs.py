@@ -8,8 +8,7 @@ from dataclasses import astuple, fields, replace
 import pytest
 
 from slora.core.cost_model import CostModel, StepTimes, StepWork
-from slora.runner.cost_bounds import CostBounds, bound_costs
-from slora.runner.learned_costs import LearnedCosts
+from slora.runner.learned_costs import CostBounds, LearnedCosts, bound_costs
 from slora_kernels.layout import LinearShape, ModelShape
 
 TRUTH = CostModel(

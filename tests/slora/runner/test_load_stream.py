@@ -9,7 +9,7 @@ import pytest
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.step_batch import StepArrays
-from slora.runner.load_stream import split_loads
+from slora.runner.runner import split_loads
 from slora.scheduler.step_plan import StepPlan
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit

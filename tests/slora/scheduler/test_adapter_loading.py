@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from slora.core.kv_footprint import KVFootprint
-from slora.core.scheduler_config import SchedulerConfig
+from slora.core.engine_config import KVFootprint, SchedulerConfig
 from slora.memory.residency import Resident
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading

@@ -8,14 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora.core.cost_model import StepWork
-from slora.core.request import StepOutput
-from slora.core.tenant_share import TenantShare
+from slora.core.request import StepOutput, TenantShare
 from slora.memory.tenant_account import TenantAccounts
-from slora.scheduler.budgets.background_budget import MAX_GROWTH, BackgroundBudget
-from slora.scheduler.budgets.load_budget import LoadBudget
-from slora.scheduler.queues.fair_queue import FairQueue
-from slora.scheduler.queues.fifo_queue import FifoQueue
-from slora.scheduler.queues.waiting_queue import WaitingQueue
+from slora.scheduler.budgets import MAX_GROWTH, BackgroundBudget, LoadBudget
+from slora.scheduler.waiting_queues import FairQueue, FifoQueue, WaitingQueue
 from slora_adapters.version import AdapterVersion
 from tests.support.queueing import make_sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench

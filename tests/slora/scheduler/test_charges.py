@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora.scheduler.charges import charge_load, charge_mask, charge_output, charge_prompt
 from tests.support.queueing import make_sequence, make_tenant
 from tests.support.scheduler_bench import COSTS

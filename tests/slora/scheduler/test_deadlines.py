@@ -4,8 +4,8 @@ token. A beam search gets its first token at its end, so it is reported while it
 from slora.core.cost_model import CostModel
 from slora.core.request import EngineRequest
 from slora.scheduler.deadlines import Deadlines
+from slora.scheduler.lifecycle import UnfinishedRequests
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.unfinished_requests import UnfinishedRequests
 from tests.support.beam_model import beam_params
 from tests.support.queueing import BLOCK_TOKENS, make_sequence, make_tenant
 from tests.support.scheduler_bench import STOP_TOKEN

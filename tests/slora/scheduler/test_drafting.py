@@ -4,9 +4,8 @@ import random
 
 import pytest
 
-from slora.core.tenant_share import TenantShare
-from slora.scheduler.drafting.acceptance import AcceptanceHistory
-from slora.scheduler.drafting.ngram_index import NgramIndex, copy_from
+from slora.core.request import TenantShare
+from slora.scheduler.draft_state import AcceptanceHistory, NgramIndex, copy_from
 from slora.scheduler.sequence import Sequence
 from tests.support.scheduler_bench import COSTS, STOP_TOKEN, SchedulerBench
 

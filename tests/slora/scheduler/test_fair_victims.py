@@ -3,13 +3,12 @@ pages."""
 
 import pytest
 
-from slora.core.request import EngineRequest
+from slora.core.request import EngineRequest, TenantShare
 from slora.core.sampling_params import SamplingParams
-from slora.core.tenant_share import TenantShare
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccounts
-from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.waiting_queues import FairQueue
 
 
 class Runners:

@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora.memory.residency import Resident
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from slora.core.adapter_place import AdapterPlace
-from slora.core.tenant_share import TenantShare
+from slora.core.engine_state import AdapterPlace
+from slora.core.request import TenantShare
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import SchedulerBench
 

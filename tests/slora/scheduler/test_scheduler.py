@@ -7,11 +7,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.core.errors import AdapterFetchFailed, ContextTooLong, DeadlineMissed, RequestFailed
-from slora.core.pooling import Pooling, PoolingKind
-from slora.core.request import FinishReason, RequestUsage, StepOutput, TokenDelta, WeightedAdapter
-from slora.core.tenant_share import TenantShare
+from slora.core.request import (
+    FinishReason,
+    Pooling,
+    PoolingKind,
+    RequestUsage,
+    StepOutput,
+    TenantShare,
+    TokenDelta,
+    WeightedAdapter,
+)
 from slora.memory.residency import Resident
-from slora.scheduler.budgets.background_budget import MAX_GROWTH
+from slora.scheduler.budgets import MAX_GROWTH
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from slora.core.errors import DeadlineMissed
-from slora.core.request import StepOutput
-from slora.core.tenant_share import TenantShare
+from slora.core.request import StepOutput, TenantShare
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
 from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench

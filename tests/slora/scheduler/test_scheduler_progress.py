@@ -6,7 +6,7 @@ from random import Random
 import pytest
 
 from slora.core.errors import ContextTooLong
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
 from tests.support.scheduler_bench import SchedulerBench
 

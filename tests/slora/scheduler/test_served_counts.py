@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.core.info import ServedCounts
+from slora.core.engine_state import ServedCounts
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.scheduler.served_counts import OTHERS, ServedRequests

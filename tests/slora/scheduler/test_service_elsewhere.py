@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.core.service_span import ServiceSpan
-from slora.core.tenant_share import TenantShare
+from slora.core.engine_state import ServiceSpan
+from slora.core.request import TenantShare
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
-from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.service_elsewhere import MAX_LEAD_S, MIN_SHARE, ServiceElsewhere
+from slora.scheduler.waiting_queues import FairQueue
 from tests.support.driving import COSTS
 from tests.support.queueing import make_sequence
 

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from slora.core.live_state import EngineState
-from slora.core.page_counts import PageCounts
+from slora.core.engine_state import EngineState, PageCounts
 from slora_api.cli.top.screen import Line, LiveHistory, draw_screen
 from slora_api.cli.top.terminal import paint
 from slora_api.live.frame import FrameMaker

@@ -6,7 +6,7 @@ from bench.simulation.fleet.model_queue import ModelQueue
 from bench.simulation.fleet.model_request import ModelRequest
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount
-from slora.scheduler.queues.fair_queue import FairQueue
+from slora.scheduler.waiting_queues import FairQueue
 from tests.support.queueing import make_sequence, make_tenant
 
 

@@ -1,33 +1,109 @@
-"""Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
-
-Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The tenant
-with the smallest counter is served next. So two tenants that always have waiting requests each get their share,
-however many requests or adapters the other tenant uses. Within a tenant, the request's own priority counts first, then
-arrival.
-
-The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
-counter among the waiting tenants. If no tenant waits, the counter is raised to that of the last tenant that waited.
-Only tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out all
-others.
-
-Priority classes come before counters: while a tenant of one class waits, all later classes wait.
-"""
+"""The waiting sequences and their order of admission: first come, first served, or fair between tenants."""
 
 import heapq
 from collections.abc import Collection, Iterable
 from itertools import islice
+from typing import Protocol
 
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
-_Entry = tuple[int, Sequence]
+
+class WaitingQueue(Protocol):
+    """Sequences that wait only for a place in the batch and for pages."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, sequence: Sequence) -> bool: ...
+
+    def push(self, sequence: Sequence) -> None:
+        """Adds a new or a preempted sequence."""
+
+    def remove(self, sequence: Sequence) -> None:
+        """Removes a sequence that was admitted, has ended, or must wait for its adapter."""
+
+    def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
+        """The sequence to admit next, ignoring the tenants in `skipped`."""
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        """At most `count` sequences that are likely to be next. The order may change before they are admitted."""
+
+    def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
+        """The sequence of `running` to preempt when the pool runs out of pages. `running` is not empty."""
+
+
+# First come, first served, regardless of tenant. Background sequences come after all others.
+
+_FifoEntry = tuple[bool, Sequence]
+
+
+class FifoQueue:
+    """A heap of sequences, sorted by class and then by arrival. A removed sequence stays in the heap until it reaches
+    the top.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[_FifoEntry] = []
+        self._members: set[Sequence] = set()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence in self._members
+
+    def push(self, sequence: Sequence) -> None:
+        self._members.add(sequence)
+        sequence.tenant.num_waiting += 1
+        heapq.heappush(self._heap, _order(sequence))
+
+    def remove(self, sequence: Sequence) -> None:
+        if sequence in self._members:
+            self._members.remove(sequence)
+            sequence.tenant.num_waiting -= 1
+
+    def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
+        while self._heap and self._heap[0][1] not in self._members:
+            heapq.heappop(self._heap)
+        if not self._heap:
+            return None
+        if self._heap[0][1].tenant not in skipped:
+            return self._heap[0][1]
+        return min((one for one in self._members if one.tenant not in skipped), key=_order, default=None)
+
+    def upcoming(self, count: int) -> list[Sequence]:
+        return [one for _, one in self._heap[: 2 * count] if one in self._members][:count]
+
+    def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
+        return max(running, key=_order)
+
+
+def _order(sequence: Sequence) -> _FifoEntry:
+    return sequence.is_background, sequence
+
+
+# Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
+#
+# Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The tenant
+# with the smallest counter is served next. So two tenants that always have waiting requests each get their share,
+# however many requests or adapters the other tenant uses. Within a tenant, the request's own priority counts first,
+# then arrival.
+#
+# The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
+# counter among the waiting tenants. If no tenant waits, the counter is raised to that of the last tenant that waited.
+# Only tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out
+# all others.
+#
+# Priority classes come before counters: while a tenant of one class waits, all later classes wait.
+
+_FairEntry = tuple[int, Sequence]
 
 
 class FairQueue:
     """One heap per tenant with waiting sequences. `peek` looks at each of these tenants once."""
 
     def __init__(self) -> None:
-        self._heaps: dict[TenantAccount, list[_Entry]] = {}
+        self._heaps: dict[TenantAccount, list[_FairEntry]] = {}
         self._members: set[Sequence] = set()
         # Priority class -> `service` of the last tenant of this class that had waiting sequences.
         self._last_service: dict[int, float] = {}

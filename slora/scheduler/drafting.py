@@ -27,12 +27,10 @@ from collections.abc import Sequence as Items
 from itertools import takewhile
 
 from slora.core.cost_model import Costs
-from slora.core.scheduler_config import SchedulerConfig
+from slora.core.engine_config import SchedulerConfig
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.charges import charge_rejected
-from slora.scheduler.drafting.acceptance import AcceptanceHistory, start_rates
-from slora.scheduler.drafting.draft_state import DraftState
-from slora.scheduler.drafting.ngram_index import copy_from
+from slora.scheduler.draft_state import AcceptanceHistory, DraftState, copy_from, start_rates
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.core.tenant_share import TenantShare
+from slora.core.request import TenantShare
 from slora.memory.tenant_account import TenantAccount
-from slora.scheduler.queues.fair_queue import FairQueue
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.waiting_queues import FairQueue
 from tests.support.queueing import make_sequence, make_tenant
 
 

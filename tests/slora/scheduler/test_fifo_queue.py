@@ -1,7 +1,7 @@
 """First come, first served, whichever tenant sends the request."""
 
-from slora.core.tenant_share import TenantShare
-from slora.scheduler.queues.fifo_queue import FifoQueue
+from slora.core.request import TenantShare
+from slora.scheduler.waiting_queues import FifoQueue
 from tests.support.queueing import make_sequence, make_tenant
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
-from slora.scheduler.budgets.prefill_budget import PrefillBudget, short_prefill_s
+from slora.scheduler.budgets import PrefillBudget, short_prefill_s
 from slora.scheduler.sequence import Sequence
 from tests.support.scheduler_bench import COSTS, SchedulerBench
 

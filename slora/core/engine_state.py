@@ -1,0 +1,508 @@
+"""What an engine tells the API: its facts, its statistics, its reports and what a console shows.
+
+API processes read these values, so this module does not import torch.
+"""
+
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from slora.core.cost_model import CostModel
+from slora.core.request import DEFAULT_SHARE, RequestUsage, TenantShare
+from slora_adapters.loader.cached_versions import CacheCounts
+from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.partition import Partition
+
+
+@dataclass(frozen=True, slots=True)
+class PageCounts:
+    """Numbers of pages by content. They count all pages of the pool that are not free, or the pages of one tenant.
+
+    kv: KV of running sequences. prefixes: cached prefixes, which no sequence uses now.
+    adapters: adapters that are in use or being loaded. idle_adapters: adapters that stay cached.
+    """
+
+    kv: int = 0
+    prefixes: int = 0
+    adapters: int = 0
+    idle_adapters: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.kv + self.prefixes + self.adapters + self.idle_adapters
+
+    def __add__(self, other: "PageCounts") -> "PageCounts":
+        return PageCounts(
+            self.kv + other.kv,
+            self.prefixes + other.prefixes,
+            self.adapters + other.adapters,
+            self.idle_adapters + other.idle_adapters,
+        )
+
+    def __sub__(self, other: "PageCounts") -> "PageCounts":
+        return PageCounts(
+            self.kv - other.kv,
+            self.prefixes - other.prefixes,
+            self.adapters - other.adapters,
+            self.idle_adapters - other.idle_adapters,
+        )
+
+
+# A drawing of the page pool: what each page holds and for which tenant.
+
+
+class PageOwner(NamedTuple):
+    """The content and the owner of a page, as a cell of a map shows them.
+
+    content: "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
+    tenant: the owner of the page; empty for a public prefix.
+    digest: the digest of an adapter; empty for other content.
+    """
+
+    content: str
+    tenant: str
+    digest: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PageMap:
+    """The cells of a drawing. stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page,
+    N is owners[N - 1].
+    """
+
+    stride: int
+    cells: bytes
+    owners: tuple[PageOwner, ...]
+
+
+# The backlog of an engine: the work that its unfinished requests still need. Routers compare it between engines.
+
+# The expected number of further tokens of an answer, unless `max_tokens` allows fewer. It is the same for new and for
+# long answers, because nothing is known of their lengths.
+ANSWER_TOKENS = 256
+
+
+class Backlog(NamedTuple):
+    """num_waiting, num_running: numbers of sequences.
+
+    load_s: estimated seconds of work of these sequences, in full batches.
+    prompt_token_s, answer_token_s: estimated seconds of work of each further token of a prompt or an answer.
+    """
+
+    num_waiting: int = 0
+    num_running: int = 0
+    load_s: float = 0.0
+    prompt_token_s: float = 0.0
+    answer_token_s: float = 0.0
+
+
+# What an engine charged to one tenant between two reports, for the other engines.
+
+
+class ServiceSpan(NamedTuple):
+    """start, end: the tokens that the engine had charged to the account since its start, at the last report and now.
+
+    A receiver adds a span once, however often it arrives: it remembers the largest end. If it does not know the
+    account's counter, it adds only this span, and not what the tenant received before.
+    """
+
+    tenant: str
+    is_background: bool
+    start: float
+    end: float
+
+
+class AdapterPlace(StrEnum):
+    """The places of an adapter between the store and the pool.
+
+    POOL: loaded; a request can run immediately.
+    LOADING: being loaded from the host into the pool.
+    HOST: was fetched to the host, where it stays until it is evicted from the host cache.
+    FETCHING: being fetched from the store to the host.
+    """
+
+    POOL = "pool"
+    LOADING = "loading"
+    HOST = "host"
+    FETCHING = "fetching"
+
+
+# Histograms of the engine, in the form that Prometheus expects.
+
+
+@dataclass(frozen=True, slots=True)
+class HistogramCounts:
+    """The counts of a histogram at one moment.
+
+    counts[i]: number of values above bounds[i - 1], up to bounds[i]. The last count is the number of values above all
+        bounds.
+    total: the sum of all values.
+    """
+
+    bounds: tuple[float, ...]
+    counts: tuple[int, ...]
+    total: float
+
+    def cumulate(self) -> list[tuple[str, float]]:
+        """Returns Prometheus' cumulative buckets: each upper bound as text, with the number of values up to it."""
+        buckets, count = [], 0
+        for bound, more in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            count += more
+            buckets.append((bound, float(count)))
+        return buckets
+
+
+class Histogram:
+    """Counts values. bounds: the upper bounds of its buckets, ascending."""
+
+    __slots__ = ("_bounds", "_counts", "_total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = tuple(map(float, bounds))
+        self._counts = [0] * (len(self._bounds) + 1)
+        self._total = 0.0
+
+    def count(self, value: float, times: int = 1) -> None:
+        self._counts[bisect_left(self._bounds, value)] += times
+        self._total += value * times
+
+    def read(self) -> HistogramCounts:
+        return HistogramCounts(self._bounds, tuple(self._counts), self._total)
+
+
+# Measured load times of adapters. They predict the cold start of an adapter that is not in the pool.
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPaces:
+    """Seconds per byte of a packed adapter.
+
+    pool: the copy from the host cache to the pool. With tensor parallelism, only the bytes of one rank count.
+    host: the fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it. The bytes of
+        all ranks count.
+    """
+
+    pool: float
+    host: Mapping[str, float]
+
+    def load_ms(self, num_bytes: int, tiers: Iterable[str], num_ranks: int = 1) -> dict[str, float | None]:
+        """Milliseconds to load an adapter into the pool: from the host cache, and from each tier.
+
+        num_bytes: the bytes of each tensor-parallel rank.
+
+        None for a tier from which no adapter was fetched yet. Concurrent loads and decode steps make a load slower than
+        this.
+
+        Worked example: at 0.1 ns per byte into the pool and 1 ns per byte from a file, 100 MB take 10 ms from the host
+        cache and 110 ms from a file.
+        """
+        pool_s = self.pool * num_bytes
+        from_tiers = {
+            tier: None
+            if (byte_s := self.host.get(tier)) is None
+            else _ms(byte_s * num_bytes * num_ranks + pool_s)
+            for tier in tiers
+        }
+        return {"host": _ms(pool_s), **from_tiers}
+
+
+def _ms(seconds: float) -> float:
+    """Converts to milliseconds with three significant digits, because the measurement is not more accurate."""
+    return float(f"{1e3 * seconds:.3g}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCounts:
+    """Sums over ended requests. Background requests count only in the sums of tokens.
+
+    cold_starts: requests that waited for an adapter. queue_s: see `RequestTiming`.
+    """
+
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    cold_starts: int = 0
+    queue_s: float = 0.0
+
+    def __add__(self, other: "ServedCounts") -> "ServedCounts":
+        return ServedCounts(
+            self.requests + other.requests,
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.generated_tokens + other.generated_tokens,
+            self.cold_starts + other.cold_starts,
+            self.queue_s + other.queue_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes.
+
+    full_page_bytes: size of a page on each tensor-parallel rank. shape: the sizes of the whole model.
+    can_embed: whether the model's hidden states can be read, which embeddings need.
+    num_ranks: number of tensor-parallel ranks.
+    prefix_cache: which cached prefixes a request may reuse, see `EngineConfig`.
+    """
+
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    kv_cache_dtype: str
+    device: str
+    kernels: str
+    num_pages: int
+    block_tokens: int
+    full_page_bytes: int
+    max_lora_rank: int
+    max_composed_adapters: int
+    max_num_seqs: int
+    scheduling: str
+    shape: ModelShape
+    can_embed: bool = True
+    num_ranks: int = 1
+    prefix_cache: str = "tenant"
+
+    def count_rank_bytes(self, packed_bytes: int, target_modules: Collection[str]) -> int:
+        """Returns the bytes that an adapter takes in the page pool of each tensor-parallel rank.
+
+        packed_bytes: the bytes that it takes without tensor parallelism. target_modules: the names of its modules.
+
+        The result is exact if the adapter has the same rank in all of its modules. Otherwise it is an estimate, because
+        some modules shrink more than others when they are divided.
+        """
+        if self.num_ranks == 1:
+            return packed_bytes
+        partition = Partition(self.shape, self.num_ranks)
+        ranks = [int(module.path.rpartition(".")[2] in target_modules) for module in self.shape.modules]
+        whole, part = (
+            lay_out_adapter(shape, ranks).num_bytes for shape in (self.shape, partition.rank_shape)
+        )
+        return -(-packed_bytes * part // whole) if whole else packed_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TenantPurge:
+    """The numbers of items that a purge of a tenant dropped. num_pages: pool pages that were overwritten with zeros."""
+
+    num_requests: int
+    num_adapters: int
+    num_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The engine's statistics. Gauges show the current state, and counters count since the engine started.
+
+    prefix_queries: prompt tokens that were looked up in the prefix cache. prefix_hits: prompt tokens found there.
+    prefix_evictions: KV blocks evicted from the prefix cache.
+    swapped_out_pages, swapped_in_pages: pages copied to host memory, and back.
+    drafts: runs of tokens that prompt lookup has drafted. draft_tokens: the tokens in these runs.
+    accepted_draft_tokens: drafted tokens that became part of an answer.
+    loaded_adapters, waiting_adapters: tenants and digests of adapters in the pool, those in use first, and of adapters
+        that requests wait for. Each lists at most 256 adapters.
+    deadline_misses: requests that ended because their first token could not meet the deadline.
+    pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
+    not_finite: requests that ended because their logits or hidden states were not finite.
+    loads_by_cause, evictions_by_cause, preemptions_by_kind, fetches_by_outcome: see `AdapterLoading.loads`,
+        `Residency.evictions`, `Scheduler.preemptions_by_kind` and `AdapterFetching.outcomes`.
+    step_seconds, step_tokens: the time and the number of tokens of each step that computed tokens.
+    token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
+    tenants, adapters: what ended requests have used, see `ServedRequests`.
+    pooled_adapters: the names in `adapters` whose adapters are in the pool now.
+    pages: numbers of used pages, by their content.
+    tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
+    load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
+    usage: the total usage of all ended requests.
+    host_cache: the content of the host cache. It lists the largest tenants, at most `metrics_tenants` of them.
+        Its labels are the names in `adapters` whose adapters are cached.
+    """
+
+    running: int
+    waiting: int
+    awaiting_adapter: int
+    pages_total: int
+    pages_free: int
+    pages_held: int
+    pages_cached: int
+    adapter_pages: int
+    resident_adapters: int
+    loaded_adapters: tuple[tuple[str, str], ...]
+    waiting_adapters: tuple[tuple[str, str], ...]
+    adapter_loads: int
+    adapter_evictions: int
+    pinned_adapters: int
+    pinned_loaded: int
+    pin_failures: int
+    preemptions: int
+    prefix_queries: int
+    prefix_hits: int
+    prefix_evictions: int
+    swapped_out_pages: int
+    swapped_in_pages: int
+    swap_pages_total: int
+    swap_pages_used: int
+    deadline_misses: int
+    prompt_tokens: int
+    generated_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted_draft_tokens: int
+    steps: int
+    not_finite: int
+    loads_by_cause: Mapping[str, int]
+    evictions_by_cause: Mapping[str, int]
+    preemptions_by_kind: Mapping[str, int]
+    fetches_by_outcome: Mapping[str, int]
+    step_seconds: HistogramCounts
+    step_tokens: HistogramCounts
+    token_gaps: HistogramCounts
+    tenants: Mapping[str, ServedCounts]
+    adapters: Mapping[str, ServedCounts]
+    pooled_adapters: tuple[str, ...]
+    pages: PageCounts
+    tenant_pages: Mapping[str, PageCounts]
+    load_paces: LoadPaces
+    costs: CostModel
+    usage: RequestUsage
+    host_cache: CacheCounts
+
+
+# The engine's current state, for the console.
+
+
+class Quantiles(NamedTuple):
+    """The median and the 99th percentile of recent times in seconds, and the number of these times."""
+
+    p50: float
+    p99: float
+    num_times: int
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """The state of one tenant, or of all tenants together.
+
+    running, waiting: numbers of sequences. tokens_per_s: rate of generated tokens in the last seconds.
+    first_token: times from the arrival in the engine to the first token; None without recent first tokens.
+    interval: times between two tokens; None without recent intervals.
+    """
+
+    pages: PageCounts = field(default_factory=PageCounts)
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0
+    first_token: Quantiles | None = None
+    interval: Quantiles | None = None
+
+
+class AdapterWork(NamedTuple):
+    """The number of tokens that were computed with an adapter in the last seconds, prompts included.
+
+    A token that uses several adapters counts for each adapter. digest: empty for the base model.
+    """
+
+    tenant: str
+    digest: str
+    num_tokens: int
+
+
+class PoolEvent(NamedTuple):
+    """An event in the pool while the engine is observed.
+
+    number: grows by one with each event. time_s: Unix time.
+    kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: the digest of the adapter.
+    num_times: number of such events since the last observation.
+    """
+
+    number: int
+    time_s: float
+    kind: str
+    tenant: str
+    digest: str
+    num_times: int
+
+
+class EngineState(NamedTuple):
+    """One of the engines of a server.
+
+    problem: why it gets no new requests; None if it serves. device: None before its first connection.
+    live: None while it does not answer.
+    """
+
+    name: str
+    problem: str | None
+    device: str | None
+    live: "LiveState | None"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """One observation of the engine.
+
+    time_s: Unix time. num_pages: size of the pool. pages: what the pages hold.
+    awaiting_adapter: number of sequences whose adapter is being fetched.
+    total: all tenants together. tenants: the tenants with the most pages, and the watched tenants.
+    adapters: the adapters with the most computed tokens, and adapters of the watched tenants.
+    work_tokens: tokens that were computed with any adapter, including adapters that are not listed.
+    step: times of recent steps. steps_per_s, tokens_per_step: rates of the last seconds, prompts included.
+    events: the most recent events, oldest first.
+    engines: the engines of a server, if this is their state together; otherwise empty.
+    """
+
+    time_s: float
+    num_pages: int
+    page_map: PageMap
+    pages: PageCounts
+    awaiting_adapter: int
+    total: TenantState
+    tenants: Mapping[str, TenantState]
+    adapters: tuple[AdapterWork, ...]
+    work_tokens: int
+    step: Quantiles | None
+    steps_per_s: float
+    tokens_per_step: float
+    events: tuple[PoolEvent, ...]
+    engines: tuple[EngineState, ...] = ()
+
+
+# What an engine reports to the API processes about ten times a second: for the router, and for the other engines.
+
+# Seconds between two reports of a busy engine. A report is late by at most one step. An idle engine reports changes.
+REPORT_S = 0.1
+# The most accounts in one report. The next reports have the rest.
+MAX_SPANS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """The state of an engine between two steps.
+
+    num_taken: number of requests that the engine has taken from its inbox since its start.
+    resident: the adapters in the pool, and those that are fetched for requests or prewarms.
+    on_host: the adapters in the host cache.
+    spans: what the engine has charged since the last report. It is sent once.
+    """
+
+    num_taken: int = 0
+    backlog: Backlog = field(default_factory=Backlog)
+    resident: frozenset[AdapterVersion] = frozenset()
+    on_host: frozenset[AdapterVersion] = frozenset()
+    spans: tuple[ServiceSpan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """An adapter that the operator wants in the pool before its first request.
+
+    share: the current share of the adapter's tenant.
+    """
+
+    version: AdapterVersion
+    share: TenantShare = DEFAULT_SHARE

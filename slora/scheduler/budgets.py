@@ -1,0 +1,220 @@
+"""What one step may compute and load: prompt tokens of each tenant, background work, and adapter pages.
+
+A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
+tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
+
+- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`.
+- While another tenant also has a prompt to compute, a tenant takes at most half of the tokens that are left. Equal
+  parts would be fairer, but every prompt would then complete as late as the last one.
+
+A tenant that is alone in the engine may use the whole step.
+"""
+
+from collections.abc import Set
+
+from slora.core.cost_model import Costs, StepWork
+from slora.memory.tenant_account import TenantAccount
+from slora.scheduler.sequence import Sequence
+
+# The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
+# other tenants at most three times as long. The flood reaches two thirds of the throughput that it would have alone.
+# With 4, the steps would be up to five times as long, and the flood would reach four fifths. Ordinary workloads
+# complete as many requests with 4 as with 2 (bench.simulate).
+_STEP_COSTS = 2
+# A step may always prefill this many tokens, even if its fixed cost is tiny.
+_MIN_TOKENS = 64
+
+
+def short_prefill_s(costs: Costs) -> float:
+    """Returns how many seconds of prefill a step may contain if other requests may be waiting for its end."""
+    return max(_STEP_COSTS * costs.step_s, costs.prefill_s(_MIN_TOKENS))
+
+
+class PrefillBudget:
+    """The prompt tokens that one step may compute.
+
+    num_tokens: the tokens that the step may still compute.
+    num_beside_others: how many of these tokens may be prefilled beside decode rows of other tenants.
+    decoding: the tenants with decode rows in the step.
+    prefilling: the tenants with prompts to compute.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_beside_others: int,
+        decoding: Set[TenantAccount] = frozenset(),
+        prefilling: Set[TenantAccount] = frozenset(),
+    ) -> None:
+        self.num_tokens = num_tokens
+        self._num_beside_others = num_beside_others
+        self._decoding = decoding
+        self._without_part = set(prefilling)
+        self._parts: dict[TenantAccount, int] = {}
+
+    def left(self, tenant: TenantAccount) -> int:
+        """Returns how many prompt tokens the step has left for the tenant, ignoring the limit of one half."""
+        return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
+
+    def fit(self, tenant: TenantAccount) -> int:
+        """Returns how many prompt tokens of the tenant fit into the step."""
+        left = self.left(tenant)
+        if tenant not in self._parts:
+            self._without_part.discard(tenant)
+            self._parts[tenant] = -(-left // 2) if self._without_part else left
+        return min(left, self._parts[tenant])
+
+    def spend(self, tenant: TenantAccount, num_tokens: int) -> None:
+        """Counts tokens that fit. Called after `fit`."""
+        self.num_tokens -= num_tokens
+        self._parts[tenant] -= num_tokens
+        if self._delays(tenant):
+            self._num_beside_others -= num_tokens
+
+    def _delays(self, tenant: TenantAccount) -> bool:
+        return len(self._decoding) > (tenant in self._decoding)
+
+
+# How much background work one step may compute.
+#
+# In a step with interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated
+# duration. So the time between two tokens of an interactive request hardly changes. Often not even one background row
+# fits, for example on a CPU, where each row takes additional time. Background requests then wait for a step without
+# interactive requests.
+#
+# A step without interactive requests is also kept short (`short_prefill_s`), because an interactive request that
+# arrives during the step must wait until the step ends. The first row of such a step is computed even if it takes
+# longer, for example because of its mask. Otherwise the request of this row would never end.
+
+MAX_GROWTH = 0.03
+
+
+class BackgroundBudget:
+    """The remaining budget of one step for background work.
+
+    num_tokens: tokens that the step may still compute.
+    interactive: the interactive work of the step; None if no interactive request runs.
+    """
+
+    def __init__(self, costs: Costs, num_tokens: int, interactive: StepWork | None) -> None:
+        self._costs = costs
+        self._num_tokens = num_tokens
+        if interactive is not None:
+            self._seconds = MAX_GROWTH * costs.step_seconds(interactive)
+        else:
+            self._seconds = short_prefill_s(costs)
+        self._must_fit = interactive is None
+
+    def fit(self, sequence: Sequence, num_tokens: int) -> int:
+        """How many of the sequence's next `num_tokens` tokens fit; 0 if none does."""
+        num_tokens = min(num_tokens, self._num_tokens)
+        if num_tokens > 0 and _decodes(sequence):
+            return int(self._must_fit or self._row_s(sequence) <= self._seconds)
+        # A prefill chunk can have any length. Without the 1e-6, rounding errors could lose a token: 0.03 s at 0.001 s
+        # per token are 30 tokens, not 29.
+        return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
+
+    def spend(self, sequence: Sequence, num_tokens: int) -> None:
+        """Counts tokens that the step computes. Called after `fit`, before the sequence changes."""
+        self._num_tokens -= num_tokens
+        self._must_fit = self._must_fit and not num_tokens
+        if num_tokens and _decodes(sequence):
+            self._seconds -= self._row_s(sequence)
+        else:
+            self._seconds -= self._costs.prefill_s(num_tokens)
+
+    def _row_s(self, sequence: Sequence) -> float:
+        """Seconds of a decode row, including the mask for structured output."""
+        return self._costs.row_s(len(sequence.token_ids)) + sequence.mask_s
+
+
+def _decodes(sequence: Sequence) -> bool:
+    """Whether the sequence computes only the KV of its last generated token, as `StepPlan.measure_work` counts rows."""
+    return sequence.num_uncomputed == 1 and sequence.num_computed >= sequence.num_prompt
+
+
+# The number of adapter pages that a step may load into the pool while sequences decode.
+#
+# If a step spends t seconds on loads, every decoding sequence is delayed by t. In return, the requests that wait for
+# these adapters start sooner. The limit weighs the delay against this gain. With W waiting requests and D decoding
+# sequences, loads may lengthen the step by the fraction (W - 1) / D of its duration.
+#
+# At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
+# is not noticeable. A step without decoding sequences has no limit.
+#
+# A GPU copies adapters while it computes, so loads delay a step only if they take longer. There, at least half of the
+# duration is allowed.
+#
+# The budget is smaller for adapters that only background requests wait for. Their loads may lengthen the steps of
+# interactive requests only as much as background computation may.
+
+_MIN_SHARE, _MIN_SHARE_BESIDE = 0.1, 0.5
+
+
+class LoadBudget:
+    """The load budget of the step that is being planned.
+
+    num_pages: adapter pages that the step may still load.
+    num_background_pages: how many of these may be for background requests.
+    pool_pages: number of pages in the pool, the limit of a step without decoding sequences.
+    fixed: the limit of a step with decoding sequences. None derives it from `costs` and the numbers of sequences.
+    beside: whether the device copies adapters while it computes.
+    """
+
+    def __init__(
+        self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None, *, beside: bool = False
+    ) -> None:
+        self.num_pages = self.num_background_pages = 0
+        self._costs = costs
+        self._full_page_bytes = full_page_bytes
+        self._pool_pages = pool_pages
+        self._fixed = fixed
+        self._min_share = _MIN_SHARE_BESIDE if beside else _MIN_SHARE
+        self._is_limited = False
+        self._is_shared = False
+
+    def begin_step(self, num_decoding: int, num_waiting: int, *, is_shared: bool = False) -> None:
+        """Sets the budget of the next step.
+
+        num_decoding: running sequences that compute. num_waiting: running sequences that wait for a load.
+        is_shared: whether interactive requests run. If so, both numbers count only interactive sequences.
+        """
+        self._is_limited = num_decoding > 0
+        self.num_pages = self._limit(num_decoding, num_waiting) if self._is_limited else self._pool_pages
+        self.num_background_pages = self.num_pages
+        self._is_shared = is_shared
+        if is_shared:
+            self.num_background_pages = min(self.num_pages, self._share(num_decoding, MAX_GROWTH))
+
+    def spend(self, num_pages: int) -> None:
+        self.num_pages -= num_pages
+        self.num_background_pages -= num_pages
+
+    def add_sequence(self, *, is_background: bool) -> None:
+        """Lowers the budget if needed. Called when a sequence is admitted to the step.
+
+        The first sequence in a step without decoding sequences limits the budget. The first interactive sequence in a
+        step without interactive sequences limits the part for background requests.
+        """
+        if not self._is_limited:
+            self._is_limited = True
+            self.num_pages = min(self.num_pages, self._limit(num_decoding=1, num_waiting=1))
+            self.num_background_pages = min(self.num_background_pages, self.num_pages)
+        if not (is_background or self._is_shared):
+            self._is_shared = True
+            self.num_background_pages = min(self.num_background_pages, self._share(1, MAX_GROWTH))
+
+    def _limit(self, num_decoding: int, num_waiting: int) -> int:
+        """Returns how many adapter pages one step may load; at least 1.
+
+        Worked example: 20 sequences decode, a step takes 0.03 s and a page 0.001 s. With 1 waiting request the step
+        may grow by 0.1 * 0.03 s, which is 3 pages. With 11 requests it may grow by 10 / 20 * 0.03 s: 15 pages.
+        """
+        if self._fixed is not None:
+            return self._fixed
+        return self._share(num_decoding, max(self._min_share, (num_waiting - 1) / num_decoding))
+
+    def _share(self, num_decoding: int, share: float) -> int:
+        step_s = self._costs.step_s + num_decoding * self._costs.decode_s
+        page_s = self._costs.load_s(self._full_page_bytes)
+        return max(1, int(share * step_s / page_s)) if page_s else 1
