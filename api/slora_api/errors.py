@@ -43,6 +43,7 @@ from typing import Any, NotRequired
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -108,7 +109,7 @@ __all__ = [
     "describe_for_messages",
     "error_response",
     "find_status",
-    "is_messages_path",
+    "speaks_anthropic",
 ]
 
 
@@ -517,7 +518,7 @@ class _ErrorResponse(Response):
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if is_messages_path(scope["path"]):
+        if speaks_anthropic(scope):
             request_id = scope.get("state", {}).get("request_id")
             self.body = json.dumps(describe_for_messages(self._answer, request_id)).encode("ascii")
             self.headers["content-length"] = str(len(self.body))
@@ -529,7 +530,7 @@ def error_response(error: BaseException, *, for_operator: bool = False) -> Respo
     return _ErrorResponse(describe_error(error, for_operator=for_operator))
 
 
-_MESSAGES_PATH = "/v1/messages"
+_MESSAGES_PATH, _MODELS_PATH = "/v1/messages/", "/v1/models/"
 # The types of errors in Anthropic's API. Others are an `invalid_request_error` or an `api_error`.
 _MESSAGES_KINDS = {
     401: "authentication_error",
@@ -542,9 +543,14 @@ _MESSAGES_KINDS = {
 }
 
 
-def is_messages_path(path: str) -> bool:
-    """Whether a path belongs to Anthropic's API."""
-    return path == _MESSAGES_PATH or path.startswith(f"{_MESSAGES_PATH}/")
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is one of Anthropic's API. Both APIs have the path of the list of models, so there the header
+    tells which one is meant.
+    """
+    path = f"{scope['path']}/"
+    return path.startswith(_MESSAGES_PATH) or (
+        path.startswith(_MODELS_PATH) and "anthropic-version" in Headers(scope=scope)
+    )
 
 
 def describe_for_messages(answer: ErrorAnswer, request_id: str | None = None) -> dict[str, Any]:

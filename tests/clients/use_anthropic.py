@@ -34,6 +34,21 @@ beta = client.beta.messages.create(
 assert beta.content[0].text == streamed
 
 
+listed = list(client.models.list(limit=1))
+assert {"base", "voice-a", "voice-b", "voice-c"} <= {model.id for model in listed}, listed
+page = client.models.list(limit=2, before_id="voice-c")
+assert [model.id for model in page.data] == ["voice-a", "voice-b"] and page.has_more, page
+assert [model.id for model in page.get_next_page().data] == ["base"]
+model = client.models.retrieve("voice-b")
+assert (model.type, model.id, model.lifecycle, model.max_input_tokens) == ("model", "voice-b", "active", 4096)
+assert model.created_at.year > 2020 and model == page.data[1]
+assert list(client.models.list(lifecycle=["retired"])) == []
+try:
+    client.models.retrieve("nope")
+except anthropic.NotFoundError as caught:
+    assert caught.body["error"]["type"] == "not_found_error", caught
+
+
 async def ask() -> str:
     async with anthropic.AsyncAnthropic(base_url=server, api_key=key) as client:
         return (await client.messages.create(messages=messages, **options)).content[0].text

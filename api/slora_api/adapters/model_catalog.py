@@ -219,16 +219,18 @@ class ModelCatalog:
         return add_up_models(fields.model, parts, weights, self._base.defaults)
 
     def list_models(
-        self, key: KeyRecord, limit: int | None = None, after: str | None = None
+        self, key: KeyRecord, limit: int | None = None, after: str | None = None, before: str | None = None
     ) -> PageObject[ModelObject]:
         """Lists the base model and the tenant's names and aliases in OpenAI's form. Single versions are not listed.
 
-        limit: items per page; None lists all. after: the last model of the previous page. Raises BadRequest if no model
-        can have that name.
+        limit: items per page; None lists all. after: the last model of the previous page. before: the first model of
+        the page that follows. Raises BadRequest if no model can have that name.
         """
+        if before is not None:
+            return self._list_before(key, limit, before)
         has_base = after is None and (key.models is None or key.models.permits(self._base.name))
         models = [self._base_model()] if has_base else []
-        behind = None if after in (None, self._base.name) else _name_and_alias(after)
+        behind = None if after in (None, self._base.name) else _name_and_alias(after, "after")
         most = None if limit is None else limit + 1 - len(models)
         registry = self._adapters.registry
         if key.models is None:
@@ -242,6 +244,21 @@ class ModelCatalog:
             ][:most]
         models += [self._adapter_model(key, one.label, one.main) for one in rollouts]
         return list_json(models, "id", limit)
+
+    def _list_before(self, key: KeyRecord, limit: int | None, before: str) -> PageObject[ModelObject]:
+        """Lists the last models that precede `before`. `has_more` tells of models that precede this page."""
+        models = self.list_models(key)["data"]
+        if before == self._base.name:
+            models = []
+        else:
+            end = _name_and_alias(before, "before_id")
+            models = [
+                model
+                for model in models
+                if model["id"] == self._base.name or _name_and_alias(model["id"], "before_id") < end
+            ]
+        page = list_json(models[-limit:] if limit else models, "id")
+        return {**page, "has_more": len(page["data"]) < len(models)}
 
     def describe_model(self, key: KeyRecord, name: str) -> ModelObject:
         """Describes a listed model or a single version. Raises ModelNotFound."""
@@ -425,13 +442,12 @@ class ModelCatalog:
             return None
 
 
-def _name_and_alias(model: str) -> tuple[str, str]:
+def _name_and_alias(model: str, field: str) -> tuple[str, str]:
     with suppress(BadAdapterName):
         wanted = parse_reference(model)
         if wanted.alias is not None:
             return wanted.name, wanted.alias
     raise BadRequest(
-        f"`after` is {model[:257]!r}, which is not a model of this list; send the `last_id` of the "
-        "previous page.",
-        "after",
+        f"`{field}` is {model[:257]!r}, which is not a model of this list; send an id of another page.",
+        field,
     )

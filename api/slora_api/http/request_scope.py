@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_adapters.process.shortage import find_shortage
-from slora_api.errors import ApiError, Stopping, error_response, is_messages_path
+from slora_api.errors import ApiError, Stopping, error_response, speaks_anthropic
 from slora_api.key_masking import mask_keys
 from slora_api.request_context import RequestContext, Tracing, current_request
 
@@ -43,7 +43,7 @@ class _ResponseSender:
     def __init__(self, send: Send, scope: Scope, context: RequestContext) -> None:
         self._send = send
         self._state: Mapping[str, Any] = scope["state"]
-        self._id_headers = ["x-request-id", *(["request-id"] if is_messages_path(scope["path"]) else [])]
+        self._id_headers = ["x-request-id", *(["request-id"] if speaks_anthropic(scope) else [])]
         self._context = context
         self._started_at = time.perf_counter()
         self.status: int | None = None

@@ -32,7 +32,7 @@ from slora_api.errors import (
     TenantSuspended,
     Unauthorized,
     error_response,
-    is_messages_path,
+    speaks_anthropic,
 )
 from slora_api.fair_slots import FairSlots
 from slora_api.request_context import current_request
@@ -190,7 +190,7 @@ def _find_credentials(scope: AsgiScope) -> str:
     """Returns the value of `Authorization`. Clients of Anthropic's API send the key in a header of its own."""
     headers = Headers(scope=scope)
     found = headers.get("authorization", "")
-    if not found and is_messages_path(scope["path"]) and (key := headers.get("x-api-key")):
+    if not found and speaks_anthropic(scope) and (key := headers.get("x-api-key")):
         return f"Bearer {key}"
     return found
 

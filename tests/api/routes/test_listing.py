@@ -170,6 +170,51 @@ def test_models_come_all_at_once_unless_a_limit_says_how_many(client: httpx.Clie
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
 
 
+def test_with_anthropics_header_models_are_listed_in_its_form(
+    client: httpx.Client, platform: Platform, key: str
+) -> None:
+    """Born from Anthropic's SDK, which found no field of its own in OpenAI's list."""
+    everything = [model["id"] for model in client.get("/v1/models").json()["data"]]
+    assert everything[:3] == ["base", "many", "many@prod"] and len(everything) == 28
+    headers = {"x-api-key": key, "anthropic-version": "2023-06-01"}
+    with httpx.Client(base_url=platform.url, headers=headers, verify=False) as sdk:
+
+        def list_page(**params: Any) -> tuple[list[str], bool]:
+            page = sdk.get("/v1/models", params=params).raise_for_status().json()
+            ids = [model["id"] for model in page["data"]]
+            assert sorted(page) == ["data", "first_id", "has_more", "last_id"]
+            assert (page["first_id"], page["last_id"]) == ((ids[0], ids[-1]) if ids else (None, None))
+            return ids, page["has_more"]
+
+        assert list_page() == (everything[:20], True)
+        assert list_page(after_id=everything[19]) == (everything[20:], False)
+        for limit in (1, 9, 27, 28, 1000):
+            for at, name in enumerate(everything):
+                start = max(0, at - limit)
+                assert list_page(limit=limit, before_id=name) == (everything[start:at], start > 0)
+                end = at + 1 + limit
+                assert list_page(limit=limit, after_id=name) == (everything[at + 1 : end], end < 28)
+        assert list_page(before_id="voice-00-deleted") == (everything[:4], False)
+        assert list_page(**{"lifecycle[]": ["retired", "deprecated"]}) == ([], False)
+        assert list_page(limit=1, **{"lifecycle[]": ["retired", "active"]}) == (["base"], True)
+        model = sdk.get("/v1/models/many@prod").raise_for_status()
+        assert model.headers["request-id"] and model.json()["created_at"].endswith("Z")
+        assert model.json() == sdk.get("/v1/models", params={"limit": 3}).json()["data"][-1]
+        assert (
+            model.json().items() >= {"type": "model", "id": "many@prod", "display_name": "many@prod"}.items()
+        )
+        refused = [
+            sdk.get("/v1/models", params={"after_id": "base", "before_id": "many"}),
+            sdk.get("/v1/models", params={"before_id": "no name"}),
+            sdk.get("/v1/models/nope"),
+        ]
+        kinds = [(answer.status_code, answer.json()["error"]["type"]) for answer in refused]
+        assert kinds == [(400, "invalid_request_error")] * 2 + [(404, "not_found_error")]
+    assert client.get("/v1/models", params={"before_id": "many"}).json()["error"]["param"] == "before_id"
+    without = httpx.get(platform.url + "/v1/models", headers={"x-api-key": key}, verify=False)
+    assert without.status_code == 401
+
+
 def test_openais_client_sees_every_model(platform: Platform, registry: Registry) -> None:
     """The list is longer than a page of other lists, because OpenAI's client requests only one page."""
     key = platform.key("crowd")

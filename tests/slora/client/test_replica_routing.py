@@ -5,12 +5,12 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from tests.slora.client.test_replica_loss import Bench, FakeEngine, read, running_bench
 
 from slora.core.engine_state import Backlog, EngineReport, ServiceSpan
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
+from tests.slora.client.test_replica_loss import Bench, FakeEngine, read, running_bench
 from tests.support.engine_stack import wait_until
 
 VERSION = AdapterVersion("t", "a" * 64)
