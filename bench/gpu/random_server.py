@@ -29,8 +29,8 @@ from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main as run_slora
-from slora_api.server import serve
-from slora_api.server.supervisor import Child
+from slora_api.serve import serve
+from slora_api.serve.supervisor import Child
 from slora_kernels.layout import lay_out_adapter
 
 RANK = 16

@@ -7,9 +7,9 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from slora_api.routes.openapi import OpenApiDocument
-from slora_api.routes.pages.docs import make_template
-from slora_api.server.app import ROUTES
+from slora_api.http.docs_page import make_template
+from slora_api.http.openapi import OpenApiDocument
+from slora_api.serve.app import ROUTES
 
 _INTRODUCTION = """\
 # HTTP API

@@ -2,8 +2,8 @@
 
 from slora.core.engine_config import EngineConfig
 from slora.core.setting import SettingSpec, setting_specs
-from slora_api.cluster_settings import ClusterSettings
-from slora_api.settings import Settings
+from slora_api.core.cluster_settings import ClusterSettings
+from slora_api.core.settings import Settings
 
 _INTRODUCTION = """\
 # Settings

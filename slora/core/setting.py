@@ -1,7 +1,7 @@
 """Declarations of settings: one field of a dataclass gives a setting's name, type, default, bounds and help text.
 
 The command line, the environment variables, the child processes and the configuration checks are derived from it.
-`EngineConfig` declares the settings of the engine, `slora_api.settings.Settings` those of the server.
+`EngineConfig` declares the settings of the engine, `slora_api.core.settings.Settings` those of the server.
 """
 
 import math

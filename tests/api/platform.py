@@ -32,49 +32,49 @@ from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
 from slora_api.adapters.base_model import BaseModelInfo
 from slora_api.adapters.canary import Canary
-from slora_api.adapters.change_follower import ChangeFollower
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
-from slora_api.adapters.tenant_life import TenantLife
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files
-from slora_api.generation.engines import Engines
-from slora_api.generation.generation import Generator
-from slora_api.generation.prompt_encoder import PromptEncoder
-from slora_api.generation.request_limiter import RequestLimiter
-from slora_api.generation.usage_recorder import UsageRecorder
-from slora_api.host_board import BoardSize, HostBoard
+from slora_api.completions.generation import Generator
+from slora_api.completions.prompt_encoder import PromptEncoder
+from slora_api.completions.request_limiter import RequestLimiter
+from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.core.request_context import Tracing
+from slora_api.core.settings import Settings
 from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.live.live_feed import LiveFeed
+from slora_api.keys.admin_key import open_admin_key
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_use import KeyUse
+from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.adapter_references import AdapterReferences
+from slora_api.metrics.live_feed import LiveFeed
 from slora_api.metrics.metrics import Metrics
+from slora_api.operations.engines import Engines
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
-from slora_api.request_context import Tracing
-from slora_api.routes.services import Services
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
-from slora_api.server.api_process import file_limits, make_batch_runner
-from slora_api.server.app import make_app
-from slora_api.settings import Settings
-from slora_api.tenants.admin_key import open_admin_key
-from slora_api.tenants.api_key import Pepper
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.running_requests import RunningRequests
+from slora_api.serve.api_process import file_limits, make_batch_runner
+from slora_api.serve.app import make_app
+from slora_api.serve.change_follower import ChangeFollower
+from slora_api.serve.services import Services
+from slora_api.tenants.tenant_life import TenantLife
 from slora_api.tenants.tenant_store import TenantStore
-from slora_api.tenants.usage_ledger import UsageLedger
-from slora_api.tenants.usage_report import UsageReport
-from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.usage.usage_ledger import UsageLedger
+from slora_api.usage.usage_recorder import UsageRecorder
+from slora_api.usage.usage_report import UsageReport
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.adapters.hand_made import SHAPE, make_members
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of

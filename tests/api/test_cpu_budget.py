@@ -2,8 +2,8 @@
 
 import pytest
 
-from slora_api.cpu_budget import CpuBudget
-from slora_api.errors import TenantBusy
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.errors import TenantBusy
 
 
 class Clock:

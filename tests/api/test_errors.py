@@ -25,8 +25,8 @@ from slora_adapters.errors import (
     StoreUnavailable,
     TryAgain,
 )
-from slora_api import errors
-from slora_api.errors import describe_error
+from slora_api.core import errors
+from slora_api.core.errors import describe_error
 
 CASES = [
     (errors.Unauthorized(), 401, "authentication_error", "invalid_api_key"),

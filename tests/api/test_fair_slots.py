@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from slora_api.errors import TenantBusy
-from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.core.errors import TenantBusy
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 
 
 class Clock:

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora_api.errors import ServerBusy, TenantBusy
-from slora_api.generation.permit_pool import PermitPool
-from slora_api.host_board import BoardSize, HostBoard
-from slora_api.host_changes import HostChanges
+from slora_api.core.errors import ServerBusy, TenantBusy
+from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.core.host_changes import HostChanges
+from slora_api.http.permit_pool import PermitPool
 
 NUM_KEYS = 6
 

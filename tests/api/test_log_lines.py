@@ -16,8 +16,8 @@ _SCRIPT = f"""
 import logging, sys, threading
 from contextvars import copy_context
 from slora_adapters.process.logs import set_up_logging
-from slora_api.key_masking import mask_keys
-from slora_api.request_context import RequestContext, RequestFields, current_request
+from slora_api.core.key_masking import mask_keys
+from slora_api.core.request_context import RequestContext, RequestFields, current_request
 
 set_up_logging(sys.argv[1], "API worker 3", RequestFields(), label="[3] ", mask=mask_keys)
 logger = logging.getLogger("slora.api")

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from slora_api.rate_limited_log import RateLimitFilter
+from slora_api.core.rate_limited_log import RateLimitFilter
 
 
 class Clock:

@@ -6,10 +6,10 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from slora_api.errors import describe_error
-from slora_api.field_types import IgnoredFields
-from slora_api.responses_request import ResponsesRequest
-from slora_api.tool_schemas import MAX_TOOLS
+from slora_api.chat.tool_schemas import MAX_TOOLS
+from slora_api.core.errors import describe_error
+from slora_api.http.field_types import IgnoredFields
+from slora_api.responses.responses_request import ResponsesRequest
 
 USER = {"role": "user", "content": "hi"}
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": None}

@@ -4,9 +4,9 @@ import pytest
 from openai.types import chat, completion_create_params
 from pydantic import BaseModel, ValidationError
 
-from slora_api.field_types import IgnoredFields
-from slora_api.schemas import ChatMessage, ChatRequest, CompletionRequest
-from slora_api.unsupported import IGNORED_HINTS
+from slora_api.completions.schemas import ChatMessage, ChatRequest, CompletionRequest
+from slora_api.http.field_types import IgnoredFields
+from slora_api.http.unsupported import IGNORED_HINTS
 
 COMPLETION = {"model": "m", "prompt": "p"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}

@@ -6,7 +6,7 @@ import pytest
 from slora.core.engine_config import EngineConfig
 from slora.core.setting import ByteSize, SettingRefused
 from slora_api.cli.main import make_parser
-from slora_api.settings import Settings, read_settings, server_setting_specs, unknown_variables
+from slora_api.core.settings import Settings, read_settings, server_setting_specs, unknown_variables
 
 MODEL = {"model": "somewhere"}
 

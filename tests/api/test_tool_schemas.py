@@ -6,9 +6,9 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from slora_api.errors import describe_error
-from slora_api.schemas import ChatRequest, TokenizeRequest
-from slora_api.tool_schemas import MAX_TOOLS
+from slora_api.chat.tool_schemas import MAX_TOOLS
+from slora_api.completions.schemas import ChatRequest, TokenizeRequest
+from slora_api.core.errors import describe_error
 
 USER = {"role": "user", "content": "hi"}
 WEATHER = {

@@ -28,7 +28,7 @@ _context.set_forkserver_preload(
         "slora_adapters.store.redis_store",
         "slora_adapters.store.store_url",
         "slora_adapters.store.tiered_store",
-        "slora_api.server.serve",
+        "slora_api.serve.serve",
         # What a store or a database imports when it is opened.
         "fsspec.implementations.local",
         "sqlalchemy.dialects.postgresql.psycopg",

@@ -11,7 +11,7 @@ from slora_adapters.registry.reference import LATEST
 from slora_adapters.registry.registry import Registry, Rollout
 from slora_api.adapters.adapter_json import AliasObject, alias_json
 from slora_api.adapters.pinning import Pinning
-from slora_api.threads import tenant_thread
+from slora_api.core.threads import tenant_thread
 
 __all__ = ["Aliases"]
 

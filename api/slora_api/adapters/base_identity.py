@@ -15,7 +15,7 @@ from typing import Literal
 from slora.core.errors import ConfigError
 from slora.weights.base_fingerprint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_api.threads import control_thread
+from slora_api.core.threads import control_thread
 
 __all__ = ["BaseIdentity", "BaseMatch"]
 

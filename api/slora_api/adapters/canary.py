@@ -25,7 +25,7 @@ from slora.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.version import AdapterVersion
-from slora_api.errors import InspectionFailed
+from slora_api.core.errors import InspectionFailed
 
 __all__ = ["CANARY_TENANT", "Canary", "choose_prompt"]
 

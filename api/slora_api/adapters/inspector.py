@@ -17,8 +17,8 @@ from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
-from slora_api.errors import InspectionFailed
-from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.core.errors import InspectionFailed
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_kernels.layout import ModelShape
 
 __all__ = ["InspectionBounds", "Inspector"]

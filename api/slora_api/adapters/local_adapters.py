@@ -17,9 +17,9 @@ from slora.core.errors import ConfigError
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
 from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
-from slora_api.errors import BadRequest, Forbidden, NotFound
-from slora_api.fair_slots import FairSlots
-from slora_api.threads import tenant_thread
+from slora_api.core.errors import BadRequest, Forbidden, NotFound
+from slora_api.core.fair_slots import FairSlots
+from slora_api.core.threads import tenant_thread
 
 __all__ = ["LocalAdapters"]
 

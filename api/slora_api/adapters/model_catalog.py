@@ -35,13 +35,13 @@ from slora_api.adapters.adapter_json import (
 )
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.pinning import Pinning
-from slora_api.errors import BadRequest, InUse, ModelNotFound
-from slora_api.generation.served_model import ServedModel, add_up_models
-from slora_api.listing import DEFAULT_LIMIT, PageObject, list_json
-from slora_api.schemas import AnswerFields, EmbeddingRequest
-from slora_api.tenants.allow_list import MAX_MODELS, AllowList
-from slora_api.tenants.key_record import KeyRecord
-from slora_api.threads import tenant_thread
+from slora_api.adapters.served_model import ServedModel, add_up_models
+from slora_api.completions.schemas import AnswerFields, EmbeddingRequest
+from slora_api.core.errors import BadRequest, InUse, ModelNotFound
+from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.core.threads import tenant_thread
+from slora_api.keys.allow_list import MAX_MODELS, AllowList
+from slora_api.keys.key_record import KeyRecord
 
 __all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
 

@@ -25,10 +25,10 @@ from slora.core.request import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
 from slora_adapters.version import AdapterVersion
-from slora_api.errors import NotFound, PinsFull
-from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.core.errors import NotFound, PinsFull
+from slora_api.core.threads import control_thread
+from slora_api.keys.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
-from slora_api.threads import control_thread
 
 __all__ = ["Pinning"]
 

@@ -42,12 +42,12 @@ from slora_api.adapters.canary import Canary
 from slora_api.adapters.inspector import Inspector
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
-from slora_api.errors import BadRequest
-from slora_api.generation.sse import unless_disconnected
+from slora_api.core.errors import BadRequest
+from slora_api.core.threads import HOUSEKEEPING, tenant_thread
+from slora_api.http.sse import unless_disconnected
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
-from slora_api.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["Publisher"]
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.full_disk import DiskReserve, is_full
-from slora_api.threads import control_thread, tenant_thread
+from slora_api.core.threads import control_thread, tenant_thread
 
 __all__ = ["Quarantine", "StagedUpload"]
 

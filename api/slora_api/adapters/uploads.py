@@ -17,8 +17,8 @@ from slora_adapters.peft.extras import EXTRA_FIELDS, max_extra_bytes
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import TENSORS_NAME, refuse_pickles
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
-from slora_api.errors import BadRequest
-from slora_api.multipart_form import FormPart, check_fields, read_boundary, read_form
+from slora_api.core.errors import BadRequest
+from slora_api.http.multipart_form import FormPart, check_fields, read_boundary, read_form
 
 __all__ = ["Uploads"]
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from slora_api.batches.batches import BatchProblem
-from slora_api.errors import BadRequest
-from slora_api.json_structure import JsonStructure
-from slora_api.request_bounds import CHAT_VALUES, COMPLETION_VALUES, JsonBounds
+from slora_api.core.errors import BadRequest
+from slora_api.http.json_structure import JsonStructure
+from slora_api.http.request_bounds import CHAT_VALUES, COMPLETION_VALUES, JsonBounds
 
 __all__ = [
     "MAX_LINES",

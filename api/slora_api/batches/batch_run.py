@@ -41,14 +41,14 @@ from slora_api.batches.batches import (
     LineAnswer,
 )
 from slora_api.batches.line_call import LineResponse, call_route
-from slora_api.cpu_budget import CpuBudget
-from slora_api.errors import KeyRevoked, QuotaExceeded, TenantSuspended
-from slora_api.fair_slots import FairSlots
-from slora_api.rate_limited_log import get_rate_limited_logger
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.running_requests import RunningRequests
-from slora_api.tenants.tenant_status import TenantStatus
-from slora_api.threads import tenant_thread
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.errors import KeyRevoked, QuotaExceeded, TenantSuspended
+from slora_api.core.fair_slots import FairSlots
+from slora_api.core.rate_limited_log import get_rate_limited_logger
+from slora_api.core.threads import tenant_thread
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.running_requests import RunningRequests
+from slora_api.keys.tenant_status import TenantStatus
 
 __all__ = ["LEASE_S", "BatchRun", "DelayedLines"]
 

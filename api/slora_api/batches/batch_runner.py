@@ -17,12 +17,12 @@ from starlette.types import ASGIApp
 from slora_adapters.errors import StoreUnavailable
 from slora_api.batches.batch_run import LEASE_S, BatchRun, DelayedLines
 from slora_api.batches.batches import Batches
-from slora_api.cpu_budget import CpuBudget
-from slora_api.fair_slots import FairSlots, reserved_slots
-from slora_api.generation.generation import Generator
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.running_requests import RunningRequests
-from slora_api.threads import HOUSEKEEPING, tenant_thread
+from slora_api.completions.generation import Generator
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.fair_slots import FairSlots, reserved_slots
+from slora_api.core.threads import HOUSEKEEPING, tenant_thread
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.running_requests import RunningRequests
 
 __all__ = ["BatchRunner"]
 

@@ -33,7 +33,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_api.batches.files import UNFINISHED, Files, Piece, StoredFile, files_lock, new_blob, new_id
-from slora_api.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
+from slora_api.core.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
 __all__ = ["Batch", "BatchProblem", "BatchStatus", "Batches", "LeaseLost", "LineAnswer"]
 

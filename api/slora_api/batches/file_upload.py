@@ -8,8 +8,8 @@ from pathlib import Path
 
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.batches.files import check_purpose
-from slora_api.errors import BadRequest, BodyTooLarge
-from slora_api.multipart_form import FormPart, check_fields, read_boundary, read_form
+from slora_api.core.errors import BadRequest, BodyTooLarge
+from slora_api.http.multipart_form import FormPart, check_fields, read_boundary, read_form
 
 __all__ = ["ReceivedFile", "receive_file"]
 

@@ -32,8 +32,8 @@ from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit,
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import RESERVATION_S
 from slora_adapters.store.store import Blob, Store
-from slora_api.errors import BadRequest, InUse, NotFound, QuotaExceeded
-from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
+from slora_api.keys.tenant_status import TenantStatus
 
 __all__ = ["PURPOSES", "FileLimits", "Files", "Piece", "StoredFile", "files_lock", "new_blob", "new_id"]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from slora_api.errors import ApiError, TenantSuspended, describe_error
-from slora_api.generation.service_terms import BACKGROUND_ID
-from slora_api.tenants.key_record import KeyRecord
-from slora_api.tenants.running_requests import RunningRequests
+from slora_api.completions.service_terms import BACKGROUND_ID
+from slora_api.core.errors import ApiError, TenantSuspended, describe_error
+from slora_api.keys.key_record import KeyRecord
+from slora_api.keys.running_requests import RunningRequests
 
 __all__ = ["LineResponse", "call_route"]
 

@@ -7,7 +7,7 @@ from slora.core.request import FinishReason
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_ids import make_call_id
 from slora_api.chat.piece import Piece, PieceKind
-from slora_api.tool_schemas import read_custom_input
+from slora_api.chat.tool_schemas import read_custom_input
 
 __all__ = ["ChatParts"]
 

@@ -19,7 +19,7 @@ from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service,
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import EFFICIENCIES
 from slora_api.cli.output import print_json, print_records
-from slora_api.settings import AUTO_HOST_CACHE_BYTES
+from slora_api.core.settings import AUTO_HOST_CACHE_BYTES
 
 __all__ = ["plan"]
 

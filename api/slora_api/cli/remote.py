@@ -11,10 +11,10 @@ from typing import Any
 import httpx
 
 from slora.core.setting import SettingRefused
-from slora_api.data_dir import find_running_url
-from slora_api.listing import MAX_LIMIT
-from slora_api.server_address import explain_service_links, is_loopback, own_url, without_service_links
-from slora_api.settings import server_setting_specs
+from slora_api.core.data_dir import find_running_url
+from slora_api.core.listing import MAX_LIMIT
+from slora_api.core.server_address import explain_service_links, is_loopback, own_url, without_service_links
+from slora_api.core.settings import server_setting_specs
 
 __all__ = [
     "CommandFailed",

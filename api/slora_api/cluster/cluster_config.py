@@ -19,9 +19,9 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.core.messages import PROTOCOL_VERSION
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
-from slora_api.cluster_settings import ClusterSettings, cluster_setting_specs
-from slora_api.package_version import find_package_version
-from slora_api.settings import Settings, read_settings, server_setting_specs
+from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_specs
+from slora_api.core.package_version import find_package_version
+from slora_api.core.settings import Settings, read_settings, server_setting_specs
 
 __all__ = ["ClusterConfig", "read_cluster_file", "read_cluster_settings"]
 

@@ -18,12 +18,12 @@ from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.local_cluster import LOCAL_HOST, QUIET, LocalCluster
 from slora_api.cluster.ray_command_line import RayCommand
 from slora_api.cluster.ray_version import check_ray_version
-from slora_api.cluster_settings import cluster_setting_specs
-from slora_api.data_dir import find_lock_holder
-from slora_api.server.replica_list import ReplicaListFiles
-from slora_api.server.serve import ClusterEngines, run_server
-from slora_api.server.supervisor import Child
-from slora_api.settings import server_setting_specs
+from slora_api.core.cluster_settings import cluster_setting_specs
+from slora_api.core.data_dir import find_lock_holder
+from slora_api.core.settings import server_setting_specs
+from slora_api.serve.replica_list import ReplicaListFiles
+from slora_api.serve.serve import ClusterEngines, run_server
+from slora_api.serve.supervisor import Child
 
 __all__ = ["deploy", "serve", "show", "stop"]
 

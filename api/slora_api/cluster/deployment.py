@@ -19,7 +19,7 @@ from slora_api.cluster.cluster_secret import read_secret
 from slora_api.cluster.replica import EngineReplica, ReplicaSpec
 from slora_api.cluster.replica_registry import ReplicaRegistry
 from slora_api.cluster.request_router import STATS_PERIOD_S, AdapterRequestRouter
-from slora_api.server.base_model_files import BaseModelFiles
+from slora_api.serve.base_model_files import BaseModelFiles
 
 __all__ = ["Cluster", "DeployFailed", "Deployment", "Progress", "connect_to_ray"]
 

@@ -23,7 +23,7 @@ from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.cluster_config import ClusterConfig
 from slora_api.cluster.deployment import DeployFailed, Deployment, connect_to_ray
 from slora_api.cluster.local_cluster import LOCAL_HOST, LocalCluster
-from slora_api.key_masking import mask_keys
+from slora_api.core.key_masking import mask_keys
 
 logger = logging.getLogger("slora.ray")
 

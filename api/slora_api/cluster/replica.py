@@ -24,9 +24,9 @@ from slora.core.request import EngineRequest, TokenDelta
 from slora_api.cluster.autoscaling import PRESSURE, measure_pressure
 from slora_api.cluster.replica_host import ReplicaHost
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
-from slora_api.server.replica_list import ListedReplica
-from slora_api.settings import read_settings
-from slora_api.threads import control_thread
+from slora_api.core.settings import read_settings
+from slora_api.core.threads import control_thread
+from slora_api.serve.replica_list import ListedReplica
 
 __all__ = ["EngineReplica", "ReplicaSpec"]
 

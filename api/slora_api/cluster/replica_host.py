@@ -19,15 +19,15 @@ from slora.core.errors import SloraError
 from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.database import Database
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
-from slora_api.data_dir import DataDir
-from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engine, loader, store_url
-from slora_api.server.sockets import Sockets
-from slora_api.server.supervisor import Child, Supervisor
-from slora_api.settings import Settings
-from slora_api.tenants.usage_ledger import UsageLedger
-from slora_api.tenants.usage_shipper import UsageShipper
-from slora_api.threads import control_thread
+from slora_api.core.data_dir import DataDir
+from slora_api.core.settings import Settings
+from slora_api.core.threads import control_thread
+from slora_api.serve.base_model_files import BaseModelFiles
+from slora_api.serve.children import engine, loader, store_url
+from slora_api.serve.sockets import Sockets
+from slora_api.serve.supervisor import Child, Supervisor
+from slora_api.usage.usage_ledger import UsageLedger
+from slora_api.usage.usage_shipper import UsageShipper
 
 __all__ = ["ReplicaHost"]
 

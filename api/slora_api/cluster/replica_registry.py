@@ -11,7 +11,7 @@ from typing import Any
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 
-from slora_api.server.replica_list import ListedReplica
+from slora_api.serve.replica_list import ListedReplica
 
 __all__ = ["ANNOUNCE_S", "ReplicaRegistry", "Sightings"]
 

@@ -18,12 +18,12 @@ from urllib.parse import unquote
 
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
+from slora_api.core.key_masking import mask_keys, mask_passwords
+from slora_api.core.package_version import find_package_version
+from slora_api.core.settings import Settings, read_settings, server_setting_specs
 from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, failure
-from slora_api.key_masking import mask_keys, mask_passwords
-from slora_api.package_version import find_package_version
-from slora_api.server.device import DEVICE_LIMIT_S, find_device
-from slora_api.settings import Settings, read_settings, server_setting_specs
+from slora_api.serve.device import DEVICE_LIMIT_S, find_device
 
 __all__ = ["diagnose"]
 

@@ -25,12 +25,18 @@ from dataclasses import dataclass
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from slora_api.errors import ApiError, BadRequest, BodyEncoded, BodyTooLarge, RequestTooSlow, error_response
-from slora_api.generation.permit_pool import PermitPool
-from slora_api.host_board import HostBoard
+from slora_api.core.errors import (
+    ApiError,
+    BadRequest,
+    BodyEncoded,
+    BodyTooLarge,
+    RequestTooSlow,
+    error_response,
+)
+from slora_api.core.host_board import HostBoard
 from slora_api.http.min_rate_timeout import MinRateTimeout
-from slora_api.request_bounds import MAX_SMALL_BODY_BYTES
-from slora_api.tenants.key_record import KeyRecord
+from slora_api.http.permit_pool import PermitPool
+from slora_api.http.request_bounds import MAX_SMALL_BODY_BYTES
 
 __all__ = ["BodyLimitMiddleware", "BodyLimits"]
 
@@ -221,8 +227,8 @@ class BodyLimitMiddleware:
 
 def _tenant(scope: Scope) -> str:
     """Returns the tenant of the request's API key; empty for the operator."""
-    caller = scope.get("state", {}).get("caller")
-    return caller.tenant if isinstance(caller, KeyRecord) else ""
+    tenant: str = getattr(scope.get("state", {}).get("caller"), "tenant", "")
+    return tenant
 
 
 def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:

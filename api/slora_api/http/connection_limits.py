@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from slora_api.fair_slots import reserved_slots
+from slora_api.core.fair_slots import reserved_slots
 
 __all__ = ["ConnectionLimits"]
 

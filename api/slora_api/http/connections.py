@@ -19,9 +19,9 @@ from collections import Counter
 from heapq import nsmallest
 from typing import Protocol
 
-from slora_api.host_board import HostBoard, Tally
+from slora_api.core.host_board import HostBoard, Tally
+from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["Connection", "Connections"]
 

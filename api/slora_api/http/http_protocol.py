@@ -25,11 +25,11 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from slora_api.errors import BadRequest, ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
+from slora_api.core.errors import BadRequest, ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
+from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.min_rate_timeout import MinRateTimeout
-from slora_api.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpProtocol", "encode_answer"]
 

@@ -11,12 +11,12 @@ from contextlib import suppress
 import uvicorn
 from starlette.types import ASGIApp
 
-from slora_api.host_board import HostBoard
+from slora_api.core.host_board import HostBoard
+from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.acceptor import Acceptor
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.http_protocol import HttpProtocol
-from slora_api.rate_limited_log import get_rate_limited_logger
 
 __all__ = ["HttpServer"]
 

@@ -13,10 +13,10 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ValidationError
 
-from slora_api.errors import BadRequest
-from slora_api.field_types import IgnoredFields
-from slora_api.json_structure import JsonStructure
-from slora_api.request_bounds import JsonBounds, RequestBounds
+from slora_api.core.errors import BadRequest
+from slora_api.http.field_types import IgnoredFields
+from slora_api.http.json_structure import JsonStructure
+from slora_api.http.request_bounds import JsonBounds, RequestBounds
 
 __all__ = ["read_json", "validate_object"]
 

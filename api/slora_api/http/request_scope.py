@@ -15,9 +15,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_adapters.process.shortage import find_shortage
-from slora_api.errors import ApiError, Stopping, error_response, speaks_anthropic
-from slora_api.key_masking import mask_keys
-from slora_api.request_context import RequestContext, Tracing, current_request
+from slora_api.core.errors import ApiError, Stopping, error_response, speaks_anthropic
+from slora_api.core.key_masking import mask_keys
+from slora_api.core.request_context import RequestContext, Tracing, current_request
 
 __all__ = ["RequestScopeMiddleware"]
 

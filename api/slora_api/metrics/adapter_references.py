@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
-from slora_api.threads import HOUSEKEEPING, tenant_thread
+from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 
 __all__ = ["AdapterReferences"]
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 from slora.core.request import MAX_COMPOSED_ADAPTERS
-from slora_api.errors import BadRequest
-from slora_api.settings import Settings
+from slora_api.core.errors import BadRequest
+from slora_api.core.settings import Settings
 
 __all__ = ["NO_QUOTA", "QUOTA_FIELDS", "TENANT_ONLY", "Quota", "default_quota"]
 

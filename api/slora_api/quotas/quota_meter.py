@@ -32,7 +32,8 @@ from typing import Protocol
 from slora.core.errors import DeadlineMissed
 from slora.core.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
+from slora_api.core.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
+from slora_api.core.threads import control_thread
 from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import (
     Charge,
@@ -44,7 +45,6 @@ from slora_api.quotas.quota_counters import (
     Use,
 )
 from slora_api.quotas.quota_store import QuotaStore
-from slora_api.threads import control_thread
 
 __all__ = ["QuotaMeter", "RequestMeter", "Spending", "UsageHistory"]
 

@@ -16,10 +16,10 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_api.errors import NotFound
+from slora_api.core.errors import NotFound
+from slora_api.keys.key_cache import KeyCache
 from slora_api.quotas.quota import NO_QUOTA, QUOTA_FIELDS, Quota
 from slora_api.quotas.quota_counters import Subject
-from slora_api.tenants.key_cache import KeyCache
 
 __all__ = ["KeyQuotas", "QuotaStore"]
 

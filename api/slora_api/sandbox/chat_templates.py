@@ -12,8 +12,8 @@ from typing import Any
 from slora.core.errors import RequestRefused
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
-from slora_api.cpu_budget import CpuBudget
-from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request

@@ -18,8 +18,8 @@ from slora.core.sampling_params import (
     StructuredOutput,
 )
 from slora.core.tenant_cache import TenantCache
-from slora_api.cpu_budget import CpuBudget
-from slora_api.fair_slots import FairSlots, slots_of_process
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess

@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from slora_api.cpu_budget import CpuBudget
-from slora_api.errors import ServerBusy
-from slora_api.fair_slots import FairSlots
+from slora_api.core.cpu_budget import CpuBudget
+from slora_api.core.errors import ServerBusy
+from slora_api.core.fair_slots import FairSlots
 from slora_api.sandbox.sandbox import SandboxAnswer
 from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess, SandboxStalled
 

@@ -28,10 +28,10 @@ from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
-from slora_api.tenants.key_rows import SHARE_COLUMNS
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.tenant_status import TenantStatus
+from slora_api.core.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
+from slora_api.keys.key_rows import SHARE_COLUMNS
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.tenant_status import TenantStatus
 
 __all__ = ["KEPT_TABLES", "OWN_TABLES", "ShareChanges", "Tenant", "TenantStore", "check_name"]
 

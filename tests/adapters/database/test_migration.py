@@ -16,9 +16,9 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
-from slora_api.tenants.api_key import Pepper
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
 from tests.support.forked_program import ForkedProgram
 from tests.support.migrated_file import NEXT, write_next_release

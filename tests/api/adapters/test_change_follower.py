@@ -16,10 +16,10 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.change_follower import ChangeFollower
-from slora_api.errors import NotFound
+from slora_api.core.errors import NotFound
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.serve.change_follower import ChangeFollower
 from slora_api.tenants.tenant_store import TenantStore
 from tests.api.platform import open_key_store
 
@@ -98,7 +98,7 @@ def follow(
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora_api.adapters.change_follower._POLL_S", 0.01)
+    monkeypatch.setattr("slora_api.serve.change_follower._POLL_S", 0.01)
 
 
 def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(

@@ -22,7 +22,7 @@ from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds, Inspector
-from slora_api.errors import InspectionFailed
+from slora_api.core.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -17,7 +17,7 @@ from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
-from slora_api.errors import PinsFull
+from slora_api.core.errors import PinsFull
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from slora_kernels.layout import lay_out_adapter, llama_shape
 from slora_kernels.partition import Partition

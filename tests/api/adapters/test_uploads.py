@@ -23,7 +23,7 @@ from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.http.body_limit import BodyLimits
-from slora_api.server import app
+from slora_api.serve import app
 from slora_kernels.layout import lay_out_adapter
 from tests.adapters.hand_made import (
     SHAPE,

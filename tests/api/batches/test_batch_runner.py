@@ -31,8 +31,8 @@ from slora_api.batches import files as files_module
 from slora_api.batches.batch_line import TooManyLines, read_lines, split_lines, take_lines
 from slora_api.batches.batches import Batch, Batches, BatchProblem, BatchStatus, LeaseLost, LineAnswer
 from slora_api.batches.files import FileLimits, Files, StoredFile
-from slora_api.errors import InUse, NotFound, QuotaExceeded
-from slora_api.tenants.usage_ledger import BatchUsage, UsageFilter, UsageLedger
+from slora_api.core.errors import InUse, NotFound, QuotaExceeded
+from slora_api.usage.usage_ledger import BatchUsage, UsageFilter, UsageLedger
 from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.forked_program import ForkedProgram

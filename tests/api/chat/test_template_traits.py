@@ -6,7 +6,7 @@ import pytest
 
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.template_traits import read_traits
-from slora_api.settings import TOOL_CALL_PARSERS
+from slora_api.core.settings import TOOL_CALL_PARSERS
 from tests.support.tool_templates import HERMES, QWEN3, R1, TOOL_TEMPLATES
 
 # Switches in the manner of Qwen 3, SmolLM 3, DeepSeek V3.1, Granite, Gemma 4, Hunyuan and gpt-oss.

@@ -10,7 +10,7 @@ import pytest
 
 from tests.api.platform import Platform
 
-_FILES = Path(str(files("slora_api"))) / "console"
+_FILES = Path(str(files("slora_api.console"))) / "static"
 _MAX_BYTES = 300_000
 
 

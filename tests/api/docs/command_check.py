@@ -13,7 +13,7 @@ import yaml
 
 from bench.gpu.all import make_parser as make_gpu_parser
 from slora_api.cli.main import make_parser
-from slora_api.settings import read_settings, server_setting_specs
+from slora_api.core.settings import read_settings, server_setting_specs
 from tests.api.docs.code_block import ROOT
 
 __all__ = ["find_fault", "find_flags", "is_run"]

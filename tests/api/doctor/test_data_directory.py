@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from slora_api.data_dir import find_lock_holder, open_data_dir
+from slora_api.core.data_dir import find_lock_holder, open_data_dir
+from slora_api.core.settings import Settings
 from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, check_data_directory, check_secrets, find_file_system
-from slora_api.settings import Settings
 from tests.api.doctor.test_machine import SETTINGS, worst
 
 MOUNTS = """\

@@ -14,6 +14,8 @@ import pytest
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.runner.device_facts import DeviceFacts
+from slora_api.core.package_version import find_package_version
+from slora_api.core.settings import Settings
 from slora_api.doctor import checks
 from slora_api.doctor.checks import (
     Finding,
@@ -25,10 +27,8 @@ from slora_api.doctor.checks import (
     find_model,
     find_server,
 )
-from slora_api.package_version import find_package_version
-from slora_api.server import device as device_module
-from slora_api.server.device import check_num_gpus, find_device
-from slora_api.settings import Settings
+from slora_api.serve import device as device_module
+from slora_api.serve.device import check_num_gpus, find_device
 from slora_kernels.machine_limits import MachineLimits
 from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform

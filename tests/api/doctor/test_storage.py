@@ -10,8 +10,8 @@ import pytest
 from slora_adapters.database import migration
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
+from slora_api.core.settings import Settings
 from slora_api.doctor.checks import Status, check_database, check_redis, check_store
-from slora_api.settings import Settings
 from tests.api.doctor.test_machine import SETTINGS, worst
 from tests.redis_server import RedisServer
 from tests.support.migrated_file import write_migrated_database, write_next_release

@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.messages_request import CountTokensRequest, MessagesRequest
-from slora_api.responses_request import ResponsesRequest
-from slora_api.schemas import (
+from slora_api.completions.schemas import (
     AliasMove,
     ChatRequest,
     CompletionRequest,
@@ -31,8 +29,10 @@ from slora_api.schemas import (
     TokenizeRequest,
     UnloadLoraRequest,
 )
-from slora_api.server.app import ROUTES
-from slora_api.unsupported import Unsupported
+from slora_api.http.unsupported import Unsupported
+from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
+from slora_api.responses.responses_request import ResponsesRequest
+from slora_api.serve.app import ROUTES
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from slora.core.request import FinishReason
 from slora.text.answer import CompletionDelta
-from slora_api.generation import answer_format
-from slora_api.generation.answer_format import ChatFormat, CompletionFormat, LogprobsFormat, Usage
-from slora_api.schemas import ChatRequest, CompletionRequest, GenerationFields
+from slora_api.completions import answer_format
+from slora_api.completions.answer_format import ChatFormat, CompletionFormat, LogprobsFormat, Usage
+from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
 from tests.api.scripted_engine import byte_tokenizer
 
 USAGE = Usage(prompt_tokens=2, completion_tokens=1, cached_tokens=1)

@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 
 from slora.core.engine_config import EngineConfig
-from slora_api.errors import BadRequest
-from slora_api.generation.answer_size import AnswerSize
-from slora_api.request_bounds import RequestBounds
-from slora_api.settings import Settings
+from slora_api.completions.answer_size import AnswerSize
+from slora_api.core.errors import BadRequest
+from slora_api.core.settings import Settings
+from slora_api.http.request_bounds import RequestBounds
 from tests.api.scripted_engine import ScriptedEngine
 
 SETTINGS = Settings(EngineConfig(Path("base")))

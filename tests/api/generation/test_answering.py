@@ -7,10 +7,10 @@ from typing import Any
 from slora.core.request import EngineRequest, FinishReason
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, Choice, Completion, CompletionDelta
-from slora_api.errors import ErrorAnswer
-from slora_api.fair_slots import FairSlots
-from slora_api.generation.answer_format import Usage
-from slora_api.generation.answering import _events, _write_answer
+from slora_api.completions.answer_format import Usage
+from slora_api.completions.answering import _events, _write_answer
+from slora_api.core.errors import ErrorAnswer
+from slora_api.core.fair_slots import FairSlots
 
 EVENT = b"x" * 40_000
 

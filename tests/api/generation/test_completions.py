@@ -28,9 +28,9 @@ from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
+from slora_api.completions.schemas import GenerationFields
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.metrics.engine_metrics import name_tenants
-from slora_api.schemas import GenerationFields
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine, deltas_of

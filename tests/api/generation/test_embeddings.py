@@ -18,7 +18,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
-from slora_api.generation.embedding_run import count_lanes, run_lanes
+from slora_api.embeddings.embedding_run import count_lanes, run_lanes
 from tests.adapters.hand_made import SHAPE
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, embed
@@ -183,7 +183,7 @@ def test_missing_fields_and_unknown_models_are_named(platform: Platform, key: st
 def test_embeddings_too_large_for_one_answer_are_refused_before_they_are_computed(
     platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora_api.request_bounds._MAX_EMBEDDING_BYTES", 3000)
+    monkeypatch.setattr("slora_api.http.request_bounds._MAX_EMBEDDING_BYTES", 3000)
     body = {"model": "base", "input": ["a"] * 10}
     refused = post(platform, key, PATH, body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"

@@ -12,7 +12,7 @@ from starlette.types import Message
 
 from slora.core.errors import EngineUnavailable
 from slora.core.request import FinishReason
-from slora_api.generation import sse
+from slora_api.http import sse
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import ask_and_leave, wait_until

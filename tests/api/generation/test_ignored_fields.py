@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from slora_api.unsupported import IGNORED_HINTS
+from slora_api.http.unsupported import IGNORED_HINTS
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -11,8 +11,8 @@ import pytest
 
 from slora.core.errors import StepFailed
 from slora.core.request import FinishReason, TokenDelta
-from slora_api.generation import sse
-from slora_api.messages_request import MessagesRequest
+from slora_api.http import sse
+from slora_api.messages.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora_api.generation.permit_pool import PermitPool
+from slora_api.http.permit_pool import PermitPool
 
 
 class Clock:

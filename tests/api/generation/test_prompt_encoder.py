@@ -5,8 +5,8 @@ import pytest
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
-from slora_api.errors import TenantBusy
-from slora_api.generation.prompt_encoder import PromptEncoder
+from slora_api.completions.prompt_encoder import PromptEncoder
+from slora_api.core.errors import TenantBusy
 from tests.api.scripted_engine import byte_tokenizer
 
 

@@ -18,11 +18,11 @@ from slora.text.token_aligner import AlignedToken
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.reasoning_counter import ReasoningCounter
-from slora_api.errors import Stopping, TenantBusy, describe_error
-from slora_api.generation.answer_format import LogprobsFormat, Usage
-from slora_api.generation.json_slices import _dump, _write
-from slora_api.generation.responses_format import ResponsesFormat
-from slora_api.responses_request import ResponsesRequest
+from slora_api.completions.answer_format import LogprobsFormat, Usage
+from slora_api.core.errors import Stopping, TenantBusy, describe_error
+from slora_api.http.json_slices import _dump, _write
+from slora_api.responses.responses_format import ResponsesFormat
+from slora_api.responses.responses_request import ResponsesRequest
 from tests.api.scripted_engine import byte_tokenizer
 
 Json = dict[str, Any]

@@ -16,7 +16,7 @@ from slora.core.request import EngineRequest, FinishReason, RequestTiming, Reque
 from slora.core.sampling_params import SamplingParams
 from slora.core.usage_journal import OpenSegment, UsageJournal, UsageRecord, closed_segments
 from slora.text.answer import Answer
-from slora_api.generation.usage_recorder import UsageRecorder
+from slora_api.usage.usage_recorder import UsageRecorder
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -17,7 +17,7 @@ from slora.core.engine_state import (
     TenantState,
 )
 from slora_adapters.version import AdapterVersion
-from slora_api.live.frame import FrameMaker, Names
+from slora_api.metrics.frame import FrameMaker, Names
 
 _SECRET, _OWN = "5ec" + "0" * 61, "aaa" + "0" * 61
 _OWNERS = (

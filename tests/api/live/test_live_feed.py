@@ -12,8 +12,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from slora.core.engine_state import LiveState
-from slora_api.errors import TenantBusy
-from slora_api.live.live_feed import LiveFeed
+from slora_api.core.errors import TenantBusy
+from slora_api.metrics.live_feed import LiveFeed
 from tests.api.live.test_frame import STATE
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from slora_api.tenants.authentication import PUBLIC_PATHS
+from slora_api.keys.authentication import PUBLIC_PATHS
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
 from tests.api.tenants.test_authentication import walk_routes

@@ -17,8 +17,8 @@ from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
-from slora_api.tenants import usage_report
-from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.usage import usage_report
+from slora_api.usage.usage_ledger import UsageLedger
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

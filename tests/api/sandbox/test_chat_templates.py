@@ -15,7 +15,7 @@ import pytest
 from slora.core.errors import RequestRefused
 from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
-from slora_api.errors import ServerBusy, TenantBusy
+from slora_api.core.errors import ServerBusy, TenantBusy
 from slora_api.sandbox import chat_templates, sandbox_pool, template_process
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.sandbox import SandboxAnswer

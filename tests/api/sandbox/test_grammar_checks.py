@@ -9,7 +9,7 @@ import pytest
 
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import StructuredOutput
-from slora_api.errors import TenantBusy
+from slora_api.core.errors import TenantBusy
 from slora_api.sandbox import grammar_checks
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from tests.support.child_processes import find_children

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from slora_adapters.process.heartbeat import HeartbeatPage
-from slora_api.host_board import BoardSize
-from slora_api.server.api_workers import WorkerConfig
+from slora_api.core.host_board import BoardSize
+from slora_api.serve.api_workers import WorkerConfig
 from tests.api.conftest import Kit
 from tests.api.platform import bearer
 from tests.api.served import (
@@ -83,7 +83,7 @@ class Connection:
 
 
 def workers(server: Served) -> list[psutil.Process]:
-    return find_children("slora_api.server.api_process", server.process.pid)
+    return find_children("slora_api.serve.api_process", server.process.pid)
 
 
 @contextmanager
@@ -278,7 +278,7 @@ def test_a_stopped_worker_is_replaced_and_the_other_one_answers_meanwhile(two: S
 def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
     page = HeartbeatPage.create()
     config = WorkerConfig(1, {"port": "many"}, 0, Path("metrics"), Path("engine.sock"), 0, 0, BoardSize(3, 1))
-    command = [sys.executable, "-P", "-m", "slora_api.server.api_process", "--config", config.to_json()]
+    command = [sys.executable, "-P", "-m", "slora_api.serve.api_process", "--config", config.to_json()]
     with subprocess.Popen(
         [*command, "--heartbeat", str(page.descriptor)],
         stdin=subprocess.PIPE, pass_fds=(page.descriptor,), env=environment(),

@@ -134,7 +134,7 @@ def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
 
 def workers(served: Served) -> list[psutil.Process]:
     """The API workers."""
-    return find_children("slora_api.server.api_process", served.process.pid, recursive=True)
+    return find_children("slora_api.serve.api_process", served.process.pid, recursive=True)
 
 
 def read_batch(client: httpx.Client, batch_id: str) -> dict[str, object] | None:

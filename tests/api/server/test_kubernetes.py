@@ -8,8 +8,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from slora_api.settings import read_settings, unknown_variables
-from slora_api.tenants.authentication import PUBLIC_PATHS
+from slora_api.core.settings import read_settings, unknown_variables
+from slora_api.keys.authentication import PUBLIC_PATHS
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -14,12 +14,12 @@ import pytest
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora_api.data_dir import open_data_dir
-from slora_api.generation.readiness import Readiness
-from slora_api.server.base_model_files import BaseModelFiles
-from slora_api.server.children import choose_cores, choose_gpus, engines_and_loader
-from slora_api.server.sockets import Sockets
-from slora_api.settings import Settings
+from slora_api.completions.readiness import Readiness
+from slora_api.core.data_dir import open_data_dir
+from slora_api.core.settings import Settings
+from slora_api.serve.base_model_files import BaseModelFiles
+from slora_api.serve.children import choose_cores, choose_gpus, engines_and_loader
+from slora_api.serve.sockets import Sockets
 from tests.api.command import run_command
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, serving, wait_for

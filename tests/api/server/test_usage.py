@@ -20,8 +20,8 @@ from sqlalchemy import func, select
 from slora.core.usage_journal import UsageJournal
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_api.tenants.usage_ledger import UsageLedger
-from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.usage.usage_ledger import UsageLedger
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.conftest import Kit
 from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, Served, environment, serving, wait_for
@@ -32,7 +32,7 @@ NAMES = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", 
 # The most that a process may grow in 3,000 requests after its caches are full. A leak of 9 KiB for each request is
 # more.
 _MAX_GROWTH_MIB = 24
-ENGINE, WORKER = "slora.engine.process", "slora_api.server.api_process"
+ENGINE, WORKER = "slora.engine.process", "slora_api.serve.api_process"
 
 
 @dataclass

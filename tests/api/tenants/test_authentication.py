@@ -7,10 +7,10 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from slora_api.server.app import make_router
-from slora_api.tenants.api_key import make_key
-from slora_api.tenants.authentication import PUBLIC_PATHS, check_routes, is_public, required_scopes
-from slora_api.tenants.scopes import TENANT_SCOPES, Scope
+from slora_api.keys.api_key import make_key
+from slora_api.keys.authentication import PUBLIC_PATHS, check_routes, is_public, required_scopes
+from slora_api.keys.scopes import TENANT_SCOPES, Scope
+from slora_api.serve.app import make_router
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

@@ -9,8 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from slora_api import errors
 from slora_api.adapters.publisher import Publisher
+from slora_api.core import errors
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import Platform, bearer, running_platform
 from tests.api.scripted_engine import ScriptedEngine

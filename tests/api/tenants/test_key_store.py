@@ -22,21 +22,21 @@ from slora_adapters.database import schema
 from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_api.errors import ServerBusy
+from slora_api.core.errors import ServerBusy
+from slora_api.keys.admin_key import open_admin_key
+from slora_api.keys.allow_list import AllowList
+from slora_api.keys.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
+from slora_api.keys.authentication import AuthenticationMiddleware
+from slora_api.keys.key_cache import KeyCache
+from slora_api.keys.key_record import Caller, KeyRecord
+from slora_api.keys.key_store import KeyStore, _StoredKey
+from slora_api.keys.key_use import KeyUse
+from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.running_requests import RunningRequests
+from slora_api.keys.scopes import TENANT_SCOPES, Scope
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
-from slora_api.server.app import make_app
-from slora_api.tenants.admin_key import open_admin_key
-from slora_api.tenants.allow_list import AllowList
-from slora_api.tenants.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
-from slora_api.tenants.authentication import AuthenticationMiddleware
-from slora_api.tenants.key_cache import KeyCache
-from slora_api.tenants.key_record import Caller, KeyRecord
-from slora_api.tenants.key_store import KeyStore, _StoredKey
-from slora_api.tenants.key_use import KeyUse
-from slora_api.tenants.revocation_journal import RevocationJournal
-from slora_api.tenants.running_requests import RunningRequests
-from slora_api.tenants.scopes import TENANT_SCOPES, Scope
+from slora_api.serve.app import make_app
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.api.live_server import live_server
 from tests.api.platform import ADMIN_KEY, Platform, bearer, open_key_store, running_platform

@@ -9,9 +9,9 @@ import pytest
 from sqlalchemy import event
 
 from slora_adapters.database.database import Database
-from slora_api.tenants.key_record import Caller
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.key_use import KeyUse
+from slora_api.keys.key_record import Caller
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_use import KeyUse
 from slora_api.tenants.tenant_store import TenantStore
 from tests.api.platform import open_key_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -14,9 +14,9 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails, Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
-from slora_api.errors import NotFound
+from slora_api.core.errors import NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
-from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.usage.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members
 from tests.api.platform import FIELDS, Platform, bearer, open_key_store, post
 from tests.api.tenants.test_tenant_purge import record_of, rows_with

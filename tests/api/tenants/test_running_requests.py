@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from slora_api.tenants.api_key import PEPPER_BYTES
-from slora_api.tenants.key_record import KeyRecord
+from slora_api.keys.api_key import PEPPER_BYTES
+from slora_api.keys.key_record import KeyRecord
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import wait_for

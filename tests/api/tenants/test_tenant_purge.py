@@ -18,7 +18,7 @@ from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
-from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.usage.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post
 from tests.api.served import Served, wait_for
@@ -234,11 +234,11 @@ from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
-from slora_api.tenants.api_key import Pepper
-from slora_api.tenants.key_store import KeyStore
-from slora_api.tenants.revocation_journal import RevocationJournal
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
-from slora_api.tenants.usage_ledger import UsageLedger
+from slora_api.usage.usage_ledger import UsageLedger
 
 place, directory, leaver = sys.argv[1], Path(sys.argv[2]), sys.argv[4]
 

@@ -10,7 +10,7 @@ import pytest
 
 from slora.core.request import TenantShare
 from slora_adapters.database.database import Database
-from slora_api.errors import BadRequest, NotFound
+from slora_api.core.errors import BadRequest, NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.api.platform import Platform, open_tenant_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -15,7 +15,7 @@ from slora.core.request import RequestUsage
 from slora.core.usage_journal import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_api.tenants.usage_ledger import (
+from slora_api.usage.usage_ledger import (
     DAY_S,
     HOUR_S,
     MINUTE_S,

@@ -12,8 +12,8 @@ from slora.core.request import RequestUsage
 from slora.core.usage_journal import UsageJournal, UsageRecord
 from slora_adapters.database.database import Database
 from slora_adapters.process.full_disk import DiskReserve
-from slora_api.tenants.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLedger
-from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.usage.usage_ledger import DAY_S, MINUTE_S, UsageFilter, UsageLedger
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.served import wait_for
 from tests.postgresql_server import PostgresqlServer
 from tests.support.forked_program import ForkedProgram
@@ -106,7 +106,7 @@ def test_during_an_outage_records_stay_in_few_files_and_the_error_is_logged_once
     directory: Path, journal: UsageJournal, postgresql_server: PostgresqlServer,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
-    caplog.set_level(logging.INFO, "slora_api.tenants.usage_shipper")
+    caplog.set_level(logging.INFO, "slora_api.usage.usage_shipper")
     now = NOW
     with closing(Database(postgresql_server.make_database())) as database:
         ledger = UsageLedger(database)

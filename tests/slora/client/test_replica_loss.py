@@ -29,9 +29,9 @@ from slora.engine.process import EngineServer
 from slora.engine.worker import Abort, Add, Command, EngineWorker
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
-from slora_api.generation.usage_recorder import UsageRecorder
-from slora_api.tenants.usage_ledger import UsageLedger
-from slora_api.tenants.usage_shipper import UsageShipper
+from slora_api.usage.usage_ledger import UsageLedger
+from slora_api.usage.usage_recorder import UsageRecorder
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.scripted_engine import ScriptedEngine
 from tests.support.engine_stack import find_owner, wait_until
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta
-from slora_api import errors
 from slora_api.adapters.canary import CANARY_TENANT
 from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.served_model import ServedModel
 from slora_api.cli.main import main
-from slora_api.generation.served_model import ServedModel
-from slora_api.tenants import authentication
-from slora_api.tenants.key_record import KeyRecord
+from slora_api.core import errors
+from slora_api.keys import authentication
+from slora_api.keys.key_record import KeyRecord
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine

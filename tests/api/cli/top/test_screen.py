@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from slora.core.engine_state import EngineState, PageCounts
-from slora_api.cli.top.screen import Line, LiveHistory, draw_screen
-from slora_api.cli.top.terminal import paint
-from slora_api.live.frame import FrameMaker
+from slora_api.metrics.frame import FrameMaker
+from slora_api.metrics.top.screen import Line, LiveHistory, draw_screen
+from slora_api.metrics.top.terminal import paint
 from tests.api.live.test_frame import NAMES, STATE
 
 

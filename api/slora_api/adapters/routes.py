@@ -1,0 +1,160 @@
+"""/v1/adapters: upload, list, prewarm and delete a tenant's adapters, and move and roll back their aliases.
+
+A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
+"""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, status
+from typing_extensions import TypedDict
+
+from slora.core.errors import EngineUnavailable
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
+from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
+from slora_api.adapters.model_catalog import PrewarmObject
+from slora_api.completions.schemas import AliasMove, Limit, UploadForm, VersionNumber
+from slora_api.core.errors import (
+    Forbidden,
+    InspectionFailed,
+    InUse,
+    ModelNotFound,
+    QuotaExceeded,
+    ServerBusy,
+    TenantBusy,
+)
+from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject
+from slora_api.http.openapi import errors, form_body
+from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey
+from slora_api.serve.services import TenantRoute, Wired
+
+__all__ = ["router"]
+
+router = APIRouter(route_class=TenantRoute, tags=["adapters"])
+
+
+class DeletedAdapter(TypedDict):
+    object: Literal["adapter"]
+    name: str
+    deleted: bool
+
+
+class DeletedAlias(TypedDict):
+    object: Literal["adapter.alias"]
+    name: str
+    alias: str
+    deleted: bool
+
+
+@router.post(
+    "/v1/adapters",
+    status_code=status.HTTP_201_CREATED,
+    openapi_extra=form_body(UploadForm),
+    responses=errors(
+        AdapterInvalid, QuotaExceeded, TenantBusy, ServerBusy, EngineUnavailable, InspectionFailed, DiskFull
+    ),
+)
+async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) -> PublishedObject:
+    """Uploads an adapter as a new version of its name.
+
+    The multipart fields are name, config and weights, and optionally base_fingerprint, chat templates,
+    generation_config and the tokenizer's files. One archive may replace all files.
+    """
+    with services.generator.limiter.admit_upload(key.tenant):
+        content_type = request.headers.get("content-type", "")
+        async with services.uploads.receive(key.tenant, content_type, request.stream()) as upload:
+            if key.models is not None and not key.models.permits_whole(upload.name):
+                raise Forbidden(
+                    f"Your key's allow-list does not contain `{upload.name[:128]}`, so the key cannot push it. Use a "
+                    "key without an allow-list, or one that has this name."
+                )
+            return await services.publisher.publish(key.tenant, upload, request.receive)
+
+
+@router.get("/v1/adapters")
+def list_adapters(
+    key: AdapterReader, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+) -> PageObject[AdapterObject]:
+    return services.catalog.list_adapters(key, limit, after)
+
+
+@router.get("/v1/adapters/{reference}", responses=errors(ModelNotFound))
+def get_adapter(reference: str, key: AdapterReader, services: Wired) -> VersionObject | AdapterObject:
+    key.check_model(reference)
+    return services.catalog.describe_adapter(key.tenant, reference)
+
+
+@router.delete("/v1/adapters/{reference}", responses=errors(ModelNotFound, InUse, DiskFull))
+async def delete_adapter(
+    reference: str, key: AdapterWriter, services: Wired, force: bool = False
+) -> DeletedAdapter:
+    """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at a version to delete,
+    unless `force` is set.
+    """
+    key.check_adapter(reference.partition("@")[0])
+    await services.catalog.delete(key.tenant, reference, force=force)
+    return {"name": reference, "object": "adapter", "deleted": True}
+
+
+@router.post(
+    "/v1/adapters/{reference}/prewarm",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=errors(ModelNotFound, EngineUnavailable),
+)
+async def prewarm_adapter(reference: str, key: InferenceKey, services: Wired) -> PrewarmObject:
+    """Starts to load the adapter and shows where the adapter is now. Repeat the request to follow the progress."""
+    return await services.catalog.prewarm(key, reference)
+
+
+@router.get("/v1/adapters/{name}/versions", responses=errors(AdapterNotFound))
+def list_versions(
+    name: str,
+    key: AdapterReader,
+    services: Wired,
+    limit: Limit = DEFAULT_LIMIT,
+    after: VersionNumber | None = None,
+) -> PageObject[VersionObject]:
+    key.check_adapter(name)
+    return services.catalog.list_versions(key.tenant, name, limit, after)
+
+
+@router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
+def list_aliases(name: str, key: AdapterReader, services: Wired) -> ListObject[AliasObject]:
+    key.check_adapter(name)
+    return {"object": "list", "data": services.aliases.list(key.tenant, name)}
+
+
+@router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
+def get_alias(name: str, alias: str, key: AdapterReader, services: Wired) -> AliasObject:
+    key.check_model(f"{name}@{alias}")
+    return services.aliases.describe(key.tenant, name, alias)
+
+
+@router.put("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, AliasConflict, DiskFull))
+async def move_alias(
+    name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired
+) -> AliasObject:
+    key.check_adapter(name)
+    return await services.aliases.move(
+        key.tenant,
+        name,
+        alias,
+        body.versions,
+        expected=body.expected,
+        follows_pushes=body.follows_pushes,
+    )
+
+
+@router.delete("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, DiskFull))
+async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> DeletedAlias:
+    key.check_adapter(name)
+    await services.aliases.delete(key.tenant, name, alias)
+    return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
+
+
+@router.post(
+    "/v1/adapters/{name}/aliases/{alias}/rollback",
+    responses=errors(AdapterNotFound, AliasConflict, DiskFull),
+)
+async def roll_back_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> AliasObject:
+    key.check_adapter(name)
+    return await services.aliases.roll_back(key.tenant, name, alias)

@@ -1,0 +1,70 @@
+"""The model that answers a request: the base model, alone or with adapters of the key's tenant."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slora.core.request import WeightedAdapter, compose_adapters
+from slora.text.generation_defaults import GenerationDefaults
+from slora_api.core.errors import BadRequest
+
+__all__ = ["ServedModel", "add_up_models"]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The result of looking up a request's model for an API key.
+
+    asked_for: the model name in the request, which the answer repeats.
+    adapters: as `compose_adapters` returns them; empty for the base model alone.
+    labels: `name@version` of each adapter.
+    chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
+    """
+
+    asked_for: str
+    adapters: tuple[WeightedAdapter, ...]
+    labels: tuple[str, ...]
+    chat_templates: frozenset[str | None]
+    defaults: GenerationDefaults
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template to use; None selects the base model's. Raises BadRequest if the adapters disagree."""
+        if len(self.chat_templates) > 1:
+            raise BadRequest(
+                f"The adapters {', '.join(self.labels)} have different chat templates, so their sum has none. Render "
+                "the messages yourself and send them to /v1/completions.",
+                "adapters",
+            )
+        (template,) = self.chat_templates
+        return template
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Response headers that identify the adapter versions that answered, even if their aliases move later."""
+        if not self.adapters:
+            return {}
+        digests = "+".join(version.digest for version, _ in self.adapters)
+        return {"x-slora-adapter": "+".join(self.labels), "x-slora-adapter-digest": digests}
+
+
+def add_up_models(
+    asked_for: str, parts: Sequence[ServedModel], weights: Sequence[float], base: GenerationDefaults
+) -> ServedModel:
+    """Returns the model that combines the adapters of `parts` with the given weights. Each part has one adapter. base:
+    the base model's defaults.
+
+    If all parts have the same defaults, the result has these defaults. Otherwise, the result has the base model's
+    defaults.
+    """
+    named = {part.adapters[0].version: part.labels[0] for part in parts}
+    adapters = compose_adapters(
+        WeightedAdapter(part.adapters[0].version, weight) for part, weight in zip(parts, weights, strict=True)
+    )
+    is_unanimous = all(part.defaults == parts[0].defaults for part in parts)
+    return ServedModel(
+        asked_for,
+        adapters,
+        tuple(named[version] for version, _ in adapters),
+        frozenset().union(*(part.chat_templates for part in parts)),
+        parts[0].defaults if is_unanimous else base,
+    )

@@ -1,0 +1,96 @@
+"""/v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.
+
+Loading publishes an adapter from a directory below `lora_root` as the next version of its name. The version is durable,
+so it need not be loaded again after a restart. Unloading deletes the name with all its versions.
+"""
+
+from fastapi import APIRouter, Request
+from fastapi.responses import PlainTextResponse
+
+from slora.core.errors import EngineUnavailable
+from slora_adapters.errors import AdapterInvalid, DiskFull
+from slora_api.completions.schemas import LoadLoraRequest, UnloadLoraRequest
+from slora_api.core.errors import (
+    BadRequest,
+    InspectionFailed,
+    InUse,
+    ModelNotFound,
+    NotFound,
+    QuotaExceeded,
+    ServerBusy,
+    TenantBusy,
+)
+from slora_api.core.threads import control_thread
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import Operator
+from slora_api.serve.services import Services, Wired
+from slora_api.tenants.tenant_store import Tenant
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/v1", tags=["adapters"])
+
+
+@router.post(
+    "/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(
+        NotFound,
+        AdapterInvalid,
+        QuotaExceeded,
+        TenantBusy,
+        ServerBusy,
+        EngineUnavailable,
+        InspectionFailed,
+        DiskFull,
+    ),
+)
+async def load_lora_adapter(
+    request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
+) -> PlainTextResponse:
+    tenant = await control_thread(_find_tenant, services, body.tenant)
+    async with services.local_adapters.take_turn(tenant.tenant_id):
+        if not body.load_inplace and await services.catalog.has_adapter(tenant.tenant_id, body.lora_name):
+            raise BadRequest(
+                f"The adapter `{body.lora_name}` of tenant `{tenant.name}` has already been loaded. Send "
+                "`load_inplace: true` to add a version, or choose another `lora_name`.",
+                "lora_name",
+            )
+        with services.generator.limiter.admit_upload(tenant.tenant_id):
+            async with services.local_adapters.copy(
+                tenant.tenant_id, body.lora_name, body.lora_path
+            ) as upload:
+                loaded = await services.publisher.publish(tenant.tenant_id, upload, request.receive)
+    name = f"{loaded['name']}@{loaded['version']}"
+    return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant.name} was loaded successfully.")
+
+
+@router.post(
+    "/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(NotFound, ModelNotFound, InUse, DiskFull),
+)
+async def unload_lora_adapter(
+    body: UnloadLoraRequest, _operator: Operator, services: Wired
+) -> PlainTextResponse:
+    tenant = await control_thread(_find_tenant, services, body.tenant)
+    await services.catalog.delete(tenant.tenant_id, body.lora_name)
+    return PlainTextResponse(
+        f"Success: the adapter {body.lora_name} of tenant {tenant.name} was unloaded successfully."
+    )
+
+
+def _find_tenant(services: Services, name: str | None) -> Tenant:
+    """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
+    vLLM's clients do not send it.
+    """
+    if name is not None:
+        return services.tenant_store.find_named(name)
+    tenants = services.tenant_store.list_tenants()
+    if len(tenants) != 1:
+        raise BadRequest(
+            f"This server has {len(tenants)} tenants; name the tenant of the adapter in `tenant`.",
+            "tenant",
+            "missing_parameter",
+        )
+    return tenants[0]

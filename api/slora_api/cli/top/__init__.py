@@ -1,1 +1,0 @@
-"""`slora top`: the live feed of a server in a terminal."""

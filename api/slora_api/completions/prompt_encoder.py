@@ -1,0 +1,117 @@
+"""Tokenizes prompts. Short prompts are tokenized on the event loop. Long prompts are tokenized on a thread, in slots
+that tenants share.
+
+The tokenizer releases the interpreter lock while it works, so a thread does not block the event loop. A call of the
+tokenizer cannot be interrupted. So the tokens of a long text are first counted slice by slice, until the text exceeds
+the context or the request is cancelled. Only a text that may fit is tokenized as a whole.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from slora.core.errors import ContextTooLong
+from slora.text.tokenizer import Tokenizer
+from slora_api.core.fair_slots import FairSlots, slots_of_process
+from slora_api.core.threads import tenant_thread
+
+__all__ = ["PromptEncoder"]
+
+# Tokenizing 8,000 characters takes one to three milliseconds.
+_INLINE_CHARS = 8_000
+# Tokenizing this many short texts takes two milliseconds.
+_INLINE_TEXTS = 64
+# Decoding this many ids also takes one to three milliseconds.
+_INLINE_TOKENS = 2_000
+# The maximum number of characters for one call of the tokenizer. Such a call takes 10 to 30 ms.
+_SLICE_CHARS = 1 << 16
+# Cutting a text into slices may split words, which adds tokens. This many tokens are subtracted for each slice, so that
+# a text that fits is never refused.
+_CUT_TOKENS = 256
+# One slot is reserved for tenants that hold none.
+_NUM_SLOTS, _NUM_RESERVED = 3, 1
+
+
+class PromptEncoder:
+    """Tokenizes and decodes prompts.
+
+    max_waiting: how many long prompts of one tenant may wait for a slot. num_processes: number of API processes of the
+    host, which share the slots.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_waiting: int, num_processes: int = 1) -> None:
+        self.tokenizer = tokenizer
+        num_slots = slots_of_process(_NUM_SLOTS, _NUM_RESERVED, num_processes)
+        self._slots = FairSlots(num_slots, max_waiting, "prompts to tokenize", num_reserved=_NUM_RESERVED)
+
+    @staticmethod
+    def is_long(texts: Sequence[str]) -> bool:
+        """Returns whether `encode` takes a slot for these texts."""
+        return len(texts) > _INLINE_TEXTS or sum(map(len, texts)) > _INLINE_CHARS
+
+    def count_least_tokens(self, texts: Sequence[str]) -> int:
+        """Returns the minimum number of tokens that the texts can have."""
+        return sum(-(-len(text) // self.tokenizer.longest_token_chars) for text in texts)
+
+    async def encode(
+        self,
+        tenant: str,
+        texts: Sequence[str],
+        encode: Callable[[str], list[int]],
+        *,
+        max_model_len: int,
+        param: str,
+    ) -> list[list[int]]:
+        """Returns the token ids of each text. Raises ContextTooLong or TenantBusy.
+
+        encode: a method of the tokenizer.
+        """
+        if not self.is_long(texts):
+            return [encode(text) for text in texts]
+        async with self._slots.hold(tenant):
+            encoded: list[list[int]] = []
+            for group in _groups(texts):
+                if len(group[0]) > _SLICE_CHARS:
+                    await self._check_fits(tenant, group[0], max_model_len, param)
+                encoded += await tenant_thread(tenant, _encode_all, encode, group)
+            return encoded
+
+    async def decode(self, tenant: str, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Returns the text of token ids that the client sent. Raises TenantBusy."""
+        if len(token_ids) <= _INLINE_TOKENS:
+            return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        decode = partial(self.tokenizer.decode_long, skip_special_tokens=skip_special_tokens)
+        async with self._slots.hold(tenant):
+            return await tenant_thread(tenant, decode, token_ids)
+
+    async def _check_fits(self, tenant: str, text: str, max_model_len: int, param: str) -> None:
+        num_tokens = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            part = text[start : start + _SLICE_CHARS]
+            num_tokens += await tenant_thread(tenant, self.tokenizer.count_tokens, part) - _CUT_TOKENS
+            if num_tokens > max_model_len:
+                raise ContextTooLong.of(
+                    max_model_len,
+                    f"`{param}` is too long: the first {start + len(part)} of its {len(text)} characters exceed the "
+                    "context, which prompt and answer share. Shorten it.",
+                    param,
+                )
+
+
+def _encode_all(encode: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int]]:
+    return [encode(text) for text in texts]
+
+
+def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yields the texts in groups, one for each call on a thread. Short texts share a group, and a long text has a group
+    of its own.
+    """
+    group: list[str] = []
+    num_chars = 0
+    for text in texts:
+        if group and num_chars + len(text) > _SLICE_CHARS:
+            yield group
+            group, num_chars = [], 0
+        group.append(text)
+        num_chars += len(text)
+    if group:
+        yield group

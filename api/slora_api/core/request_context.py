@@ -1,0 +1,83 @@
+"""The context of the HTTP request that is being answered: its id, its tenant and its span.
+
+Log lines and spans read the context. It follows the request into its tasks and threads. Code that answers no HTTP
+request, such as the runner of batches, has no context.
+"""
+
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.datastructures import Headers
+
+from slora.core.request import EngineRequest, RequestTiming, RequestUsage
+
+__all__ = [
+    "ENDED_BY",
+    "RequestContext",
+    "RequestFields",
+    "RequestSpan",
+    "Tracing",
+    "current_request",
+    "current_span",
+]
+
+# The field of a request's state that holds the error which has ended the request. A stream sends this error as its last
+# event.
+ENDED_BY = "ended_by"
+
+
+class RequestSpan(Protocol):
+    """The span of one HTTP request. Its methods are cheap and never raise."""
+
+    @property
+    def traceparent(self) -> str:
+        """The value of the W3C header `traceparent` that identifies the span."""
+
+    def add_engine_request(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
+        """Adds a span for each stage of one prompt. The prompt may end after the HTTP request."""
+
+    def end(self, context: "RequestContext", route: str, status: int) -> None:
+        """Ends the span. status: 0 if the client disconnected before an answer."""
+
+
+class Tracing(Protocol):
+    def begin(self, method: str, path: str, headers: Headers) -> RequestSpan | None:
+        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. Returns None if
+        the request is not traced.
+        """
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """The context of one request. tenant, tenant_id: the name and the id of the tenant. They are None until the key is
+    known, and for an operator.
+    """
+
+    request_id: str
+    tenant: str | None = None
+    tenant_id: str | None = None
+    span: RequestSpan | None = None
+
+
+current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
+
+
+class RequestFields(logging.Filter):
+    """A log filter that adds the request's id, its tenant and the tenant's id to each record. It lets all records
+    pass.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        context = current_request.get()
+        if context is not None:
+            record.request_id = context.request_id
+            if context.tenant is not None:
+                record.tenant, record.tenant_id = context.tenant, context.tenant_id
+        return True
+
+
+def current_span() -> RequestSpan | None:
+    context = current_request.get()
+    return None if context is None else context.span

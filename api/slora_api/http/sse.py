@@ -1,0 +1,202 @@
+"""Streams of server-sent events, and the detection of clients that hang up or do not read.
+
+The head is held until the first events are there, an error comes, or 5 s have passed. So a request that is refused has
+the status of its error, and a proxy sees a byte in time. A later error is sent as an event. While nothing else is sent,
+a comment goes out every 10 s. uvicorn does not cancel a handler when its client disconnects. Code that waits for tokens
+therefore also waits for the disconnect.
+
+A client that does not read its stream is treated as disconnected. While the connection holds more than 64 KiB of the
+stream, `send` blocks and no further event is made. If the client then reads nothing for 20 s, or less than 16 KiB/s on
+average, the HTTP server resets the connection. The application sees the reset as a disconnect, cancels the engine
+request and releases the permit.
+
+A stream thus buffers at most 64 KiB and one write in this process, and 512 KiB in the kernel. The bounds of the request
+limit the tokens that the engine computes in the meantime.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, TypeVar
+
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from slora_adapters.errors import SloraError
+from slora_api.core.errors import ClientGone, ErrorAnswer, Stopping, describe_error
+from slora_api.core.request_context import ENDED_BY
+
+__all__ = ["KEEP_ALIVE", "EventStream", "hold_head", "unless_disconnected"]
+
+logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_Events = AsyncGenerator[bytes, None]
+
+HOLD_S = 5.0
+KEEP_ALIVE_S = 10.0
+# A comment, which clients skip.
+KEEP_ALIVE = b": keep-alive\n\n"
+_EVENT_END = b"\n\n"
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
+    """Returns the result of `work`. If the client hangs up first, cancels the work and raises ClientGone. Call this
+    only after the request body was read.
+
+    As with `asyncio.timeout`, the work runs in the task of the caller. A second task, which starts when the work first
+    waits, watches for the disconnect.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    num_cancels, is_gone = task.cancelling(), False
+
+    async def watch() -> None:
+        nonlocal is_gone
+        await _disconnect(receive)
+        is_gone = True
+        task.cancel()
+
+    watching: asyncio.Task[None] | None = None
+
+    def start() -> None:
+        nonlocal watching
+        watching = asyncio.create_task(watch())
+
+    starting = asyncio.get_running_loop().call_soon(start)
+    try:
+        return await work
+    except asyncio.CancelledError:
+        # A cancellation from elsewhere takes precedence over the disconnect.
+        if is_gone and task.cancelling() == num_cancels + 1:
+            raise ClientGone("the client closed the connection") from None
+        raise
+    finally:
+        starting.cancel()
+        if watching is not None:
+            watching.cancel()
+        if is_gone:
+            task.uncancel()
+
+
+async def hold_head(events: _Events) -> asyncio.Task[bytes]:
+    """Computes the first events, and waits for them for at most `HOLD_S`. Raises the error of computing them if it
+    comes in time. Returns the task that computes them.
+    """
+    first = asyncio.create_task(_take_first(events))
+    try:
+        await asyncio.wait({first}, timeout=HOLD_S)
+        if first.done():
+            await first
+    except BaseException:
+        await _abandon(first, events)
+        raise
+    return first
+
+
+async def _take_first(events: _Events) -> bytes:
+    return await anext(events)
+
+
+async def _abandon(first: bytes | asyncio.Task[bytes], events: _Events) -> None:
+    if isinstance(first, asyncio.Task):
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    await events.aclose()
+
+
+class EventStream(Response):
+    """Sends `events`. Each item is one write.
+
+    It subclasses Response because FastAPI requires it, but uses only the header handling of Response.
+
+    first: the first events, or the task that computes them; see `hold_head`.
+    failure: returns the events that end a stream with an error.
+    keep_alive: the event or the comment that is sent while there is nothing else to send.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        first: bytes | asyncio.Task[bytes],
+        events: _Events,
+        failure: Callable[[ErrorAnswer], Iterable[bytes]],
+        headers: dict[str, str],
+        keep_alive: bytes = KEEP_ALIVE,
+    ) -> None:
+        # X-Accel-Buffering keeps nginx from buffering the answer.
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._failure = failure
+        self._keep_alive = keep_alive
+
+    async def _parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
+        """Yields the events. If computing them fails, the last event is the error. request_id: the id for the log."""
+        try:
+            yield self._first if isinstance(self._first, bytes) else await self._first
+            async for events in self._events:
+                yield events
+        except Exception as error:
+            # The response has started, so an exception handler can no longer report the error to the client.
+            if not isinstance(error, SloraError):
+                logger.error("request %s failed while streaming", request_id, exc_info=error)
+            for part in self._failure(describe_error(error)):
+                yield part
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(_abandon, self._first, self._events)
+            parts = await stack.enter_async_context(aclosing(self._parts(scope["state"]["request_id"])))
+            await send(start)
+            end: Iterable[bytes] = ()
+            try:
+                await unless_disconnected(receive, self._send_parts(parts, send))
+            except ClientGone:
+                return
+            except asyncio.CancelledError:
+                # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
+                # client gets an event that says so.
+                end = self._failure(describe_error(scope["state"].get(ENDED_BY) or Stopping()))
+            for part in end:
+                await send(_body(part))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send_parts(self, parts: _Events, send: Send) -> None:
+        """Sends the parts. Between two events, sends `keep_alive` whenever nothing else was sent for a while."""
+        now = asyncio.get_running_loop().time
+        sending, sent_at, is_between = asyncio.Lock(), now(), True
+
+        async def keep_alive() -> None:
+            nonlocal sent_at
+            while True:
+                await asyncio.sleep(sent_at + KEEP_ALIVE_S - now())
+                async with sending:
+                    if now() < sent_at + KEEP_ALIVE_S:
+                        continue
+                    if is_between:
+                        await send(_body(self._keep_alive))
+                    sent_at = now()
+
+        keeping = asyncio.create_task(keep_alive())
+        try:
+            async for part in parts:
+                async with sending:
+                    await send(_body(part))
+                    sent_at, is_between = now(), part.endswith(_EVENT_END)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+
+
+def _body(content: bytes) -> Message:
+    return {"type": "http.response.body", "body": content, "more_body": True}

@@ -1,0 +1,164 @@
+"""/admin: the operator's routes for the API keys of tenants and operators."""
+
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response, status
+from typing_extensions import TypedDict
+
+from slora_adapters.errors import DiskFull
+from slora_api.completions.schemas import Limit, NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
+from slora_api.core.errors import KeyConflict, NotFound
+from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import Operator
+from slora_api.keys.key_record import Caller, KeyRecord
+from slora_api.keys.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_scopes
+from slora_api.serve.services import NamedTenant, Wired
+
+__all__ = ["KeyObject", "key_json", "router"]
+
+router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+class KeyObject(TypedDict):
+    """A key without its secret. Times are Unix times in seconds.
+
+    tenant, tenant_id: null for an operator's key. adapter: the default adapter; null for the base model. models: the
+    allow-list; null permits all models of the tenant. replaced_by: the id of the key that replaced this key in a
+    rotation.
+    """
+
+    object: Literal["api_key"]
+    key_id: str
+    tenant: str | None
+    tenant_id: str | None
+    name: str
+    scopes: list[Scope]
+    adapter: str | None
+    models: list[str] | None
+    created: int
+    expires_at: int | None
+    last_used_at: int | None
+    replaced_by: str | None
+    revoked: bool
+
+
+class NewKey(KeyObject):
+    """A key that was just created. key: the secret, which the server cannot show again."""
+
+    key: str
+
+
+class RevokedKey(TypedDict):
+    object: Literal["api_key"]
+    key_id: str
+    revoked: bool
+
+
+def key_json(key: Caller) -> KeyObject:
+    return {
+        "object": "api_key",
+        "key_id": key.key_id,
+        "tenant": key.tenant_name,
+        "tenant_id": key.tenant,
+        "name": key.name,
+        "scopes": sorted(key.scopes),
+        "adapter": key.adapter if isinstance(key, KeyRecord) else None,
+        "models": sorted(key.models.entries) if isinstance(key, KeyRecord) and key.models else None,
+        "created": key.created_at,
+        "expires_at": key.expires_at,
+        "last_used_at": key.last_used_at,
+        "replaced_by": key.replaced_by,
+        "revoked": key.revoked_at is not None,
+    }
+
+
+def _show_once(response: Response, record: Caller, secret: str) -> NewKey:
+    """The answer with a new key. No cache and no browser may keep it."""
+    response.headers["Cache-Control"] = "no-store"
+    return {**key_json(record), "key": secret}
+
+
+# The database may wait for a disk, so these functions are not `async`: FastAPI then runs them on a thread.
+@router.post(
+    "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
+)
+def create_key(
+    tenant: NamedTenant,
+    _operator: Operator,
+    services: Wired,
+    response: Response,
+    body: NewKeyRequest | None = None,
+) -> NewKey:
+    wanted = body or NewKeyRequest()
+    if wanted.adapter is not None:
+        services.catalog.check_key_adapter(wanted.adapter)
+    scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
+    models = None
+    if wanted.models is not None:
+        models = services.catalog.read_allow_list(tenant.tenant_id, wanted.models, wanted.adapter)
+    record, key = services.key_store.create_key(
+        tenant.tenant_id,
+        wanted.adapter,
+        name=wanted.name,
+        scopes=scopes,
+        models=models,
+        expires_at=wanted.expires_at,
+    )
+    return _show_once(response, record, key.secret)
+
+
+@router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
+def list_keys(
+    tenant: NamedTenant,
+    _operator: Operator,
+    services: Wired,
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
+) -> PageObject[KeyObject]:
+    """Lists the keys of a tenant, oldest first."""
+    found = services.key_store.list_keys(tenant.tenant_id, limit=limit + 1, after=after)
+    return list_json([key_json(key) for key in found], "key_id", limit)
+
+
+@router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
+def create_operator_key(
+    body: NewOperatorKeyRequest, _operator: Operator, services: Wired, response: Response
+) -> NewKey:
+    scopes = {Scope.ADMIN} if body.scopes is None else parse_scopes(body.scopes, "scopes", OPERATOR_SCOPES)
+    record, key = services.key_store.create_operator_key(body.name, body.expires_at, scopes)
+    return _show_once(response, record, key.secret)
+
+
+@router.get("/keys")
+def list_operator_keys(
+    _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+) -> PageObject[KeyObject]:
+    """Lists the operators' keys, oldest first, except the bootstrap key."""
+    found = services.key_store.list_operator_keys(limit=limit + 1, after=after)
+    return list_json([key_json(key) for key in found], "key_id", limit)
+
+
+@router.post(
+    "/keys/{key_id}/rotate",
+    status_code=status.HTTP_201_CREATED,
+    responses=errors(NotFound, KeyConflict, DiskFull),
+)
+def rotate_key(
+    key_id: str,
+    _operator: Operator,
+    services: Wired,
+    response: Response,
+    body: RotateKeyRequest | None = None,
+) -> NewKey:
+    """Creates a key with the same permissions and limits. The old key expires at the end of the overlap."""
+    wanted = body or RotateKeyRequest()
+    record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
+    return _show_once(response, record, key.secret)
+
+
+@router.delete("/keys/{key_id}", responses=errors(NotFound, KeyConflict))
+def revoke_key(request: Request, key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
+    has_bootstrap_key: bool = request.app.state.has_bootstrap_key
+    services.key_store.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
+    return {"object": "api_key", "key_id": key_id, "revoked": True}

@@ -1,0 +1,135 @@
+"""Health, version, load and metrics, for load balancers, container engines and dashboards."""
+
+from typing import Literal, NotRequired
+
+from fastapi import APIRouter, Response
+from fastapi.responses import PlainTextResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from typing_extensions import TypedDict
+
+from slora.core.engine_state import EngineStats
+from slora.core.errors import EngineUnavailable
+from slora_adapters.version import AdapterVersion
+from slora_api.core.errors import Starting
+from slora_api.core.package_version import find_package_version
+from slora_api.core.threads import control_thread
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
+from slora_api.metrics.engine_metrics import name_tenants
+from slora_api.metrics.metrics import EngineNumbers
+from slora_api.serve.services import Services, Wired
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["server"])
+
+# The time limit for reading the engine's statistics. The engine answers between two steps, and even the longest step
+# takes well below a second.
+_STATS_S = 2.0
+
+
+class Health(TypedDict):
+    status: Literal["ok"]
+
+
+class Readiness(TypedDict):
+    """The answer of a ready server. read_only: true if the disk of the data directory is full, otherwise absent.
+
+    detail: what is wrong, although the server is ready.
+    """
+
+    status: Literal["ready"]
+    read_only: NotRequired[bool]
+    detail: NotRequired[str]
+
+
+@router.get("/healthz")
+async def healthz() -> Health:
+    """Answers 200 as long as this process works, even while the engine restarts, because restarting the server would
+    not help the engine.
+    """
+    return {"status": "ok"}
+
+
+class Version(TypedDict):
+    version: str
+
+
+class Load(TypedDict):
+    """server_load: answers in progress in all API processes of the host."""
+
+    server_load: int
+
+
+@router.get("/version")
+async def version() -> Version:
+    return {"version": find_package_version()}
+
+
+@router.get("/load")
+async def load(_operator: Operator, services: Wired) -> Load:
+    return {"server_load": services.generator.limiter.num_generations}
+
+
+# Health checks are at /health in vLLM's servers, and at /ping on SageMaker.
+@router.get("/ping", name="ping", responses=errors(Starting))
+@router.get("/health", name="health", responses=errors(Starting))
+@router.get("/readyz", responses=errors(Starting))
+async def readyz(services: Wired) -> Readiness:
+    """Answers 200 if a request sent now would be computed, else 503 with the reason.
+
+    In demo mode the server is ready when the demo's adapters are published. If the engine or the loader makes no
+    progress while it has work, this route answers 503 within 5 seconds. A server whose disk is full stays ready: it
+    answers requests and refuses changes.
+    """
+    missing = services.generator.missing()
+    if missing is not None:
+        raise Starting(f"Not ready: {missing}.")
+    if services.reserve.is_full:
+        return {"status": "ready", "read_only": True, "detail": "The disk of the data directory is full."}
+    lost = [f"{name} ({why})" for name, why in services.engines.problems.items() if why is not None]
+    return {"status": "ready", "detail": f"Not serving: {', '.join(lost)}."} if lost else {"status": "ready"}
+
+
+@router.get("/metrics", response_class=PlainTextResponse)
+async def metrics(reader: MetricsReader, services: Wired) -> Response:
+    """Answers with all metrics, or with those for gateways if `--gateway-metrics on` admits a scrape without a key."""
+    generator = services.generator
+
+    async def render_for_gateway() -> bytes:
+        return generator.metrics.render_for_gateway(await _engine_numbers(services))
+
+    if reader is GATEWAY:
+        answer = await services.gateway_answer.read(render_for_gateway)
+        return Response(answer, media_type=CONTENT_TYPE_LATEST)
+    engine = await _engine_numbers(services)
+    if engine is not None:
+        stats = await control_thread(_name_tenants, services, engine.stats)
+        engine = engine._replace(stats=stats)
+    generator.metrics.is_read_only = services.reserve.is_full
+    shipper = services.usage_shipper
+    generator.metrics.usage_journal_bytes = await control_thread(shipper.measure_journal)
+    generator.metrics.usage_ledger_lag_s = shipper.lag_s
+    return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
+
+
+def _name_tenants(services: Services, stats: EngineStats) -> EngineStats:
+    tenants = {label.partition("/")[0] for label in (*stats.tenants, *stats.tenant_pages, *stats.adapters)}
+    return name_tenants(stats, services.tenant_store.show_names(tenants | stats.host_cache.tenants.keys()))
+
+
+async def _engine_numbers(services: Services) -> EngineNumbers | None:
+    """Returns the facts and the statistics of the engine, or None without an engine. A scrape must not wait for long:
+    if the engine answers later, because it computes a long step, the numbers are the last known ones.
+    """
+    generator = services.generator
+
+    async def ask() -> EngineNumbers | None:
+        try:
+            info, stats = generator.engine_info(), await generator.client.stats()
+            versions = [AdapterVersion(*one) for one in (*stats.loaded_adapters, *stats.waiting_adapters)]
+            return EngineNumbers(info, stats, await services.references.find(versions))
+        except (EngineUnavailable, Starting):
+            return None
+
+    return await generator.metrics.read_engine(ask, _STATS_S)

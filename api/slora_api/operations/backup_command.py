@@ -1,0 +1,73 @@
+"""`slora backup` and `slora restore`. They work directly on the database and the store, whether or not a server is
+running.
+"""
+
+import argparse
+import sys
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+from slora.core.errors import SloraError
+from slora_adapters.backup.backup import make_backup
+from slora_adapters.backup.restore import restore_backup
+from slora_adapters.database.audit_log import acting_as, command_actor
+from slora_adapters.database.database import Database
+from slora_adapters.store.store_url import open_store
+from slora_api.cli.local_setting import read_local_setting
+from slora_api.cli.remote import CommandFailed, explained
+from slora_api.core.data_dir import DataDir
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.revocation_journal import RevocationJournal
+
+__all__ = ["backup", "restore"]
+
+
+@explained
+def backup(arguments: argparse.Namespace) -> None:
+    data = DataDir(Path(read_local_setting(arguments, "data_dir") or "data").resolve())
+    place = read_local_setting(arguments, "database")
+    if not data.pepper.exists() or not (place or data.database.exists()):
+        raise CommandFailed(f"{data.path} is not the data directory of a server: check --data-dir")
+    target = Path(arguments.directory).resolve()
+    try:
+        with ExitStack() as stack, acting_as(command_actor()):
+            database = stack.enter_context(closing(Database(place or data.database)))
+            store = stack.enter_context(
+                closing(open_store(read_local_setting(arguments, "store") or str(data.adapters)))
+            )
+            journal = stack.enter_context(closing(RevocationJournal(data.revocations)))
+            # Without this, restoring the backup would revive keys whose revocation is not in the database yet.
+            KeyStore(database, Pepper.from_file(data.pepper), journal).write_pending_revocations()
+            manifest = make_backup(
+                database,
+                store,
+                {path.name: path for path in (data.pepper, data.admin_key)},
+                target,
+                Path(arguments.previous).resolve() if arguments.previous else None,
+            )
+    except (SloraError, OSError, ValueError) as error:
+        raise CommandFailed(f"no backup was made: {error}") from error
+    num_bytes = sum(file.num_bytes for file in manifest.files.values())
+    print(f"backed up {len(manifest.digests)} blobs and the database, {num_bytes} bytes in all, to {target}")
+    print(f"{target} contains the pepper of all API keys: keep it as safe as the servers", file=sys.stderr)
+
+
+@explained
+def restore(arguments: argparse.Namespace) -> None:
+    if arguments.database and not arguments.store:
+        arguments.refuse(
+            "--database is shared by several hosts: give the --store that all of them can reach, too"
+        )
+    data_dir = Path(arguments.data_dir).resolve()
+    try:
+        with ExitStack() as stack, acting_as(command_actor()):
+            database = store = None
+            if arguments.database:
+                database = stack.enter_context(closing(Database(arguments.database)))
+            if arguments.store:
+                store = stack.enter_context(closing(open_store(arguments.store)))
+            manifest = restore_backup(Path(arguments.directory).resolve(), data_dir, database, store)
+    except (SloraError, OSError, ValueError) as error:
+        raise CommandFailed(f"nothing was restored: {error}") from error
+    print(f"restored {len(manifest.digests)} blobs and the database to {data_dir}")

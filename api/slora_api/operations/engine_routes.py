@@ -1,0 +1,38 @@
+"""/admin/engines: the operator's routes for the engine processes of the host."""
+
+from fastapi import APIRouter, status
+
+from slora.core.errors import EngineUnavailable
+from slora_adapters.errors import DiskFull
+from slora_api.completions.schemas import EngineRestart
+from slora_api.core.errors import EngineConflict, NotFound
+from slora_api.core.listing import ListObject
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import Operator
+from slora_api.operations.engines import HostEngineObject
+from slora_api.serve.services import Wired
+
+__all__ = ["router"]
+
+router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+@router.get("/engines")
+async def list_engines(_operator: Operator, services: Wired) -> ListObject[HostEngineObject]:
+    """Lists the engine processes of this host. There are at most 64."""
+    return {"object": "list", "data": list(await services.engines.list())}
+
+
+@router.post(
+    "/engines/{name}/restart",
+    status_code=status.HTTP_202_ACCEPTED,
+    responses=errors(NotFound, EngineConflict, EngineUnavailable, DiskFull),
+)
+async def restart_engine(
+    name: str, _operator: Operator, services: Wired, body: EngineRestart | None = None
+) -> HostEngineObject:
+    """Begins to restart an engine, without a refused request if another engine serves. The other engines continue its
+    answers. The restart has ended when `restarts` has grown and `serving` is true.
+    """
+    wanted = body or EngineRestart()
+    return await services.engines.restart(name, allow_outage=wanted.allow_outage)

@@ -1,0 +1,143 @@
+"""The quotas of tenants and keys: the operator's routes, and /v1/quotas for the tenant itself."""
+
+from typing import Literal
+
+from fastapi import APIRouter
+from typing_extensions import TypedDict
+
+from slora_adapters.errors import DiskFull
+from slora_api.completions.schemas import QuotaChanges
+from slora_api.core.errors import NotFound, QuotaExceeded
+from slora_api.core.listing import ListObject
+from slora_api.core.threads import control_thread, tenant_thread
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import Operator, UsageReader
+from slora_api.quotas.adapter_quota import check_stored
+from slora_api.quotas.quota_counters import Subject
+from slora_api.serve.services import NamedTenant, Services, Wired
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["quotas"])
+
+
+class QuotaLimits(TypedDict):
+    """The limits that apply, including the defaults of the server. A field is null if there is no limit.
+    composed_adapters: limits each request separately, so `used` does not have this field.
+    """
+
+    requests_per_minute: int | None
+    tokens_per_minute: int | None
+    tokens_per_day: int | None
+    tokens_per_month: int | None
+    concurrent_answers: int | None
+    composed_adapters: int | None
+    adapter_versions: int | None
+    stored_bytes: int | None
+
+
+class QuotaUse(TypedDict):
+    """How much of each limit is used, including the reservations of requests in progress. adapter_versions,
+    stored_bytes: 0 for a key, because adapters belong to its tenant.
+    """
+
+    requests_per_minute: int
+    tokens_per_minute: int
+    tokens_per_day: int
+    tokens_per_month: int
+    concurrent_answers: int
+    adapter_versions: int
+    stored_bytes: int
+
+
+class QuotaObject(TypedDict):
+    """The quota of a tenant or a key. key_id: null for the quota of the tenant."""
+
+    object: Literal["quota"]
+    tenant: str
+    key_id: str | None
+    limits: QuotaLimits
+    used: QuotaUse
+
+
+async def _describe(services: Services, tenant_name: str, subject: Subject) -> QuotaObject:
+    use = await services.quotas.read(subject)
+    num_versions = num_bytes = 0
+    if not subject.key_id:
+        stored = await tenant_thread(subject.tenant, services.registry.storage_usage, subject.tenant, "")
+        num_versions, num_bytes = stored.num_versions, stored.num_bytes
+    limits = subject.quota
+    return {
+        "object": "quota",
+        "tenant": tenant_name,
+        "key_id": subject.key_id or None,
+        "limits": {
+            "requests_per_minute": limits.requests_per_minute,
+            "tokens_per_minute": limits.tokens_per_minute,
+            "tokens_per_day": limits.tokens_per_day,
+            "tokens_per_month": limits.tokens_per_month,
+            "concurrent_answers": limits.concurrent_answers,
+            "composed_adapters": limits.composed_adapters,
+            "adapter_versions": limits.adapter_versions,
+            "stored_bytes": limits.stored_bytes,
+        },
+        "used": {
+            "requests_per_minute": use.requests,
+            "tokens_per_minute": use.tokens,
+            "tokens_per_day": use.tokens_today,
+            "tokens_per_month": use.tokens_this_month,
+            "concurrent_answers": use.answers,
+            "adapter_versions": num_versions,
+            "stored_bytes": num_bytes,
+        },
+    }
+
+
+async def _describe_tenant(services: Services, tenant: str, tenant_name: str) -> QuotaObject:
+    quota = await control_thread(services.quota_store.find_tenant_quota, tenant)
+    return await _describe(services, tenant_name, Subject(tenant, "", quota))
+
+
+async def _describe_key(services: Services, key_id: str) -> QuotaObject:
+    subject = await control_thread(services.quota_store.find_key_subject, key_id)
+    owner = await control_thread(services.tenant_store.find_tenant, subject.tenant)
+    return await _describe(services, owner.name, subject)
+
+
+@router.get("/v1/quotas")
+async def list_quotas(key: UsageReader, services: Wired) -> ListObject[QuotaObject]:
+    """Lists the quotas that apply to requests with this key: the quota of its tenant and the quota of the key."""
+    own = await _describe_key(services, key.key_id)
+    return {"object": "list", "data": [await _describe_tenant(services, key.tenant, key.tenant_name), own]}
+
+
+@router.get("/admin/tenants/{tenant}/quota", responses=errors(NotFound))
+async def get_tenant_quota(tenant: NamedTenant, _operator: Operator, services: Wired) -> QuotaObject:
+    return await _describe_tenant(services, tenant.tenant_id, tenant.name)
+
+
+@router.patch("/admin/tenants/{tenant}/quota", responses=errors(NotFound, QuotaExceeded, DiskFull))
+async def change_tenant_quota(
+    tenant: NamedTenant, body: QuotaChanges, _operator: Operator, services: Wired
+) -> QuotaObject:
+    changes = body.model_dump(exclude_unset=True)
+
+    def check() -> None:
+        check_stored(changes, tenant.name, services.registry.storage_usage(tenant.tenant_id, ""))
+
+    await control_thread(services.quota_store.change_tenant_quota, tenant.tenant_id, changes, check)
+    return await _describe_tenant(services, tenant.tenant_id, tenant.name)
+
+
+@router.get("/admin/keys/{key_id}/quota", responses=errors(NotFound))
+async def get_key_quota(key_id: str, _operator: Operator, services: Wired) -> QuotaObject:
+    return await _describe_key(services, key_id)
+
+
+@router.patch("/admin/keys/{key_id}/quota", responses=errors(NotFound, DiskFull))
+async def change_key_quota(
+    key_id: str, body: QuotaChanges, _operator: Operator, services: Wired
+) -> QuotaObject:
+    changes = body.model_dump(exclude_unset=True)
+    await control_thread(services.quota_store.change_key_quota, key_id, changes)
+    return await _describe_key(services, key_id)

@@ -1,1 +1,0 @@
-"""The HTTP routes, one module for each concept. Routes contain no logic of their own."""

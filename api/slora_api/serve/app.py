@@ -1,0 +1,146 @@
+"""The ASGI application: the routes, with authentication, body limits and the request scope as layers around them."""
+
+import logging
+from http import HTTPStatus
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.routing import Match
+from starlette.types import ASGIApp
+
+from slora_adapters.errors import SloraError, StoreUnavailable
+from slora_api.adapters import model_routes as models
+from slora_api.adapters import routes as adapters
+from slora_api.adapters import vllm_routes as vllm_adapters
+from slora_api.batches import file_routes as files
+from slora_api.batches import routes as batches
+from slora_api.completions import limit_routes as limits
+from slora_api.completions import routes as completions
+from slora_api.completions import token_routes as tokens
+from slora_api.console import routes as console
+from slora_api.core.errors import error_response
+from slora_api.core.host_board import HostBoard
+from slora_api.core.request_context import Tracing
+from slora_api.embeddings import routes as embeddings
+from slora_api.http import docs_page as docs
+from slora_api.http import openapi
+from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
+from slora_api.http.request_scope import RequestScopeMiddleware
+from slora_api.keys import me_routes as me
+from slora_api.keys import routes as keys
+from slora_api.keys.admin_key import AdminKey
+from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator
+from slora_api.messages import routes as messages
+from slora_api.metrics import live_routes as live
+from slora_api.metrics import routes as health
+from slora_api.operations import audit_routes as audit
+from slora_api.operations import engine_routes as engines
+from slora_api.quotas import routes as quotas
+from slora_api.responses import routes as responses
+from slora_api.serve.services import Services
+from slora_api.tenants import routes as admin
+from slora_api.usage import routes as usage
+
+__all__ = ["ROUTES", "make_app", "make_router"]
+
+logger = logging.getLogger(__name__)
+
+_MODULES = (
+    *(
+        completions,
+        responses,
+        messages,
+        embeddings,
+        tokens,
+        models,
+        limits,
+        me,
+        live,
+        adapters,
+        vllm_adapters,
+        usage,
+        quotas,
+        admin,
+        keys,
+        engines,
+        audit,
+    ),
+    *(files, batches),
+    *(health, openapi, docs, console),
+)
+ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
+# Starlette selects a handler by the error's class. The handler of Exception answers bugs, which RequestScopeMiddleware
+# logs.
+_ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, StoreUnavailable):  # The answer to a tenant omits the details.
+        logger.warning("request %s: %s", request.state.request_id, error)
+    answer = error_response(error, for_operator=is_operator(request))
+    if answer.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        answer.headers["Allow"] = ", ".join(sorted(_allowed_methods(request)))
+    return answer
+
+
+def _allowed_methods(request: Request) -> set[str]:
+    """Returns the methods of all routes with this path. Starlette names only the methods of the first route."""
+    return {
+        method
+        for route in ROUTES
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    }
+
+
+def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAPI:
+    """Makes the application with the routes, but without the layers that guard them. FastAPI's documentation pages are
+    off, because they load scripts from other hosts.
+    """
+    check_routes(ROUTES)
+    # `include_router` would build each route a second time, at the first request.
+    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None, routes=[*ROUTES])
+    app.state.services = services
+    app.state.has_bootstrap_key = has_bootstrap_key
+    app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
+    app.state.docs_page = docs.DocsPage(app.state.openapi_document)
+    for kind in _ERRORS:
+        app.add_exception_handler(kind, _answer_error)
+    return app
+
+
+def make_app(
+    services: Services,
+    admin_key: AdminKey | None,
+    board: HostBoard | None = None,
+    tracing: Tracing | None = None,
+) -> ASGIApp:
+    """Makes the application: the routes and the layers around them. The last layer added is the outermost, so it sees a
+    request first.
+
+    admin_key: the bootstrap key, if there is one. board: None if this process is the only API process. tracing: if
+    None, no spans are made.
+    """
+    settings = services.settings
+    app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
+    app = AuthenticationMiddleware(
+        app,
+        services.key_store,
+        services.key_use,
+        services.running,
+        admin_key,
+        admits_gateways=settings.gateway_metrics,
+    )
+    body_limits = BodyLimits(
+        settings.max_body_bytes,
+        settings.max_upload_bytes,
+        settings.min_body_bytes_per_s,
+        max_file_bytes=settings.max_file_bytes,
+        find_max_model_len=services.generator.find_max_model_len,
+    )
+    app = BodyLimitMiddleware(app, body_limits, board)
+    return RequestScopeMiddleware(app, services.generator.metrics.answered, tracing)

@@ -1,0 +1,190 @@
+"""The child processes that `slora serve` supervises, with their arguments and environments."""
+
+import asyncio
+import json
+import logging
+import os
+import sys
+from asyncio.subprocess import DEVNULL, PIPE
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from slora.core.errors import ConfigError
+from slora_adapters.loader.loader_config import LoaderConfig
+from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_api.core.data_dir import DataDir
+from slora_api.core.settings import Settings, choose_host_cache_bytes
+from slora_api.sandbox.grammar_checks import has_compiler
+from slora_api.serve.base_model_files import BaseModelFiles
+from slora_api.serve.sockets import Sockets
+from slora_api.serve.supervisor import Child
+from slora_kernels.kernel_cache import FALLBACK_VARIABLE
+from slora_kernels.machine_limits import machine_limits
+
+__all__ = ["SANDBOXES", "await_sandboxes", "engine", "engines_and_loader", "loader", "store_url"]
+
+logger = logging.getLogger(__name__)
+
+# The modules of the processes that read untrusted input. They start with the first such input.
+_SANDBOX_MODULES = (
+    "slora_api.sandbox.template_process",
+    "slora_api.sandbox.grammar_process",
+    "slora_adapters.inspection.inspection_process",
+)
+# The name of this part of the start in `Readiness.unfinished`.
+SANDBOXES = "sandboxes"
+_GRAMMAR_LIBRARY = "llguidance"
+_SANDBOX_START_S = 120.0
+_SANDBOX_PAUSE_S = 5.0
+
+
+def store_url(settings: Settings, data: DataDir) -> str:
+    return settings.store or str(data.adapters)
+
+
+def _split_names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def engines_and_loader(
+    settings: Settings, model: BaseModelFiles, data: DataDir, sockets: Sockets
+) -> list[Child]:
+    limits = machine_limits()
+    environment = pass_on(os.environ, ENGINE_VARIABLES)
+    if settings.replicas > 1 and limits.num_threads < len(limits.cores):
+        # Each engine sees the whole CPU quota of the control group, so it cannot know that it has a part.
+        environment.setdefault("OMP_NUM_THREADS", str(max(1, limits.num_threads // settings.replicas)))
+    return [
+        loader(settings, model, sockets, store_url(settings, data)),
+        *(
+            engine(
+                settings,
+                model,
+                sockets,
+                data,
+                path.stem,
+                {"socket": str(path)},
+                choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
+                if settings.engine.device != "cpu"
+                else environment,
+                cores=choose_cores(limits.cores, number, settings.replicas),
+            )
+            for number, path in enumerate(sockets.engines)
+        ),
+    ]
+
+
+def loader(settings: Settings, model: BaseModelFiles, sockets: Sockets, store: str) -> Child:
+    config = LoaderConfig(
+        socket=sockets.loader,
+        store=store,
+        warm=settings.redis or None,
+        shape=model.shape,
+        dtype=model.dtype,
+        host_cache_bytes=choose_host_cache_bytes(settings),
+        max_lora_rank=settings.engine.max_lora_rank,
+        num_ranks=settings.engine.tensor_parallel_size,
+    )
+    # The arguments are passed in a file, because the URLs of the stores may contain passwords, and every user of the
+    # machine can read a command line.
+    return Child(
+        "loader",
+        "slora_adapters.loader.loader_process",
+        ["--log-format", settings.log_format, sockets.write_arguments("--config", config.to_json())],
+        pass_on(os.environ, (*LOADER_VARIABLES, *_split_names(settings.store_environment))),
+        waits_for_others=True,
+    )
+
+
+def engine(
+    settings: Settings,
+    model: BaseModelFiles,
+    sockets: Sockets,
+    data: DataDir,
+    name: str,
+    place: Mapping[str, Any],
+    environment: Mapping[str, str],
+    *,
+    cores: Collection[int] = (),
+    descriptors: tuple[int, ...] = (),
+) -> Child:
+    """place: where the engine listens, as fields of its `ProcessConfig`."""
+    config = {
+        **place,
+        "loader_socket": str(sockets.loader),
+        "usage_directory": str(data.usage),
+        "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
+    }
+    return Child(
+        name,
+        "slora.engine.process",
+        ["--log-format", settings.log_format, "--config", json.dumps(config)],
+        {**environment, FALLBACK_VARIABLE: str(data.kernels)},
+        descriptors=descriptors,
+        cores=cores,
+    )
+
+
+async def _try_sandboxes() -> str | None:
+    """Starts a process that imports what the sandboxes and inspections need, in their environment. Returns why it
+    failed, or None.
+    """
+    modules = [*_SANDBOX_MODULES, *([_GRAMMAR_LIBRARY] if has_compiler() else [])]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", "import " + ", ".join(modules),
+        stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=pass_on(os.environ, BASE_VARIABLES),
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(_SANDBOX_START_S):
+            _, errors = await process.communicate()
+    except TimeoutError:
+        return f"it did not start within {_SANDBOX_START_S:g} s"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == 0:
+        return None
+    return (errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+
+
+async def await_sandboxes(unfinished: dict[str, str]) -> None:
+    """Tries the sandboxes until they work. Until then, `unfinished` says why the server is not ready."""
+    while (trouble := await _try_sandboxes()) is not None:
+        unfinished[SANDBOXES] = f"the processes for uploads, chat templates and forms do not start: {trouble}"
+        logger.error("%s; trying again in %g s", unfinished[SANDBOXES], _SANDBOX_PAUSE_S)
+        await asyncio.sleep(_SANDBOX_PAUSE_S)
+    unfinished.pop(SANDBOXES, None)
+
+
+def choose_gpus(
+    environment: dict[str, str], number: int, num_replicas: int, num_gpus: int = 1
+) -> dict[str, str]:
+    """Returns the environment of one engine, with GPUs of its own. num_gpus: of each engine.
+
+    An operator's CUDA_VISIBLE_DEVICES is divided among the engines. Raises ConfigError if it has too few devices. An
+    empty value hides all GPUs from all engines. On a machine without GPUs, the result has no effect.
+    """
+    num_needed = num_replicas * num_gpus
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if num_replicas == 1 or visible == "":
+        return environment
+    devices = list(map(str, range(num_needed))) if visible is None else visible.split(",")
+    if len(devices) < num_needed:
+        ranks = f" with --tensor-parallel-size {num_gpus}" if num_gpus > 1 else ""
+        raise ConfigError(
+            f"CUDA_VISIBLE_DEVICES={visible} has {len(devices)} devices, but --replicas {num_replicas}{ranks} needs "
+            f"{num_needed}: name more devices, or use fewer replicas, or use --device cpu"
+        )
+    return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(devices[number * num_gpus :][:num_gpus])}
+
+
+def choose_cores(cores: Sequence[int], number: int, num_replicas: int) -> Sequence[int]:
+    """Returns the cores of one engine; empty if it is not bound to cores. Torch starts one thread for each.
+
+    Worked example: 7 cores and 3 engines. Engine 0 gets 2 cores, engine 1 gets 2 and engine 2 gets 3.
+    """
+    if num_replicas == 1 or len(cores) < num_replicas:
+        return ()
+    return cores[number * len(cores) // num_replicas : (number + 1) * len(cores) // num_replicas]

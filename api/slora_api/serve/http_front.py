@@ -1,0 +1,85 @@
+"""Serves HTTP in this process until a signal stops it."""
+
+import asyncio
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from slora_adapters.process.shortage import Work, run_despite_shortage
+from slora_api.completions.request_limiter import RequestLimiter
+from slora_api.http.http_server import HttpServer
+
+__all__ = ["Front", "HttpFront", "run_until_stopped"]
+
+
+class Front(Protocol):
+    """The part of the server that answers HTTP requests: either this process or its API workers."""
+
+    async def run(self) -> None:
+        """Serves until `stop` is called and the requests in progress have ended."""
+
+    def stop(self, *, at_once: bool) -> None:
+        """Makes `run` end. at_once: do not wait for requests in progress."""
+
+
+class HttpFront:
+    """Answers the requests of `listener` in this process."""
+
+    def __init__(self, server: HttpServer, listener: socket.socket) -> None:
+        self._server = server
+        self._listener = listener
+
+    async def run(self) -> None:
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self, *, at_once: bool) -> None:
+        self._server.force_exit = at_once
+        self._server.should_exit = True
+
+
+async def run_until_stopped(
+    front: Front,
+    limiter: RequestLimiter,
+    work: Sequence[Work],
+    announce_start: Callable[[], None] = lambda: None,
+    announce_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Serves until a signal arrives or a part of `work` fails. Raises the error of the failed part.
+
+    work: starts again after a pause if the machine lacks a resource, such as threads.
+    announce_start: called as soon as signals are handled. announce_stop: called at the first signal.
+    """
+
+    def stop() -> None:
+        # After a second signal, the server does not wait for requests in progress.
+        is_second = limiter.stopping
+        limiter.stop()
+        front.stop(at_once=is_second)
+        if not is_second:
+            announce_stop()
+
+    def handle_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop)
+
+    # Twice, because uvicorn replaces the handlers.
+    handle_signals()
+    serving = asyncio.create_task(front.run())
+    await asyncio.sleep(0)
+    handle_signals()
+    announce_start()
+    tasks = [asyncio.create_task(run_despite_shortage(one)) for one in work]
+    watched = {serving, *tasks}
+    try:
+        while not serving.done():
+            done, watched = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+    finally:
+        if not serving.done():
+            front.stop(at_once=False)
+        await asyncio.gather(serving, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

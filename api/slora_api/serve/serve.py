@@ -1,0 +1,230 @@
+"""`slora serve`: the composition root, which creates and closes all parts of a server.
+
+The order is: data directory and its lock, secrets, database, adapters, child processes, HTTP. The server accepts
+connections before the engine is ready (see /readyz). At the end, HTTP stops first.
+"""
+
+import argparse
+import asyncio
+import logging
+import math
+import os
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from slora.client.replica_group import ReplicaGroup
+from slora.core.errors import ConfigError, SloraError
+from slora.core.setting import SettingRefused
+from slora_adapters.errors import DiskFull
+from slora_adapters.process.logs import print_line, set_up_logging
+from slora_adapters.process.shortage import Work, run_event_loop
+from slora_api.completions.request_limiter import RequestLimiter
+from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
+from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.core.key_masking import mask_keys
+from slora_api.core.request_context import RequestFields
+from slora_api.core.server_address import own_url
+from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
+from slora_api.http.http_server import HttpServer
+from slora_api.http.listener import open_listener
+from slora_api.keys.admin_key import AdminKey, open_admin_key
+from slora_api.keys.api_key import Pepper
+from slora_api.metrics.metrics_files import open_metrics_files
+from slora_api.serve.api_process import (
+    background_work,
+    connection_limits,
+    limit_garbage_collection,
+    make_batch_runner,
+    open_services,
+    prefer_event_loop,
+)
+from slora_api.serve.api_workers import ApiWorkers
+from slora_api.serve.app import make_app
+from slora_api.serve.base_model_files import BaseModelFiles
+from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader
+from slora_api.serve.demo import (
+    DemoTenant,
+    describe_demo,
+    find_demo_adapters,
+    find_demo_directory,
+    set_up_demo,
+)
+from slora_api.serve.device import check_num_gpus
+from slora_api.serve.host_state import HostState
+from slora_api.serve.http_front import Front, HttpFront, run_until_stopped
+from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
+from slora_api.serve.services import Services
+from slora_api.serve.sockets import open_sockets
+from slora_api.serve.supervisor import Child, Supervisor
+from slora_api.serve.tracing import open_tracing
+
+__all__ = ["ClusterEngines", "main", "run_server", "serve_demo"]
+
+logger = logging.getLogger("slora.serve")
+
+_POLL_S = 0.05
+_DEMO = "demo"
+
+
+def _url(listener: socket.socket) -> str:
+    """Returns the URL of the server for clients on this machine."""
+    host, port = listener.getsockname()[:2]
+    return own_url(host, port)
+
+
+async def _announce_ready(services: Services, data: DataDir, board: HostBoard, url: str) -> None:
+    """Sets up the demo if it is configured, and prints when all processes are ready."""
+    settings, client = services.settings, services.generator.client
+    # Check the demo first, so that a demo without adapters fails before the engine has started.
+    adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
+    unfinished = services.generator.readiness.unfinished
+    while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
+        await asyncio.sleep(_POLL_S)
+    tenants: Sequence[DemoTenant] = ()
+    if adapters:
+        try:
+            tenants = await set_up_demo(
+                adapters, services.tenant_store, services.key_store, services.publisher, data.demo_keys
+            )
+        except DiskFull as error:
+            logger.error("the demo could not be set up: %s", error)
+    unfinished.pop(_DEMO, None)
+    info = client.info
+    kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
+    print_line(
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages"
+    )
+    if tenants:
+        print_line(describe_demo(url, tenants))
+
+
+def _announce_start(url: str, admin_key: AdminKey | None) -> None:
+    print_line(f"slora: listening on {url}; the engine is starting")
+    if admin_key is not None and admin_key.shown_once is not None:
+        print_line(f"slora: admin key, shown only once: {admin_key.shown_once}")
+
+
+def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
+    print_line(
+        f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
+        f"{math.ceil(drain_s)} s at most; a second signal stops at once"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterEngines:
+    """Engines that a cluster runs, for a server without engines of its own.
+
+    files: the list of these engines. children: the processes that keep the list up to date. They are not needed to
+    answer requests, so a stall of them does not stop the server.
+    """
+
+    files: ReplicaListFiles
+    children: Sequence[Child]
+
+
+async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None) -> None:
+    limits = connection_limits(settings)
+    model = BaseModelFiles(settings)
+    if cluster is None:
+        check_num_gpus(settings.engine)
+    async with AsyncExitStack() as stack:
+        data = stack.enter_context(open_data_dir(Path(settings.data_dir)))
+        ensure_temporary_directory(data)
+        listener = stack.enter_context(open_listener(settings.host, settings.port))
+        sockets = open_sockets(stack, data, settings.replicas)
+        pepper = Pepper.from_file(data.pepper)
+        client = ReplicaGroup(() if cluster else sockets.engines, settings.resume_seconds)
+        replicas = ReplicaList(cluster.files, client) if cluster else None
+        # The main process answers requests itself, or starts workers that answer them.
+        num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
+        board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
+        stack.callback(board.close)
+        services = await open_services(stack, settings, model, data, pepper, client, board, replicas=replicas)
+        if settings.demo:
+            services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
+        # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
+        # it.
+        is_needed = not services.key_store.has_operator_key()
+        admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
+        url = _url(listener)
+        data.advertise(url)
+        services.generator.readiness.unfinished[SANDBOXES] = (
+            "the processes for uploads and templates are being tried"
+        )
+        generator, restarts = services.generator, services.generator.metrics.restarts
+        supervisor = Supervisor(
+            cluster.children if cluster else engines_and_loader(settings, model, data, sockets),
+            settings.stall_seconds,
+            {} if cluster else generator.readiness.stalls,
+            lambda name: restarts.update([name]),
+        )
+        work: list[Work] = [
+            supervisor.run,
+            *background_work(services, client, services.pinning.refresh),
+            partial(await_sandboxes, generator.readiness.unfinished),
+            services.pinning.run,
+            services.publisher.sweep,
+            partial(_announce_ready, services, data, board, url),
+            *([replicas.follow] if replicas else []),
+        ]
+        front: Front
+        if settings.api_workers == 1:
+            app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
+            work.append(make_batch_runner(services).run)
+            front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
+        else:
+            work.append(HostState(generator, services.engines, board).publish)
+            metrics = open_metrics_files(stack, data, settings.api_workers)
+            front = ApiWorkers(
+                flags, model.started_at, metrics, sockets, listener, board,
+                settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
+            )  # fmt: skip
+        limit_garbage_collection()
+        prefer_event_loop()
+        await run_until_stopped(
+            front,
+            generator.limiter,
+            work,
+            lambda: _announce_start(url, admin_key),
+            lambda: _announce_stop(generator.limiter, settings.drain_seconds),
+        )
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Runs a server until a signal stops it. Returns the exit code."""
+    try:
+        settings = read_settings(vars(arguments), os.environ)
+    except (ConfigError, SettingRefused) as error:
+        print_line(f"slora: {error}", sys.stderr)
+        return 2
+    return run_server(settings, vars(arguments))
+
+
+def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None = None) -> int:
+    """Runs a server until a signal stops it. Returns the exit code. flags: see `read_settings`."""
+    set_up_logging(settings.log_format, "API", RequestFields(), mask=mask_keys)
+    for unknown in explain_unknown_variables(os.environ):
+        logger.warning("%s", unknown)
+    try:
+        run_event_loop(_serve(settings, flags, cluster))
+    except (SloraError, OSError, ValueError) as error:
+        print_line(f"slora: {error}", sys.stderr)
+        return 1
+    return 0
+
+
+def serve_demo(arguments: argparse.Namespace) -> int:
+    """Runs a server like `main`, with the demo that is part of slora."""
+    try:
+        arguments.demo = str(find_demo_directory())
+    except ConfigError as error:
+        print_line(f"slora: {error}", sys.stderr)
+        return 1
+    return main(arguments)

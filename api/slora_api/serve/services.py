@@ -1,0 +1,170 @@
+"""The objects that routes use. The composition root creates them once. A route receives them through a parameter of
+type `Wired`, the tenant that its path names through one of type `NamedTenant`, and the meter of a request that counts
+towards quotas through one of type `Metered`.
+"""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from inspect import iscoroutinefunction
+from typing import Annotated, Any
+
+from fastapi import Depends, Request, Response
+from fastapi.routing import APIRoute
+
+from slora_adapters.database.audit_log import AuditLog
+from slora_adapters.process.full_disk import DiskReserve
+from slora_adapters.registry.registry import Registry
+from slora_api.adapters.aliases import Aliases
+from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.served_model import ServedModel
+from slora_api.adapters.uploads import Uploads
+from slora_api.batches.batches import Batches
+from slora_api.completions.generation import Generator
+from slora_api.completions.prompt_encoder import PromptEncoder
+from slora_api.completions.prompt_tokenizer import PromptTokenizer
+from slora_api.completions.service_terms import background_id
+from slora_api.core.fair_slots import FairSlots
+from slora_api.core.settings import Settings
+from slora_api.core.threads import HOUSEKEEPING, tenant_slot
+from slora_api.http.field_types import IgnoredFields
+from slora_api.http.request_bounds import RequestBounds
+from slora_api.keys.authentication import InferenceKey, Operator
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_use import KeyUse
+from slora_api.keys.running_requests import RunningRequests
+from slora_api.metrics.adapter_references import AdapterReferences
+from slora_api.metrics.gateway_answer import GatewayAnswer
+from slora_api.metrics.live_feed import LiveFeed
+from slora_api.operations.engines import Engines
+from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
+from slora_api.quotas.quota_store import QuotaStore
+from slora_api.sandbox.chat_templates import ChatTemplates
+from slora_api.sandbox.grammar_checks import GrammarChecks
+from slora_api.serve.change_follower import ChangeFollower
+from slora_api.tenants.tenant_life import TenantLife
+from slora_api.tenants.tenant_store import Tenant, TenantStore
+from slora_api.usage.usage_report import UsageReport
+from slora_api.usage.usage_shipper import UsageShipper
+
+__all__ = ["Metered", "NamedTenant", "Services", "TenantRoute", "Wired", "open_meter"]
+
+# The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
+# by at most 1 ms.
+_WRITING_SLOTS = 3
+# The maximum number of long answers of one tenant that wait for a slot. `RequestLimiter` allows fewer answers in
+# progress.
+_MAX_WRITING = 4096
+
+# The maximum number of usage queries that run concurrently, and of queries of one tenant that wait for a slot.
+_READING_SLOTS = 3
+_MAX_READING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """The objects that the routes of one process use."""
+
+    settings: Settings
+    reserve: DiskReserve
+    tenant_store: TenantStore
+    audit_log: AuditLog
+    key_store: KeyStore
+    key_use: KeyUse
+    running: RunningRequests
+    catalog: ModelCatalog
+    publisher: Publisher
+    aliases: Aliases
+    pinning: Pinning
+    follower: ChangeFollower
+    uploads: Uploads
+    local_adapters: LocalAdapters
+    templates: ChatTemplates
+    grammars: GrammarChecks
+    generator: Generator
+    encoder: PromptEncoder
+    usage: UsageReport
+    tenant_life: TenantLife
+    registry: Registry
+    quota_store: QuotaStore
+    quotas: QuotaMeter
+    usage_shipper: UsageShipper
+    quarantine: Quarantine
+    batches: Batches
+    engines: Engines
+    live: LiveFeed
+    references: AdapterReferences
+    gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)
+    writing: FairSlots = field(
+        default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
+    )
+    reading: FairSlots = field(
+        default_factory=lambda: FairSlots(_READING_SLOTS, _MAX_READING, "queries of usage")
+    )
+
+    def bounds(self) -> RequestBounds:
+        """Returns the bounds of a request. Raises Starting while there is no engine."""
+        longest = self.encoder.tokenizer.longest_token_chars
+        return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
+
+    def prompt_tokenizer(
+        self, tenant: str, meter: RequestMeter, model: ServedModel, ignored: IgnoredFields
+    ) -> PromptTokenizer:
+        """Returns the tokenizer of one request. Raises Starting while there is no engine."""
+        return PromptTokenizer(
+            tenant, meter, model, self.encoder, self.templates, self.bounds(), self.settings, ignored
+        )
+
+
+async def _services(request: Request) -> Services:
+    # This is a coroutine, because FastAPI would call any other dependency on a thread.
+    services: Services = request.app.state.services
+    return services
+
+
+Wired = Annotated[Services, Depends(_services)]
+
+
+def find_named_tenant(tenant: str, _operator: Operator, services: Wired) -> Tenant:
+    """Returns the tenant that the path of an operator's request names. Raises NotFound."""
+    return services.tenant_store.find_named(tenant)
+
+
+# Whatever a route does afterwards, it does with the id of the tenant, because the name may change meanwhile.
+NamedTenant = Annotated[Tenant, Depends(find_named_tenant)]
+
+
+class TenantRoute(APIRoute):
+    """A route of tenants. FastAPI runs an endpoint that is a plain function on one of 40 threads, which it also needs
+    for operators. So a tenant's request holds a slot of the tenants' threads meanwhile.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if iscoroutinefunction(self.endpoint):
+            return handle
+
+        async def handle_in_slot(request: Request) -> Response:
+            async with tenant_slot(getattr(request.state.caller, "tenant", HOUSEKEEPING)):
+                return await handle(request)
+
+        return handle_in_slot
+
+
+async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
+    """Opens the meter before the body is read, so that every answer has the meter's headers.
+
+    The busiest routes call this function instead of declaring it as a dependency, because FastAPI would resolve the
+    dependencies of this function a second time for each request.
+    """
+    is_background = background_id(request) is not None
+    meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)
+    request.state.meter = meter
+    request.state.ignored = IgnoredFields(services.settings.unknown_fields == "ignore")
+    return meter
+
+
+Metered = Annotated[RequestMeter, Depends(open_meter)]

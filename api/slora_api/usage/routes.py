@@ -1,0 +1,100 @@
+"""/v1/usage for a tenant and /admin/usage for the operator: sums of the usage ledger by minute, hour or day."""
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Response
+from fastapi.responses import StreamingResponse
+
+from slora_api.core.errors import NotFound, TenantBusy
+from slora_api.core.threads import control_thread, tenant_thread
+from slora_api.http.openapi import errors
+from slora_api.keys.authentication import Operator, UsageReader
+from slora_api.serve.services import Services, Wired
+from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery
+
+__all__ = ["router"]
+
+router = APIRouter(tags=["usage"])
+
+# Operators' queries wait for slots under this name. No tenant has an empty name.
+_OPERATOR = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parameters:
+    """The query parameters of both routes. They have the names of OpenAI's usage API."""
+
+    start_time: str | None = None
+    end_time: str | None = None
+    bucket_width: BucketWidth = "1d"
+    group_by: Annotated[list[str] | None, Query()] = None
+    limit: int | None = None
+    page: str | None = None
+    format: Literal["json", "csv"] = "json"
+
+    def query(self, tenant: str | None, *, is_operator: bool) -> UsageQuery:
+        return UsageQuery.parse(
+            tenant=tenant,
+            width=self.bucket_width,
+            start_time=self.start_time,
+            end_time=self.end_time,
+            group_by=self.group_by or (),
+            limit=self.limit,
+            page=self.page,
+            now=time.time(),
+            is_operator=is_operator,
+        )
+
+
+_Asked = Annotated[_Parameters, Depends()]
+_CSV: dict[int | str, Any] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
+_ANSWERS = _CSV | errors(TenantBusy)
+
+
+@router.get("/v1/usage", response_model=UsagePageObject, responses=_ANSWERS)
+async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Response:
+    return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
+
+
+@router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS | errors(NotFound))
+async def show_usage(
+    asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
+) -> Response:
+    """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
+    tenant_id = None if tenant is None else await control_thread(services.tenant_store.find_id, tenant)
+    return await _answer(services, asked, asked.query(tenant_id, is_operator=True), _OPERATOR)
+
+
+async def _answer(services: Services, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
+    if asked.format == "json":
+        async with services.reading.hold(charged):
+            body = await tenant_thread(charged, services.usage.write_json, query)
+        return Response(body, media_type="application/json")
+    lines = _csv(services, query.for_csv(), charged)
+    # Read the first page before the status is sent, so that an error of the ledger can still be answered with its own
+    # status.
+    first = await anext(lines)
+    headers = {"Content-Disposition": 'attachment; filename="usage.csv"'}
+    return StreamingResponse(_joined(first, lines), media_type="text/csv; charset=utf-8", headers=headers)
+
+
+async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
+    """Yields the CSV of all pages from `start_time` to `end_time`. Holds no slot while the client reads a page."""
+    following: UsageQuery | None = query
+    with_header = True
+    while following is not None:
+        async with services.reading.hold(charged):
+            body, following = await tenant_thread(
+                charged, services.usage.write_csv, following, with_header=with_header
+            )
+        with_header = False
+        yield body
+
+
+async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for lines in others:
+        yield lines
