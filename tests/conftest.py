@@ -4,6 +4,7 @@ import atexit
 import gc
 import os
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 
 import pytest
@@ -24,6 +25,7 @@ if not torch.cuda.is_available() and "TRITON_INTERPRET" not in os.environ:
     assert "triton" not in sys.modules, "triton was imported before TRITON_INTERPRET=1 could be set"
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.support.covering import choose_covering
 from tests.support.triton_interpreter import hasten_interpreter
 
 # No deadline and no health check of the speed: machines differ, and a slow one must not fail a test. The quick run
@@ -60,8 +62,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--soak"):
+        _leave_to_soak(items)
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("soak")])
         items[:] = [item for item in items if not item.get_closest_marker("soak")]
+
+
+def _leave_to_soak(items: list[pytest.Item]) -> None:
+    """Marks the cases that the marker `covering` leaves out of the quick run."""
+    cases = defaultdict[str, list[pytest.Function]](list)
+    for item in items:
+        is_quick = item.get_closest_marker("covering") and not item.get_closest_marker("soak")
+        if is_quick and isinstance(item, pytest.Function):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for functions in cases.values():
+        (strength,) = next(functions[0].iter_markers("covering")).args
+        chosen = choose_covering([function.callspec.params for function in functions], strength)
+        for index in set(range(len(functions))) - set(chosen):
+            functions[index].add_marker(pytest.mark.soak)
 
 
 def pytest_collection_finish() -> None:

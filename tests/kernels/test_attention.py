@@ -85,6 +85,7 @@ def check_against_twin(
     check_close(attend(kernels, scene, rule), expected, units=1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("chunks", (DECODES, CHUNKS, MIXED), ids=("decode", "prefill", "mixed"))
 @pytest.mark.parametrize(
     ("dtype", "heads"),
@@ -180,6 +181,7 @@ def test_a_sequence_gets_the_same_bits_alone_and_in_a_batch(
         assert torch.equal(together[first:last], alone)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 @pytest.mark.parametrize("softcap", (None, 1.5), ids=("plain", "capped"))
 @pytest.mark.parametrize("chunk", ((1, 40), (5, 40), (12, 40)), ids=str)
@@ -200,6 +202,7 @@ def test_a_nan_key_makes_every_token_that_attends_to_it_nan(
         assert bool(out[:, :3].isfinite().all()) and bool(out[~seeing].isfinite().all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("side", (0, 1), ids=("k", "v"))
 def test_a_non_finite_token_affects_only_the_tokens_that_attend_to_it(

@@ -135,6 +135,7 @@ def check_pages(pages: Tensor, expected: Tensor, geometry: KVGeometry) -> None:
     assert bool((padding == 0xFF).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("normed", (False, True), ids=("plain", "normed"))
 @pytest.mark.parametrize(
     ("dtype", "heads", "rotated"),
@@ -187,6 +188,7 @@ def test_the_written_kv_of_a_token_does_not_depend_on_the_batch(kernels: Kernels
         assert torch.equal(alone[ids], pages[ids])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(
     "chunks", (DECODES, pytest.param(CHUNKS, marks=SLOW), MIXED), ids=("decode", "prefill", "mixed")
 )

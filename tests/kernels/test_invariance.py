@@ -65,6 +65,7 @@ def test_norms_and_activations(kernels: Kernels, dtype: torch.dtype, width: int)
         check_rows(lambda part, activation=activation: kernels.act_mul(x[part], activation))  # type: ignore[misc]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", ((72, 20), (128, 192)))
@@ -101,6 +102,7 @@ def add_lora(kernels: Kernels, scene: AdapterScene, site: LoraSite, x: Tensor) -
     return out
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", (1, 5, 17, 64))
 def test_adapters(kernels: Kernels, dtype: torch.dtype, rank: int) -> None:
@@ -126,9 +128,16 @@ def take_chunk(scene: AttentionScene, first: int, end: int) -> AttentionScene:
     return AttentionScene(scene.geometry, scene.pages, chunk, scene.q[first:end])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kernels", CPU_KERNELS, indirect=True)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"),
+    [
+        *((dtype, KVFormat.MODEL) for dtype in DTYPES),
+        (torch.float32, KVFormat.FP8),
+        pytest.param(torch.bfloat16, KVFormat.FP8, marks=pytest.mark.compiled_late),
+    ],
+)
 @pytest.mark.parametrize(
     ("heads", "window", "softcap"),
     (((2, 2, 64, 16), None, None), ((6, 2, 16, 8), 77, None), ((3, 1, 80, 16), None, 1.5)),

@@ -61,6 +61,7 @@ def make_inputs(
     return x.to(scene.dtype).to(device), out.to(scene.dtype).to(device)
 
 
+@pytest.mark.covering(2)
 @GROUPS
 @pytest.mark.parametrize(
     ("dtype", "layer"),

@@ -48,6 +48,7 @@ def test_a_norms_weight_may_be_wider_than_its_rows(kernels: Kernels, device: str
     check_close(kernels.add_rms_norm(x, residual, weight, 1e-6), expected, units=2)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", ((1, 64), (5, 1025), (3, 130)))

@@ -64,6 +64,7 @@ def unused_byte(number: float) -> int:
     return 0 if number == 0 else 0xFF
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", (1, 5, 17))
 @pytest.mark.parametrize("tokens", (1, 9))
@@ -89,6 +90,7 @@ def test_adapters_of_an_odd_rank(
     check(kernels, compute)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", (None, 21))
 @pytest.mark.parametrize("chunks", (((1, 1), (1, 70), (1, 33)), ((9, 9), (3, 70), (1, 17))), ids=str)

@@ -22,6 +22,7 @@ def make_weight(rows: int, width: int, form: torch.dtype, device: str) -> tuple[
     return values.to(device), torch.logspace(-4, -1, rows).to(device)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -23,6 +23,7 @@ def make_norms(head_dim: int, dtype: torch.dtype, device: str) -> QueryKeyNorm:
     return QueryKeyNorm(query, key, 1e-6)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("norm_dtype", (None, torch.float32, torch.bfloat16), ids=("plain", "wide", "normed"))
 @pytest.mark.parametrize(
     ("dtype", "heads"),

@@ -85,6 +85,7 @@ def test_only_sizes_with_the_same_order_of_additions_are_used(
     assert not torch.equal(multiply(x[:1]).float(), multiply(x)[:1].float()) or dtype != torch.float32
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", (False, True), ids=("plain", "biased"))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
