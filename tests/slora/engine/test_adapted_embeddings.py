@@ -28,7 +28,14 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", ["llama", "qwen2_tied", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        "qwen2_tied",
+        "gemma3_text",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "gemma2")),
+    ],
+)
 def test_parity_holds_with_chunks_and_preemption(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:

@@ -57,6 +57,7 @@ def name_adapters(kit: ModelKit, kind: str | None) -> list[LoraAdapter]:
     return [LoraAdapter(kit.adapters[name], weight=weight) for name, weight in weights.items()]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize(
     ("num_pages", "settings"),

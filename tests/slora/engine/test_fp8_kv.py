@@ -64,6 +64,7 @@ def test_an_fp8_pool_has_more_pages_of_the_same_tokens(kits: Kits) -> None:
     assert fp8.info.shape == plain.info.shape, "adapters are packed alike"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ENGINE_KERNELS)
 @pytest.mark.parametrize("model", ["llama", "gemma2", "mistral_window"])
 def test_log_probabilities_are_close_to_those_without_fp8(

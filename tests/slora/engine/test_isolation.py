@@ -38,7 +38,11 @@ def ask(name: str, adapter: AdapterVersion | None, length: int = 5, max_tokens: 
 
 @pytest.mark.parametrize(
     ("dtype", "kernels"),
-    [("float32", KERNELS), ("bfloat16", KERNELS), pytest.param("float32", "torch", marks=pytest.mark.soak)],
+    [
+        ("bfloat16", KERNELS),
+        pytest.param("float32", KERNELS, marks=pytest.mark.soak),
+        pytest.param("float32", "torch", marks=pytest.mark.soak),
+    ],
 )
 def test_the_previous_content_of_a_page_does_not_change_any_answer(
     kits: Kits, kernels: str, dtype: str

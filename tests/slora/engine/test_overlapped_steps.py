@@ -62,6 +62,7 @@ def make_requests(versions: dict, seed: int) -> list[list[EngineRequest]]:
     return arrivals
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "settings", [{}, {"max_num_seqs": 5, "max_num_batched_tokens": 9}], ids=["wide", "narrow"]
 )

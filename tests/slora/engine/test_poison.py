@@ -41,7 +41,7 @@ class HostPages:
     [
         ("llama", KERNELS),
         ("mistral_window", KERNELS),
-        ("gpt2", KERNELS),
+        pytest.param("gpt2", KERNELS, marks=pytest.mark.soak),
         pytest.param("llama", "torch", marks=pytest.mark.soak),
     ],
 )

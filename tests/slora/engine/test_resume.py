@@ -71,10 +71,11 @@ def check_cuts(start: Callable[[], Engine], request: EngineRequest, num_cuts: in
     return expected
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", ["llama", "mistral_window"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_resumed_request_continues_as_if_it_had_not_been_interrupted(
-    kits: Kits, model: str, name: str
+    kits: Kits, model: str, name: str, *, soak: bool
 ) -> None:
     kit = kits(model)
     source, versions = make_source(kit)
@@ -82,6 +83,7 @@ def test_a_resumed_request_continues_as_if_it_had_not_been_interrupted(
     check_cuts(
         lambda: make_engine(kit, source, 200, max_num_seqs=9, max_num_batched_tokens=20),
         EngineRequest(name, "t", PROMPT, adapters, CASES[name]),
+        3 if soak else 2,
     )
 
 

@@ -94,10 +94,20 @@ def judge(
     return sum((kit.oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
-# Each family once in the quick run. Four ranks have fewer KV heads than ranks.
+# In the quick run, one model for each way to divide: KV heads that several ranks share, biases, a tied head, fused
+# linears, shared experts, other experts, and norms with soft-caps. Four ranks have fewer KV heads than ranks.
+QUICK_SIZES = {
+    ("llama", 4),
+    ("llama_biased_linear_rope", 2),
+    ("qwen2_tied", 2),
+    ("phi3_window", 4),
+    ("qwen2_moe", 2),
+    ("mixtral", 4),
+    ("gemma2", 2),
+}
 SIZES = [
-    pytest.param(model, size, marks=[] if (size == 4) == (number % 2 == 0) else pytest.mark.soak)
-    for number, model in enumerate(MODELS)
+    pytest.param(model, size, marks=[] if (model, size) in QUICK_SIZES else pytest.mark.soak)
+    for model in MODELS
     for size in (2, 4)
 ]
 
@@ -153,9 +163,9 @@ def test_a_host_copy_is_released_after_all_ranks_have_read_it(
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str) -> None:
+def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str, *, soak: bool) -> None:
     kit = kits("llama")
-    prompts, kinds = mix(kit, num_each=3)
+    prompts, kinds = mix(kit, num_each=3 if soak else 1)
     settings: dict[str, int | str] = {
         "preemption": preemption, "max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11
     }  # fmt: skip
@@ -189,25 +199,26 @@ def test_forks_prompt_scores_and_a_vocabulary_that_does_not_divide_equal_those_o
                 assert abs(score.logprob - same.logprob) < 1e-4
 
 
-def check_against_one_rank(kit: ModelKit, size: int, **settings: str) -> None:
+def check_against_one_rank(kit: ModelKit, size: int, max_tokens: int, **settings: str) -> None:
     """Asserts that all adapters' answers on `size` ranks have the tokens and log-probabilities of one rank."""
     prompts, kinds = mix(kit)
     answers = []
     for num_ranks in (1, size):
         with divided_engine(kit, num_ranks, **settings) as (engine, _, versions):
-            answers.append(drive(engine, [make_requests(versions, prompts, kinds)]))
+            requests = make_requests(versions, prompts, kinds, max_tokens=max_tokens)
+            answers.append(drive(engine, [requests]))
     for key, one in answers[0].items():
         assert one.token_ids == answers[1][key].token_ids
         assert one.logprobs == pytest.approx(answers[1][key].logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])
-def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str) -> None:
-    check_against_one_rank(kits("qwen2"), 2, quantization=quantization)
+def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str, *, soak: bool) -> None:
+    check_against_one_rank(kits("qwen2"), 2, 12 if soak else 4, quantization=quantization)
 
 
-def test_quantized_experts_are_rounded_as_on_one_rank(kits: Kits) -> None:
-    check_against_one_rank(kits("qwen2_moe"), 2, quantization="int8")
+def test_quantized_experts_are_rounded_as_on_one_rank(kits: Kits, *, soak: bool) -> None:
+    check_against_one_rank(kits("qwen2_moe"), 2, 12 if soak else 4, quantization="int8")
 
 
 # In the quick run, one checkpoint for each way to store scales, and the packed one.
@@ -219,11 +230,11 @@ QUICK_CHECKPOINTS = ("compressed_int8_packed", "autofp8", "fbgemm_fp8", "deepsee
     [pytest.param(name, marks=[] if name in QUICK_CHECKPOINTS else pytest.mark.soak) for name in STORED],
 )
 def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
-    kits: Kits, tmp_path: Path, name: str
+    kits: Kits, tmp_path: Path, name: str, *, soak: bool
 ) -> None:
     kit = kits("llama")
     stored, _ = write_stored(kit, tmp_path, name)
-    check_against_one_rank(replace(kit, directory=stored), 4)
+    check_against_one_rank(replace(kit, directory=stored), 4, 12 if soak else 4)
 
 
 @pytest.mark.parametrize(
