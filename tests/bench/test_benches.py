@@ -127,8 +127,8 @@ def test_fairness_scenes_have_the_tenants_that_they_describe() -> None:
     assert fair_setup("fair").num_tenants == 2
 
 
-def test_fair_scheduling_gives_backlogged_tenants_equal_shares() -> None:
-    for row in share_rows(fair_setup("fair"), 100.0):
+def test_fair_scheduling_gives_backlogged_tenants_equal_shares(soak: bool) -> None:
+    for row in share_rows(fair_setup("fair"), 100.0 if soak else 50.0):
         # Who was idle finds the other one's requests running, which are not stopped for it.
         assert row["tenant 1 %"] == pytest.approx(50.0, abs=8.0 if "idle" in row["scene"] else 2.5)
 
@@ -146,8 +146,8 @@ def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little
     assert fair["prompt tokens/s"] > 0.6 * fcfs["prompt tokens/s"]
 
 
-def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:
-    trace = slora_trace(200, TWICE, 80.0)
+def test_early_abort_serves_more_in_time_though_it_serves_fewer(soak: bool) -> None:
+    trace = slora_trace(200, TWICE, 80.0 if soak else 30.0)
     for scheduling in ("fcfs", "fair"):
         patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
         assert early["attainment"] > patient["attainment"]
@@ -174,8 +174,10 @@ def test_a_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines() == ["", "numbers", "name      x", "a     1.500", "bb"]
 
 
-def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_affinity_alone() -> None:
-    rows = {row["policy"]: row for row in fleet_rows(50, 60.0)}
+def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_affinity_alone(
+    soak: bool,
+) -> None:
+    rows = {row["policy"]: row for row in fleet_rows(50, 60.0 if soak else 25.0)}
     assert list(rows) == list(FLEET_POLICIES)
     slora = rows["slora"]
     assert slora["loads"] < rows["power of two"]["loads"] and slora["loads"] < rows["random"]["loads"]

@@ -25,9 +25,9 @@ SMALL = Sizes(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which measures real sizes")
 def test_every_place_and_every_attention_computes_what_torch_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
-    monkeypatch.setattr(layer_times, "PLACES", layer_times.PLACES[1:3])
+    monkeypatch.setattr(layer_times, "PLACES", layer_times.PLACES[1 : 3 if soak else 2])
     monkeypatch.setattr(layer_times, "LOADS", ((2, 8),))
     monkeypatch.setattr(layer_times, "ATTENTIONS", ((3, 40),))
     table = ResumedTable(tmp_path / "rows.jsonl", CPU)
