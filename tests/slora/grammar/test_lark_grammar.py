@@ -71,7 +71,7 @@ def write_at_random(
 def test_answers_of_random_schemas_are_valid(*, soak: bool) -> None:
     num_ended = 0
 
-    @settings(max_examples=1000 if soak else 60, suppress_health_check=list(HealthCheck), deadline=None)
+    @settings(max_examples=1000 if soak else 30, suppress_health_check=list(HealthCheck), deadline=None)
     @given(SCHEMAS, st.integers(0, 2**32))
     def check(schema: dict[str, object], seed: int) -> None:
         nonlocal num_ended
@@ -85,7 +85,7 @@ def test_answers_of_random_schemas_are_valid(*, soak: bool) -> None:
             Draft202012Validator(schema).validate(json.loads(TOKENIZER.decode(token_ids)))
 
     check()
-    assert num_ended >= (600 if soak else 30), "too few answers ended for this test to prove anything"
+    assert num_ended >= (600 if soak else 15), "too few answers ended for this test to prove anything"
 
 
 @pytest.mark.parametrize("seed", range(5))

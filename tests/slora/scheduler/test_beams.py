@@ -103,10 +103,10 @@ def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer])
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [
-        ("llama", 250, {}),
+        pytest.param("llama", 250, {}, marks=pytest.mark.soak),
         ("llama", 250, {"max_num_seqs": 5, "max_num_batched_tokens": 9}),
         ("llama", 42, {"preemption": "recompute"}),
-        ("llama", 42, {"preemption": "recompute", "prefix_cache": "off"}),
+        pytest.param("llama", 42, {"preemption": "recompute", "prefix_cache": "off"}, marks=pytest.mark.soak),
         ("llama", 42, {"preemption": "swap", "swap_bytes": 4 << 20}),
         ("mistral_window", 36, {"max_num_seqs": 11, "max_num_batched_tokens": 13}),
     ],
@@ -182,11 +182,11 @@ def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits
     assert plain != expected
 
 
-def test_beams_never_read_kv_written_into_pages_that_they_freed(kits: Kits) -> None:
+def test_beams_never_read_kv_written_into_pages_that_they_freed(kits: Kits, *, soak: bool) -> None:
     """Searches and requests with several choices run in one batch. Each must get the answer that it gets alone."""
     kit = kits("llama")
     source, versions = make_source(kit)
-    asked = ask_many(versions, 10, max_tokens=(16, 24))
+    asked = ask_many(versions, 10 if soak else 5, max_tokens=(16, 24))
     plain = [
         replace(
             request,
@@ -199,7 +199,7 @@ def test_beams_never_read_kv_written_into_pages_that_they_freed(kits: Kits) -> N
     alone: dict[str, Answer] = {}
     for request in requests:
         alone |= drive(make_engine(kit, source, 200), [[request]])
-    engine = make_engine(kit, source, 40)
+    engine = make_engine(kit, source, 40 if soak else 30)
     poison(engine)
     together = drive(engine, [requests[at : at + 4] for at in range(0, len(requests), 4)])
     assert engine.stats().preemptions > 0

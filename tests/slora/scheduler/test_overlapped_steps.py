@@ -128,7 +128,8 @@ class Player:
 @pytest.mark.parametrize("faults", [False, True])
 def test_random_requests_get_the_same_tokens_with_and_without_overlap(*, faults: bool, soak: bool) -> None:
     num_compared = num_stopped = 0
-    for seed in range(5000 if soak else 30):
+    num_seeds = 5000 if soak else 12
+    for seed in range(num_seeds):
         plain, overlapped = (Player(seed, overlap=overlap, faults=faults) for overlap in (False, True))
         plain.play()
         overlapped.play()
@@ -146,7 +147,7 @@ def test_random_requests_get_the_same_tokens_with_and_without_overlap(*, faults:
             elif key[0] in plain.aborted:
                 shorter = min(len(mine), len(theirs))
                 assert mine[:shorter] == theirs[:shorter], (seed, key)
-    assert num_compared > 200 and num_stopped > 100
+    assert num_compared > 6 * num_seeds and num_stopped > 3 * num_seeds
 
 
 def test_an_adapter_that_is_copied_beside_a_step_is_used_by_the_next_step() -> None:

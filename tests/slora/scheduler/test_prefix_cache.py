@@ -116,7 +116,6 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 
 
 QUICK_CASES = [
-    ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
     ("llama", 27, SWAP | SLICES),
     (
         "mistral_window",
@@ -126,6 +125,7 @@ QUICK_CASES = [
     ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
 ]
 OTHER_CASES = [
+    ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
     ("llama", 200, PUBLIC | CHUNKS),
     ("phi3_longrope", 200, CHUNKS),
     ("llama", 200, {}),
