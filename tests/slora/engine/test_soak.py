@@ -165,7 +165,7 @@ def test_after_random_requests_and_aborts_every_page_is_free_or_cached(
     kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
 ) -> None:
     kit = kits("llama")
-    count = 10_000 if soak else 120
+    count = 10_000 if soak else 80
     with tempfile.TemporaryDirectory() as root:
         stack = EngineStack(Path(root), kit, num_pages=45, max_num_seqs=16, max_num_batched_tokens=64)
         try:
