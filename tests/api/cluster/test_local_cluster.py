@@ -159,7 +159,7 @@ def test_a_local_cluster_loses_no_stream_when_an_engine_and_an_actor_of_ray_are_
 ) -> None:
     with deployed(kit.base, tmp_path / "data", "--replicas", "2") as cluster:
         served = cluster.served
-        alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 24, 150)
+        alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 10, 100)
         cluster.wait_for_replicas(2)
         secret = (served.data_dir / "cluster-secret").read_text()
         for process in psutil.Process(served.process.pid).children(recursive=True):
@@ -172,6 +172,7 @@ def test_a_local_cluster_loses_no_stream_when_an_engine_and_an_actor_of_ray_are_
         cluster.wait_for_replicas(2)
 
 
+@pytest.mark.soak
 def test_settings_with_which_no_replica_can_start_end_the_command_with_the_reason(
     kit: Kit, tmp_path: Path
 ) -> None:

@@ -55,6 +55,7 @@ def test_an_upload_shows_each_reason_for_refusal_and_then_the_certificate(
     view.check_accessibility()
 
 
+@pytest.mark.soak
 def test_a_key_without_a_scope_gets_no_controls_for_it(platform: Platform, view: ConsolePage) -> None:
     platform.upload(platform.key("readers"), "greeter").raise_for_status()
     with platform.client(ADMIN_KEY) as admin:

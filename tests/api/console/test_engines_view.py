@@ -1,5 +1,6 @@
 """The rows of the engines in the view Pool, and the restart of an engine."""
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.api.console.browser import ConsolePage
@@ -26,6 +27,7 @@ def test_an_operator_sees_the_engines_and_restarts_them(platform: Platform, view
     platform.engine.reset()
 
 
+@pytest.mark.soak
 def test_a_tenant_does_not_see_the_engines(platform: Platform, view: ConsolePage) -> None:
     platform.engine.names = ("engine-0", "engine-1")
     view.sign_in(platform.key("no-operator"), "pool")

@@ -49,6 +49,7 @@ def upload(server: Served, key: str, kit: Kit, name: str) -> None:
         client.post("/v1/adapters", data={"name": name}, files=parts).raise_for_status()
 
 
+@pytest.mark.soak
 def test_the_pool_shows_the_pages_of_running_requests(server: Served, console: ConsolePage, kit: Kit) -> None:
     key = make_key(server, "pool-owner")["key"]
     upload(server, key, kit, _ODD_NAME)
@@ -85,6 +86,7 @@ def test_the_traffic_of_a_tenant_is_its_own(server: Served, console: ConsolePage
         console.check_accessibility()
 
 
+@pytest.mark.soak
 def test_a_key_without_the_scope_has_no_live_views(server: Served, console: ConsolePage) -> None:
     console.sign_in(make_key(server, "no-live", scopes=["inference"])["key"], "pool")
     assert not {"Pool", "Traffic"} & set(console.views())

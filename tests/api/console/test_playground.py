@@ -52,6 +52,7 @@ def test_one_prompt_is_answered_by_an_adapter_and_the_base_side_by_side(
     view.check_accessibility()
 
 
+@pytest.mark.soak
 def test_a_key_that_is_revoked_while_its_answer_streams_is_signed_out(
     platform: Platform, view: ConsolePage
 ) -> None:

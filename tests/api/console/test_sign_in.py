@@ -52,6 +52,7 @@ def test_a_link_with_a_key_signs_in_and_the_key_leaves_the_address(
     assert console.page.evaluate("sessionStorage.length + localStorage.length") == 0
 
 
+@pytest.mark.soak
 def test_a_revoked_key_is_signed_out_with_the_reason(server: Served, console: ConsolePage) -> None:
     console.allow(_UNAUTHORIZED)
     made = make_key(server, "console-revoked")
@@ -76,6 +77,7 @@ def test_a_key_sees_the_views_of_its_scopes_and_names_are_shown_as_text(
     assert "Tenants" not in console.views()
 
 
+@pytest.mark.soak
 def test_an_operators_key_signs_in(server: Served, console: ConsolePage) -> None:
     console.sign_in(ADMIN_KEY)
     expect(console.page.locator(".who")).to_contain_text("operator")

@@ -40,6 +40,7 @@ def test_a_new_key_is_shown_once_and_names_are_shown_as_text(platform: Platform,
         assert client.get("/v1/me").status_code == 401
 
 
+@pytest.mark.soak
 def test_an_operator_sees_and_pins_adapters_that_were_never_used(
     platform: Platform, view: ConsolePage
 ) -> None:

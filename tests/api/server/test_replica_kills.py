@@ -148,6 +148,7 @@ def check_kills(served: Served, keys: Sequence[str], bodies: Sequence[Any], num_
     return int(sum(metrics.get(name, 0) for name in restarts))
 
 
+@pytest.mark.soak
 def test_streams_of_engines_killed_at_random_equal_those_left_alone_and_are_billed_once(
     kit: Kit, tmp_path: Path
 ) -> None:

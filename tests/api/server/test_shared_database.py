@@ -250,6 +250,7 @@ def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one
         assert answer.headers["x-slora-adapter"] == "voice@2", answer.text
 
 
+@pytest.mark.soak
 def test_two_servers_with_engines_of_their_own_serve_the_same_adapters(
     kit: Kit, tmp_path: Path, shared_postgresql: PostgresqlServer
 ) -> None:

@@ -172,7 +172,7 @@ def heeded_interrupts() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("heeded_interrupts")
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.soak)])
 def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: signal.Signals) -> None:
     tenant_store = platform.services.tenant_store
     variables = environment(SLORA_URL=platform.url, SLORA_ADMIN_KEY=ADMIN_KEY)
