@@ -45,7 +45,7 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
         served.wait_until_ready()
         key = served.make_key("t")
         # Blocks of its prompt stay in the prefix cache, under the adapter.
-        long = LONG | {"model": "voice", "prompt": "the quick brown fox " * 5, "max_tokens": 400}
+        long = LONG | {"model": "voice", "prompt": "the quick brown fox " * 5}
         free, held = 'slora_pages{state="free"}', 'slora_pages{state="held"}'
         before = served.metric(free)
         with served.client(key) as client:

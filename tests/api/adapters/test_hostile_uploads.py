@@ -64,7 +64,7 @@ def _send(client: httpx.Client, one: HostileUpload) -> httpx.Response:
 
 @pytest.fixture(scope="module")
 def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
-    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 24
+    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 72
     inspected ones.
 
     `tests/adapters/inspection/test_inspection.py` covers all inspected kinds without a server.
@@ -73,7 +73,7 @@ def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
     return {
         name: one
         for at, (name, one) in enumerate(every.items())
-        if soak or not one.inspected or at % 24 == 12
+        if soak or not one.inspected or at % 72 == 12
     }
 
 

@@ -289,8 +289,7 @@ class PlannedKill:
 
 
 def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
-    """One death at every step in soak. Otherwise, a push dies on both sides of the commit that counts, and the
-    deletion of a name in its middle.
+    """One death at every step in soak. Otherwise, a push dies on both sides of the commit that counts.
 
     A push commits its reservation first, then the adapter.
     """
@@ -303,7 +302,6 @@ def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
     return [
         PlannedKill("push", 1, 1, "COMMIT"),
         PlannedKill("push", 2, 1, "committed"),
-        PlannedKill("delete a name", 1, num_steps["delete a name"] // 2),
     ]
 
 

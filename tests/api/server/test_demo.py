@@ -34,7 +34,7 @@ DEMO = Path(__file__).parents[3] / "demo"
 PROMPT = "the quick brown fox"
 MAX_TOKENS = 160
 LOWEST_ACCURACY = 0.95
-NUM_SENTENCES = 4
+NUM_SENTENCES = 2
 NUM_JUDGED = 1  # of these are compared with peft; each needs one slow teacher-forced pass
 
 

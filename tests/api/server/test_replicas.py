@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,11 @@ from slora_api.serve.children import choose_cores, choose_gpus, engines_and_load
 from slora_api.serve.sockets import Sockets
 from tests.api.command import run_command
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, serving, wait_for
+from tests.api.served import ADMIN_KEY, Served, serving, wait_for
 from tests.support.child_processes import find_children
 
 BODY = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+SHORT = BODY | {"max_tokens": 8}
 
 
 def test_each_engine_has_a_socket_of_its_own(kit: Kit, tmp_path: Path) -> None:
@@ -74,54 +76,58 @@ def test_a_stalled_engine_beside_a_working_one_does_not_stop_the_server() -> Non
     assert readiness.stall == "the loader makes no progress"
 
 
-def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_engines(
-    kit: Kit, tmp_path: Path
-) -> None:
-    with serving(kit.base, tmp_path / "data", "--replicas", "2") as served:
+@pytest.fixture(scope="module")
+def pair(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with two engines, of which tests may kill one. Each test leaves both serving."""
+    with serving(kit.base, tmp_path_factory.mktemp("pair") / "data", "--replicas", "2") as served:
         served.wait_until_ready()
-        for number in range(2):
-            served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
-        if len(cores := os.sched_getaffinity(0)) > 1:
-            engines = find_children("slora.engine.process", served.process.pid, recursive=True)
-            shares = [frozenset(engine.cpu_affinity()) for engine in engines]
-            assert frozenset().union(*shares) == cores and not shares[0] & shares[1]
-        with served.client(served.make_key("acme")) as client:
-            alone = client.post("/v1/completions", json=BODY).json()
-            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
-                lines = (line for line in stream.iter_lines() if line.startswith("data: "))
-                first = next(lines)
-                # The other engine continues the stream if it was on this one.
-                victim = served.child("slora.engine.process")
-                victim.send_signal(signal.SIGKILL)
-                assert not psutil.wait_procs([victim], timeout=60)[1]
-                ready = client.get("/readyz")
-                assert ready.status_code == 200 and "Not serving: engine-" in ready.text
-                *rest, end = [first, *lines]
-            assert end == "data: [DONE]"
-            texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
-            assert "".join(texts) == alone["choices"][0]["text"]
-            assert client.post("/v1/completions", json=BODY).status_code == 200
-        wait_for(lambda: sum(map(served.metric, _serving_names())) == 2 or None, served.alive)  # type: ignore[arg-type]
+        wait_until_both_serve(served)
+        yield served
 
 
-def test_an_operator_restarts_an_engine_in_the_middle_of_its_stream(kit: Kit, tmp_path: Path) -> None:
-    with serving(kit.base, tmp_path / "data", "--replicas", "2") as served:
-        served.wait_until_ready()
-        for number in range(2):
-            served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
-        with served.client(served.make_key("acme")) as client, served.client(ADMIN_KEY) as admin:
-            alone = client.post("/v1/completions", json=BODY).json()
-            with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
-                lines = (line for line in stream.iter_lines() if line.startswith("data: "))
-                first = next(lines)
-                owner = next(one["name"] for one in _list_engines(admin) if one["running"])
-                assert admin.post(f"/admin/engines/{owner}/restart").status_code == 202
-                assert client.post("/v1/completions", json=BODY).status_code == 200
-                *rest, end = [first, *lines]
-            assert end == "data: [DONE]"
-            texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
-            assert "".join(texts) == alone["choices"][0]["text"]
-            wait_for(lambda: _is_restarted(_list_engines(admin), owner) or None, served.alive)
+def wait_until_both_serve(served: Served) -> None:
+    for number in range(2):
+        served.wait_for_metric(f'slora_replica_serving{{replica="engine-{number}"}}', 1)
+
+
+def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_engines(pair: Served) -> None:
+    if len(cores := os.sched_getaffinity(0)) > 1:
+        engines = find_children("slora.engine.process", pair.process.pid, recursive=True)
+        shares = [frozenset(engine.cpu_affinity()) for engine in engines]
+        assert frozenset().union(*shares) == cores and not shares[0] & shares[1]
+    with pair.client(pair.make_key("acme")) as client:
+        alone = client.post("/v1/completions", json=BODY).json()
+        with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            first = next(lines)
+            # The other engine continues the stream if it was on this one.
+            victim = pair.child("slora.engine.process")
+            victim.send_signal(signal.SIGKILL)
+            assert not psutil.wait_procs([victim], timeout=60)[1]
+            ready = client.get("/readyz")
+            assert ready.status_code == 200 and "Not serving: engine-" in ready.text
+            *rest, end = [first, *lines]
+        assert end == "data: [DONE]"
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
+        assert "".join(texts) == alone["choices"][0]["text"]
+        assert client.post("/v1/completions", json=SHORT).status_code == 200
+    wait_until_both_serve(pair)
+
+
+def test_an_operator_restarts_an_engine_in_the_middle_of_its_stream(pair: Served) -> None:
+    with pair.client(pair.make_key("acme")) as client, pair.client(ADMIN_KEY) as admin:
+        alone = client.post("/v1/completions", json=BODY).json()
+        with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as stream:
+            lines = (line for line in stream.iter_lines() if line.startswith("data: "))
+            first = next(lines)
+            owner = next(one for one in _list_engines(admin) if one["running"])
+            assert admin.post(f"/admin/engines/{owner['name']}/restart").status_code == 202
+            assert client.post("/v1/completions", json=SHORT).status_code == 200
+            *rest, end = [first, *lines]
+        assert end == "data: [DONE]"
+        texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
+        assert "".join(texts) == alone["choices"][0]["text"]
+        wait_for(lambda: _is_restarted(_list_engines(admin), owner) or None, pair.alive)
 
 
 @pytest.mark.soak
@@ -161,9 +167,6 @@ def _list_engines(admin: httpx.Client) -> list[dict[str, Any]]:
     return found
 
 
-def _is_restarted(engines: list[dict[str, Any]], name: str) -> bool:
-    return next(one["serving"] and one["restarts"] == 1 for one in engines if one["name"] == name)
-
-
-def _serving_names() -> list[str]:
-    return [f'slora_replica_serving{{replica="engine-{number}"}}' for number in range(2)]
+def _is_restarted(engines: list[dict[str, Any]], before: dict[str, Any]) -> bool:
+    (engine,) = (one for one in engines if one["name"] == before["name"])
+    return bool(engine["serving"] and engine["restarts"] == before["restarts"] + 1)
