@@ -5,12 +5,24 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import uvicorn.server
 from starlette.types import ASGIApp
 
 from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.http_server import HttpServer
 from slora_api.http.listener import open_listener
+
+
+class _ShortSleeps:
+    """asyncio for uvicorn, which looks ten times a second whether to end and sleeps once more before it does."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
 
 
 @contextmanager
@@ -44,10 +56,11 @@ def live_server(
             await at_end()
 
     thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    started.wait()
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with patch.object(uvicorn.server, "asyncio", _ShortSleeps()):
+        thread.start()
+        started.wait()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -278,7 +278,9 @@ def running_platform(
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper), tracing=tracing)
     background = [services.follower.run, services.running.run, pinning.run] if follows else []
     if runs_batches:
-        background.append(make_batch_runner(services).run)
+        runner = make_batch_runner(services)
+        runner._poll_s = 0.05
+        background.append(runner.run)
     with live_server(app, background, at_end=close, limits=connection_limits) as url:
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.

@@ -20,6 +20,12 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 PATH = "/v1/chat/completions"
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch notices every 2 s that it was cancelled, or that it may go on."""
+    monkeypatch.setattr(batch_run, "_RENEW_S", 0.1)
+
+
 @pytest.fixture
 def platform(tmp_path: Path) -> Iterator[Platform]:
     engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
