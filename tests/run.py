@@ -17,13 +17,16 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
-# Paths and options of pytest, the longest groups first. The tests of a group share models and servers.
+# Paths and options of pytest, the longest groups first. The tests of a group share models.
 _GROUPS = (
-    "tests/api --ignore=tests/api/server --ignore=tests/api/cli --ignore=tests/api/fuzz",
-    "tests/api/server tests/api/cli",
+    # The tests of these two groups share the servers of tests/api/conftest.py.
+    "tests/api/adapters tests/api/cli tests/api/console tests/api/generation tests/api/tenants",
+    "tests/api/server",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
     "tests/slora/engine tests/slora/llm",
     "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters",
+    "tests/api --ignore=tests/api/adapters --ignore=tests/api/cli --ignore=tests/api/console --ignore=tests/api/fuzz"
+    " --ignore=tests/api/generation --ignore=tests/api/server --ignore=tests/api/tenants",
     # The server of the last folder wakes 200 times a second until its group ends.
     "tests/adapters tests/api/fuzz",
 )
@@ -73,7 +76,7 @@ def _run_groups(options: list[str]) -> Iterator[int]:
         group, output, started_at = running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
         wall_s, cpu_s = time.monotonic() - started_at, used.ru_utime + used.ru_stime
-        with open(output, errors="replace") as file:
+        with open(output, errors="replace", encoding="utf-8") as file:
             file.seek(0)
             print(f"pytest {group}", file.read(), sep="\n", end="")
         print(f"exit status {code} after {wall_s:.0f} s, with {cpu_s:.0f} s of CPU time\n", flush=True)
