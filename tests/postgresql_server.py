@@ -69,8 +69,7 @@ def _group(user: str | None) -> int | None:
 def _run(folder: Path, user: str | None, *command: str | Path) -> str:
     done = subprocess.run(
         command, cwd=folder, user=user, group=_group(user), capture_output=True, text=True,
-        extra_groups=[] if user else None,
-    )  # fmt: skip
+        extra_groups=[] if user else None, encoding="utf-8")  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -183,7 +182,7 @@ class PostgresqlServer:
             self._process = None
 
     def _log(self) -> str:
-        return (self.folder / "log").read_text()[-2000:]
+        return (self.folder / "log").read_text(encoding="utf-8")[-2000:]
 
 
 @contextmanager

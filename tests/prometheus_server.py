@@ -73,7 +73,7 @@ def running_prometheus(config: Path) -> Iterator[PrometheusServer]:
             while True:
                 assert process.poll() is None and time.monotonic() < deadline, (
                     config.parent / "log"
-                ).read_text()
+                ).read_text(encoding="utf-8")
                 try:
                     if client.get("/-/ready").is_success:
                         break

@@ -68,7 +68,7 @@ class RedisServer:
         thread_id = next(
             int(task.name)
             for task in Path(f"/proc/{self._process.pid}/task").iterdir()
-            if (task / "comm").read_text().strip() == "bio_aof_fsync"
+            if (task / "comm").read_text(encoding="utf-8").strip() == "bio_aof_fsync"
         )
         stop_thread(thread_id)
         self._stopped_thread = thread_id
@@ -113,7 +113,7 @@ class RedisServer:
                     time.sleep(0.01)
 
     def _log(self) -> str:
-        return (self.folder / "log").read_text()[-2000:]
+        return (self.folder / "log").read_text(encoding="utf-8")[-2000:]
 
 
 def _free_port() -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("slora", "kernels", "adapters", "api", "bench", "demo", "docs")
+FOLDERS = ("slora", "kernels", "adapters", "api", "bench", "demo", "docs", "tests")
 # Modules whose `open` does not open a text file.
 _OTHER_OPENS = {"os", "webbrowser", "tarfile", "zipfile", "asyncio"}
 

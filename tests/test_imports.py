@@ -45,6 +45,7 @@ sys.meta_path[:] = [Finder() if finder is PathFinder else finder for finder in s
         capture_output=True,
         text=True,
         timeout=600,
+        encoding="utf-8",
     )
 
 

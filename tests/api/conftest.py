@@ -39,7 +39,10 @@ class Kit:
 def one_ca_certificate(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Clients trust one CA instead of all. Loading all takes 30 ms for each client, and these tests use no TLS."""
     path = tmp_path_factory.mktemp("ca") / "one.pem"
-    path.write_text("".join(Path(certifi.where()).read_text().partition("-----END CERTIFICATE-----")[:2]))
+    path.write_text(
+        "".join(Path(certifi.where()).read_text(encoding="utf-8").partition("-----END CERTIFICATE-----")[:2]),
+        encoding="utf-8",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(path))
         yield

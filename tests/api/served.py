@@ -56,7 +56,7 @@ def write_tokenizer(directory: Path) -> None:
     fast.add_special_tokens(["<eos>"])
     fast.save(str(directory / "tokenizer.json"))
     config = {"tokenizer_class": "TokenizersBackend", "eos_token": "<eos>", "chat_template": _TEMPLATE}
-    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    (directory / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def write_adapter(directory: Path, *, seed: int, model: str = "llama", **lora: object) -> Path:
@@ -215,7 +215,9 @@ def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> I
         process = ForkedProgram(*command[3:], environment=env, stderr=2)
         output = process.output
     else:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(env))
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=dict(env), encoding="utf-8"
+        )
         assert process.stdout is not None
         output = process.stdout
     served = Served(process, data_dir)

@@ -37,7 +37,11 @@ except ValueError:
 
 def log_lines(log_format: str) -> list[str]:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, log_format], capture_output=True, text=True, check=True
+        [sys.executable, "-P", "-c", _SCRIPT, log_format],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
     )
     assert KEY not in done.stderr and "slora_abcdefgh_***" in done.stderr
     return done.stderr.splitlines()

@@ -79,5 +79,6 @@ for name in sys.argv[1:]:
         capture_output=True,
         text=True,
         timeout=600,
+        encoding="utf-8",
     )
     assert done.returncode == 0, done.stderr

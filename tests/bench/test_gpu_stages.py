@@ -149,7 +149,7 @@ def test_the_summary_joins_the_stages_and_fits_on_a_screen(tmp_path: Path) -> No
         ),
     ]
     path = tmp_path / ROWS
-    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"stage": "dec')
+    path.write_text("\n".join(map(json.dumps, rows)) + '\n{"stage": "dec', encoding="utf-8")
     text = summarize(path)
     assert len(text) <= MAX_CHARACTERS
     step = next(line for line in text.splitlines() if line.lstrip().startswith("64  "))
@@ -184,7 +184,7 @@ def test_decode_steps_are_timed_and_profiled(tmp_path: Path) -> None:
     assert profiled.fill(profile_cases(decode.SMALL, make, tmp_path / "kernels"), 600)
     assert {row["case"] for row in profiled.rows()} == {"step", "mixed"}
     assert all(0 < row["GPU busy ms"] <= row["kernels ms"] for row in profiled.rows())
-    assert "aten::" in (tmp_path / "kernels").read_text()
+    assert "aten::" in (tmp_path / "kernels").read_text(encoding="utf-8")
     # The cases of a load run on the same engine.
     loads = ResumedTable(tmp_path / "load", CPU)
     assert loads.fill(islice(serving_cases(load.SMALL, make, loads.rows, tmp_path / "kernels"), 2), 600)
@@ -217,13 +217,14 @@ def test_all_stages_run_on_a_cpu_and_resume(tmp_path: Path) -> None:
             capture_output=True,
             text=True,
             timeout=1800,
+            encoding="utf-8",
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     printed = run(1200)
-    log = (tmp_path / LOG).read_text()
-    rows = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()]
+    log = (tmp_path / LOG).read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in (tmp_path / ROWS).read_text(encoding="utf-8").splitlines()]
     ended = {row["stage"]: row for row in rows if row.get("case") == "stage"}
     assert list(ended) == [stage.name for stage in STAGES]
     assert all(row["whole"] and row["error"] is None for row in ended.values()), log
@@ -232,6 +233,8 @@ def test_all_stages_run_on_a_cpu_and_resume(tmp_path: Path) -> None:
     # Run again, it measures nothing more, but starts no engine, either.
     begun = time.monotonic()
     run(1200)
-    again = [json.loads(line) for line in (tmp_path / ROWS).read_text().splitlines()][len(rows) :]
+    again = [json.loads(line) for line in (tmp_path / ROWS).read_text(encoding="utf-8").splitlines()][
+        len(rows) :
+    ]
     assert {row["case"] for row in again} <= {"stage", "tests", "server"}, again
     assert time.monotonic() > begun

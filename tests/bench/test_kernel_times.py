@@ -66,5 +66,8 @@ def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert ResumedTable(path, CPU).fill(cases(9), 60)
     assert measured == [0, 1, 2, 3] and len(ResumedTable(path, CPU).rows()) == 4
     # What another version measured does not count.
-    path.write_text(path.read_text().replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace(f'"torch": "{torch.__version__}"', '"torch": "0.1"'),
+        encoding="utf-8",
+    )
     assert ResumedTable(path, CPU).rows() == []

@@ -157,7 +157,7 @@ def test_a_contender_is_stopped_between_its_runs(kit: ModelKit, tmp_path: Path) 
     launch = Launch("mute", "tests.bench.mute_contender", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     contender = ContenderProcess(launch, make_setup(kit), tmp_path / "log")
     state, deadline = Path(f"/proc/{contender.version}/stat"), time.monotonic() + 60
-    while " T " not in state.read_text():
+    while " T " not in state.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline, "it goes on"
         time.sleep(0.01)
     assert contender.stop() == 0
@@ -202,7 +202,7 @@ def test_a_missing_peer_is_reported_with_a_reason(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(peer_environments, "HOME", tmp_path)
     assert peer_environments.launch_peer("vllm", 1, 1 << 30) == "not installed; `make bench-peers` does it"
     (tmp_path / "vllm").mkdir()
-    (tmp_path / "vllm" / "failed.txt").write_text("no such package\n")
+    (tmp_path / "vllm" / "failed.txt").write_text("no such package\n", encoding="utf-8")
     assert peer_environments.launch_peer("vllm", 1, 1 << 30) == "no such package"
     (tmp_path / "vllm" / "failed.txt").unlink()
     (tmp_path / "vllm" / "installed.txt").touch()
@@ -226,7 +226,9 @@ sys.stdin.readline()
 
 def test_a_process_takes_the_memory_that_it_has_written_to() -> None:
     """A process of its own, because the kernel may reclaim other pages of a large one meanwhile."""
-    with Popen([sys.executable, "-c", _WRITER], stdin=PIPE, stdout=PIPE, text=True) as writer:
+    with Popen(
+        [sys.executable, "-c", _WRITER], stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8"
+    ) as writer:
         assert writer.stdin is not None and writer.stdout is not None
         assert writer.stdout.readline() == "begun\n"
         before, _ = read_pss_bytes(writer.pid)

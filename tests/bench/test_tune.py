@@ -47,12 +47,12 @@ def test_each_candidate_is_measured_and_the_choice_is_a_table(tmp_path: Path) ->
     assert [sum(row["kernel"] == kernel for row in measured) for kernel in ("shrink", "expand")] == [8, 6]
     assert all(row["us"] > 0 for row in measured)
     path = tmp_path / "table.json"
-    path.write_text(SIZES_FILE.read_text())
+    path.write_text(SIZES_FILE.read_text(encoding="utf-8"), encoding="utf-8")
     write_choice(path, "sm_90", choose(measured))
-    before, tables = json.loads(SIZES_FILE.read_text()), read_sizes(path)
+    before, tables = json.loads(SIZES_FILE.read_text(encoding="utf-8")), read_sizes(path)
     assert [sizes.max_width for sizes in tables["sm_90"].shrink] == [64, None]
     assert [sizes.max_width for sizes in tables["sm_90"].expand] == [64, 128, None]
-    assert json.loads(path.read_text())["default"] == before["default"]
+    assert json.loads(path.read_text(encoding="utf-8"))["default"] == before["default"]
 
 
 def test_a_candidate_that_computes_something_else_is_not_timed(
@@ -118,7 +118,9 @@ def test_candidates_compile_without_spills_for_a_gpu_that_is_not_here(tmp_path: 
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_CACHE_DIR": str(tmp_path)}
     command = [sys.executable, "-P", "-m", "bench.gpu.tune", "--compile", "sm_90", "--every", "1"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=1800, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     assert {kernel["kernel"] for kernel in compiled} == {

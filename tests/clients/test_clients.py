@@ -59,7 +59,7 @@ def find_command(script: Path, directory: Path) -> list[str]:
 
 def run_script(platform: Platform, script: Path, key: str, directory: Path) -> None:
     command = [*find_command(script, directory), platform.url + "/v1", key]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, encoding="utf-8")
     assert ended.returncode == 0, ended.stderr
 
 

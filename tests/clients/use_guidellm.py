@@ -12,7 +12,8 @@ NUM_REQUESTS = 10
 with TemporaryDirectory() as name:
     prompts, result = Path(name, "prompts.jsonl"), Path(name, "result.json")
     prompts.write_text(
-        "".join(json.dumps({"prompt": f"question {one}"}) + "\n" for one in range(NUM_REQUESTS))
+        "".join(json.dumps({"prompt": f"question {one}"}) + "\n" for one in range(NUM_REQUESTS)),
+        encoding="utf-8",
     )
     command = [
         str(Path(sys.executable).with_name("guidellm")),
@@ -24,9 +25,9 @@ with TemporaryDirectory() as name:
         f"--output=kind=json,path={result}",
         "--disable-console",
     ]
-    ended = subprocess.run(command, capture_output=True, text=True)
+    ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8")
     assert ended.returncode == 0, ended.stderr
-    (benchmark,) = json.loads(result.read_text())["benchmarks"]
+    (benchmark,) = json.loads(result.read_text(encoding="utf-8"))["benchmarks"]
 
 made = benchmark["scheduler_metrics"]["requests_made"]
 assert (made["successful"], made["errored"]) == (NUM_REQUESTS, 0), made

@@ -27,6 +27,7 @@ def run_python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=1800,
         check=False,
+        encoding="utf-8",
     )
 
 

@@ -29,7 +29,7 @@ def read(root: Path, groups: str, mounts: str, **files: str) -> MachineLimits:
     contents["proc/meminfo"] = "MemTotal: 67108864 kB\nMemAvailable: 33554432 kB\n"
     for name, text in contents.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
+        (root / name).write_text(text, encoding="utf-8")
     return read_machine_limits(root)
 
 
@@ -160,15 +160,14 @@ def test_a_process_in_a_real_group_finds_its_limits(own_group: dict[str, Path]) 
         written = [name for name in limits[controller] if (directory / name).exists()]
         if not written:
             pytest.skip(f"{directory} has no {controller} controller")
-        (directory / written[0]).write_text(limits[controller][written[0]])
+        (directory / written[0]).write_text(limits[controller][written[0]], encoding="utf-8")
     if len(own_group) < 2:
         pytest.skip("this user cannot create control groups")
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     run = subprocess.run(
         [sys.executable, "-P", "-c", REPORT, *map(str, own_group.values())],
         cwd=ROOT, env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
+        capture_output=True, text=True, timeout=600, check=False, encoding="utf-8")  # fmt: skip
     assert run.returncode == 0, run.stderr
     limit, free, num_threads, torch_threads = map(int, run.stdout.split())
     assert limit == GIB and GIB // 2 < free < GIB and num_threads == torch_threads == 1

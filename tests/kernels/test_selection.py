@@ -33,5 +33,5 @@ def test_the_torch_path_needs_neither_triton_nor_numba() -> None:
         "assert select_kernels('torch', torch.device('cpu')).name == 'torch'\n"
     )
     command = [sys.executable, "-P", "-c", f"import sys; sys.path[:] = {sys.path!r}\n{script}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, encoding="utf-8")
     assert result.returncode == 0, result.stderr

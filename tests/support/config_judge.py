@@ -41,7 +41,7 @@ class Verdict(Enum):
 def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple[Verdict, str]:
     """The verdict on a config.json with the fields `raw`, and the reason of a refusal or the errors."""
     path = directory / "config.json"
-    path.write_text(json.dumps(raw))
+    path.write_text(json.dumps(raw), encoding="utf-8")
     try:
         spec = read_model_spec(directory, model_impl)
     except ConfigError as error:
@@ -55,7 +55,7 @@ def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple
         oracle.save_pretrained(directory)
     except Exception as error:
         return Verdict.UNJUDGED, f"{type(error).__name__}: {error}"
-    path.write_text(json.dumps(raw))
+    path.write_text(json.dumps(raw), encoding="utf-8")
     try:
         answers = _serve(directory, spec, prompts)
     except ConfigError as error:

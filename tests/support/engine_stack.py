@@ -49,7 +49,7 @@ class ChildProcess:
 
     @property
     def log(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text(encoding="utf-8")
 
     def send(self, number: signal.Signals) -> None:
         self._process.send_signal(number)

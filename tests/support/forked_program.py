@@ -49,7 +49,10 @@ def _execute(
     output.close()
     errors.close()
     # The streams of the process that was forked belong to files that it may seek in.
-    sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
     if environment is not None:
         os.environ.clear()
         os.environ.update(environment)
@@ -83,7 +86,7 @@ class ForkedProgram:
             self._process.start()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
-        self.output = os.fdopen(os.dup(reader.fileno()))
+        self.output = os.fdopen(os.dup(reader.fileno()), encoding="utf-8")
         reader.close()
 
     @property

@@ -26,7 +26,7 @@ def lay_out_snapshot(
         (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
         (snapshot / name).symlink_to(blob)
     (home / "refs" / ref).parent.mkdir(parents=True, exist_ok=True)
-    (home / "refs" / ref).write_text(commit)
+    (home / "refs" / ref).write_text(commit, encoding="utf-8")
     return snapshot
 
 

@@ -39,7 +39,7 @@ def write_next_release(folder: Path) -> Path:
     """Writes the revisions of a release that follows this one. Returns their directory, as `migration.SCRIPTS`."""
     scripts = folder / "next-release"
     shutil.copytree(SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    (scripts / "versions" / "v2_next.py").write_text(_NEXT_REVISION)
+    (scripts / "versions" / "v2_next.py").write_text(_NEXT_REVISION, encoding="utf-8")
     return scripts
 
 

@@ -243,6 +243,6 @@ def append_to(file: Path) -> Callable[[SlowCallback], None]:
 
 def read_slow_callbacks(file: Path, since_s: float = 0.0) -> list[SlowCallback]:
     """The callbacks that `append_to` wrote at or after `since_s` (seconds since the epoch), in order of time."""
-    lines = file.read_text().splitlines() if file.exists() else []
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     found = [SlowCallback(**json.loads(line)) for line in lines]
     return [one for one in found if one.at_s >= since_s]

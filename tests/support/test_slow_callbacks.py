@@ -93,11 +93,15 @@ def test_recorded_callbacks_are_read_back_from_the_file(tmp_path: Path) -> None:
     append_to(file)(late)
     assert read_slow_callbacks(file) == [early, late]
     assert read_slow_callbacks(file, since_s=1.5) == [late]
-    assert json.loads(file.read_text().splitlines()[0])["name"] == "a"
+    assert json.loads(file.read_text(encoding="utf-8").splitlines()[0])["name"] == "a"
 
 
 def test_the_recorded_command_is_the_slora_command(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*recorded_slora(tmp_path / "slow"), "--help"], capture_output=True, text=True, check=True
+        [*recorded_slora(tmp_path / "slow"), "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
     )
     assert "usage: slora" in done.stdout

@@ -205,8 +205,8 @@ def damage_database(backup: Path) -> None:
 
 
 def change_format(backup: Path) -> None:
-    manifest = json.loads((backup / "manifest.json").read_text())
-    (backup / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    manifest = json.loads((backup / "manifest.json").read_text(encoding="utf-8"))
+    (backup / "manifest.json").write_text(json.dumps({**manifest, "format": 2}), encoding="utf-8")
 
 
 def link_weights(backup: Path) -> None:
@@ -222,8 +222,8 @@ def link_folder(backup: Path) -> None:
 
 def name_digest(digest: str) -> Callable[[Path], None]:
     def change(backup: Path) -> None:
-        manifest = json.loads((backup / "manifest.json").read_text())
-        (backup / "manifest.json").write_text(json.dumps({**manifest, "digests": [digest]}))
+        manifest = json.loads((backup / "manifest.json").read_text(encoding="utf-8"))
+        (backup / "manifest.json").write_text(json.dumps({**manifest, "digests": [digest]}), encoding="utf-8")
 
     return change
 

@@ -378,7 +378,9 @@ def test_a_config_may_come_in_a_file_so_that_no_password_is_in_the_process_list(
 ) -> None:
     arguments = tmp_path / "arguments"
     socket = bench.process.config.socket.with_name("other.sock")
-    arguments.write_text(f"--config\n{replace(bench.process.config, socket=socket).to_json()}\n")
+    arguments.write_text(
+        f"--config\n{replace(bench.process.config, socket=socket).to_json()}\n", encoding="utf-8"
+    )
     command = [sys.executable, "-P", "-m", "slora_adapters.loader.loader_process", f"@{arguments}"]
     environment = {**os.environ, "PYTHONPATH": "adapters:kernels"}
     with subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) as process:

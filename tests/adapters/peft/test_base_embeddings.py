@@ -223,7 +223,7 @@ def test_an_adapter_without_copies_is_stored_as_it_was_uploaded(tmp_path: Path) 
 def test_ensure_weight_tying_matters_only_where_the_embedding_or_the_head_is_adapted(tmp_path: Path) -> None:
     make_adapter(tmp_path, r=2)
     path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     plain = read(tmp_path, None).digest
-    path.write_text(json.dumps({**config, "ensure_weight_tying": True}))
+    path.write_text(json.dumps({**config, "ensure_weight_tying": True}), encoding="utf-8")
     assert read(tmp_path, None).digest == plain

@@ -52,7 +52,7 @@ def test_a_change_of_any_file_is_seen(
     path = tmp_path / name
     if not path.exists():
         path.parent.mkdir(exist_ok=True)
-        path.write_text("something")
+        path.write_text("something", encoding="utf-8")
     before = take(tmp_path, monkeypatch)
     assert take(tmp_path, monkeypatch).proves_unchanged(before)
     CHANGES[change](path)

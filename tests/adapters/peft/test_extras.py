@@ -120,7 +120,7 @@ def _saved(base: Path, directory: Path, **changes: object) -> dict[str, str]:
         else:
             setattr(tokenizer, name, value)
     tokenizer.save_pretrained(directory)
-    return {path.name: path.read_text() for path in directory.iterdir()}
+    return {path.name: path.read_text(encoding="utf-8") for path in directory.iterdir()}
 
 
 def test_the_saved_tokenizer_of_the_base_changes_nothing(base: Path, tmp_path: Path) -> None:
@@ -208,7 +208,7 @@ def test_a_token_that_the_base_lacks_is_refused_by_name(
 def test_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_fallback(), None)
     with pytest.raises(AdapterInvalid, match=r"tokenizer.json splits texts into other tokens"):
-        _read(base, {"tokenizer.json": (tmp_path / "tokenizer.json").read_text()})
+        _read(base, {"tokenizer.json": (tmp_path / "tokenizer.json").read_text(encoding="utf-8")})
     with pytest.raises(AdapterInvalid, match=r"tokenizer.json is not a tokenizer"):
         _read(base, {"tokenizer.json": '{"a": 1}'})
     with pytest.raises(

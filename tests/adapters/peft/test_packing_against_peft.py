@@ -62,9 +62,9 @@ def test_packed_rows_reproduce_the_deltas_of_peft(tmp_path: Path, family: str, c
 def test_the_order_of_patterns_in_the_file_decides(tmp_path: Path) -> None:
     make_adapter(tmp_path, alpha_pattern={r"layers\.1.*": 4, "q_proj": 64, "self_attn.q_proj": 100})
     path = tmp_path / "adapter_config.json"
-    config = json.loads(path.read_text())
+    config = json.loads(path.read_text(encoding="utf-8"))
     for _ in range(2):
-        path.write_text(json.dumps(config))
+        path.write_text(json.dumps(config), encoding="utf-8")
         _compare_with_peft(tmp_path, "llama")
         config["alpha_pattern"] = dict(reversed(config["alpha_pattern"].items()))
 

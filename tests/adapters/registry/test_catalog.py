@@ -214,7 +214,7 @@ def test_a_store_that_is_down_does_not_undo_a_deletion(
 ) -> None:
     _publish(catalog, tmp_path / "1")
     (tmp_path / "store" / "blobs").rename(tmp_path / "store" / "gone")
-    (tmp_path / "store" / "blobs").write_text("not a folder")
+    (tmp_path / "store" / "blobs").write_text("not a folder", encoding="utf-8")
     catalog.withdraw("t1", "a")
     assert catalog.registry.list("t1") == [] and "the next sweep tries again" in caplog.text
     caplog.clear()

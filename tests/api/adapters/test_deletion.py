@@ -26,8 +26,12 @@ def with_far_files(folder: Path) -> dict[str, str]:
     shutil.copy(shared_files.__file__, folder / "far_files.py")
     about = folder / "far_files-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: far-files\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text("[fsspec.specs]\nshared = far_files:SharedFiles\n")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: far-files\nVersion: 1.0\n", encoding="utf-8"
+    )
+    (about / "entry_points.txt").write_text(
+        "[fsspec.specs]\nshared = far_files:SharedFiles\n", encoding="utf-8"
+    )
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
     return environment(SLORA_ADMIN_KEY=ADMIN_KEY, PYTHONPATH=path, SLORA_STORE=f"shared://{folder}/objects")
 

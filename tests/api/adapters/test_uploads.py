@@ -498,7 +498,7 @@ def test_slow_uploads_are_aborted_and_release_their_permits(
 
 def test_quarantined_uploads_of_a_killed_server_are_deleted_at_the_next_start(tmp_path: Path) -> None:
     (tmp_path / "quarantine" / "old").mkdir(parents=True)
-    (tmp_path / "quarantine" / "old" / "file").write_text("x")
+    (tmp_path / "quarantine" / "old" / "file").write_text("x", encoding="utf-8")
     Quarantine(tmp_path / "quarantine")
     assert list((tmp_path / "quarantine").iterdir()) == []
 

@@ -17,7 +17,7 @@ SECRET = b"s" * 64
 
 def write(folder: Path, text: str) -> Path:
     path = folder / "cluster.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     return path
 
 
@@ -108,7 +108,7 @@ def test_a_server_without_the_secret_of_the_cluster_is_told_where_to_get_it(
     flags = ["--model", str(kit.base), "--data-dir", str(tmp_path)]
     assert main(["cluster", "serve", *flags]) == 2
     assert "copy it from the host where `slora deploy` ran" in capsys.readouterr().err
-    (tmp_path / "cluster-secret").write_text("short\n")
+    (tmp_path / "cluster-secret").write_text("short\n", encoding="utf-8")
     assert main(["cluster", "serve", *flags]) == 2
     assert "has 5 bytes; it must have 32 to 4096" in capsys.readouterr().err
 

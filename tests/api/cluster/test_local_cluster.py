@@ -54,8 +54,7 @@ class LocalCluster:
         command = [sys.executable, "-P", *SLORA[2:], *arguments]
         return subprocess.run(
             command, env=environment(SLORA_ADMIN_KEY=ADMIN_KEY), capture_output=True, text=True, timeout=READY_S,
-            check=False,
-        )  # fmt: skip
+            check=False, encoding="utf-8")  # fmt: skip
 
     def status(self) -> dict[str, Any]:
         shown = self.run("cluster", "status", "--json", "--data-dir", str(self.served.data_dir))
@@ -161,7 +160,7 @@ def test_a_local_cluster_loses_no_stream_when_an_engine_and_an_actor_of_ray_are_
         served = cluster.served
         alone, disturbed = prepare_streams(cluster, kit.small.parent / "small", 10, 100)
         cluster.wait_for_replicas(2)
-        secret = (served.data_dir / "cluster-secret").read_text()
+        secret = (served.data_dir / "cluster-secret").read_text(encoding="utf-8")
         for process in psutil.Process(served.process.pid).children(recursive=True):
             assert secret not in " ".join(process.cmdline())
         for engine in cluster.engines():
@@ -179,7 +178,13 @@ def test_settings_with_which_no_replica_can_start_end_the_command_with_the_reaso
     given = ["--model", str(kit.base), "--data-dir", str(tmp_path), "--port", "0", "--device", "cpu"]
     command = [sys.executable, "-P", *SLORA[2:], "deploy", "--local", *given, "--tensor-parallel-size", "3"]
     ended = subprocess.run(
-        command, env=environment(), capture_output=True, text=True, timeout=READY_S, check=False
+        command,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=READY_S,
+        check=False,
+        encoding="utf-8",
     )
     assert ended.returncode == 1
     assert "3" in ended.stderr.splitlines()[-1] and "attention heads" in ended.stderr.splitlines()[-1]

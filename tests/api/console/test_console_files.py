@@ -55,14 +55,14 @@ def test_no_other_file_of_the_package_can_be_read(platform: Platform, path: str)
 def test_the_console_is_small_and_needs_no_other_server() -> None:
     texts = [path for path in _FILES.rglob("*") if path.suffix in (".html", ".css", ".js", ".svg")]
     assert sum(path.stat().st_size for path in texts) <= _MAX_BYTES
-    own = [path.read_text() for path in texts if path.parent.name != "vendor"]
+    own = [path.read_text(encoding="utf-8") for path in texts if path.parent.name != "vendor"]
     assert not any("https://" in text or "//cdn" in text for text in own)
     assert not any("innerHTML" in text or "insertAdjacentHTML" in text for text in own)
 
 
 def test_each_vendored_library_is_the_pinned_one_and_has_its_license() -> None:
     vendor = _FILES / "vendor"
-    pinned = json.loads((vendor / "versions.json").read_text())
+    pinned = json.loads((vendor / "versions.json").read_text(encoding="utf-8"))
     scripts = {path.name for path in vendor.iterdir() if path.suffix in (".js", ".css")}
     assert scripts == pinned.keys()
     for name, facts in pinned.items():

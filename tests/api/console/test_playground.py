@@ -168,7 +168,11 @@ def test_copied_requests_run_and_have_no_key(platform: Platform, view: ConsolePa
         copied = page.evaluate("navigator.clipboard.readText()")
         assert key not in copied
         done = subprocess.run(
-            [*command, copied], env=os.environ | {"SLORA_API_KEY": key}, capture_output=True, text=True
+            [*command, copied],
+            env=os.environ | {"SLORA_API_KEY": key},
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
         )
         assert done.returncode == 0, (copied, done.stderr)
         assert "h" in done.stdout

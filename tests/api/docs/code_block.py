@@ -75,7 +75,7 @@ def read_blocks() -> list[CodeBlock]:
     return [
         CodeBlock(str(page.relative_to(ROOT)), text.count("\n", 0, match.start()) + 1, match[1], match[2])
         for page in pages()
-        for text in [page.read_text()]
+        for text in [page.read_text(encoding="utf-8")]
         for match in _FENCE.finditer(text)
     ]
 
@@ -83,7 +83,7 @@ def read_blocks() -> list[CodeBlock]:
 def read_spans() -> Iterator[tuple[str, str]]:
     """Page and text of each code span outside the blocks, without the flags of other servers."""
     for page in pages():
-        text = _FENCE.sub("", page.read_text())
+        text = _FENCE.sub("", page.read_text(encoding="utf-8"))
         if page.name == "migration.md":
             text = _FIRST_CELL.sub("|", text)
         for span in _SPAN.findall(text):

@@ -67,7 +67,7 @@ def _parse(
 
 
 def _check_make(targets: Sequence[str]) -> str | None:
-    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    known = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     return next(
         (f"the Makefile has no target {one!r}" for one in targets if "=" not in one and one not in known),
         None,
@@ -75,7 +75,9 @@ def _check_make(targets: Sequence[str]) -> str | None:
 
 
 def _check_pip(arguments: Sequence[str]) -> str | None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+        "optional-dependencies"
+    ]
     for argument in arguments[1:]:
         wanted = re.fullmatch(r"slora\[(.+)\]", argument)
         if wanted and not set(wanted[1].split(",")) <= extras.keys():
@@ -98,7 +100,7 @@ def _check_docker(arguments: Sequence[str]) -> str | None:
     services = [
         service
         for name in ("docker-compose.yml", "docker-compose.gpu.yml")
-        for service in yaml.safe_load((ROOT / name).read_text())["services"].values()
+        for service in yaml.safe_load((ROOT / name).read_text(encoding="utf-8"))["services"].values()
     ]
     profiles = {profile for service in services for profile in service.get("profiles", ())}
     named = [arguments[at + 1] for at, one in enumerate(arguments) if one == "--profile"]

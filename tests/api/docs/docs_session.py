@@ -136,7 +136,7 @@ class DocsSession:
         shutil.copytree(ROOT / "demo" / "adapters" / "snake", self.folder / "my-adapter")
         body = {"model": "default", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
         line = {"custom_id": "a1", "method": "POST", "url": "/v1/chat/completions", "body": body}
-        (self.folder / "requests.jsonl").write_text(json.dumps(line) + "\n")
+        (self.folder / "requests.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
         curl = shutil.which("curl")
         assert curl, "the documentation uses curl: install Debian's package curl"
         # An error of the server fails the block, and the output says what it was.
@@ -146,7 +146,7 @@ class DocsSession:
 
     def _write_program(self, name: str, command: Sequence[str]) -> None:
         path = self.folder / "bin" / name
-        path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n', encoding="utf-8")
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
     def _fill_in(self, text: str) -> str:
@@ -183,6 +183,7 @@ class DocsSession:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            encoding="utf-8",
         )
         assert ended.returncode == 0, f"{place}: {command[-1]}\n{ended.stdout}"
 

@@ -86,7 +86,7 @@ def test_a_disk_that_does_not_sync_fails(settings: Settings, monkeypatch: pytest
 def test_the_mount_with_the_longest_path_decides(tmp_path: Path) -> None:
     table = tmp_path / "proc" / "self" / "mountinfo"
     table.parent.mkdir(parents=True)
-    table.write_text(MOUNTS)
+    table.write_text(MOUNTS, encoding="utf-8")
     kinds = [find_file_system(Path(p), tmp_path) for p in ("/srv/a", "/srv/my disk/a", "/run", "/srvx")]
     assert kinds == ["nfs4", "xfs", "tmpfs", "ext4"]
 

@@ -96,14 +96,14 @@ def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
             counters = open_counters(folder, url)
             granted = Granted()
             await reserve_again_and_again(counters, number, granted, float(seconds))
-            (folder / f"grants{number}.json").write_text(json.dumps(asdict(granted)))
+            (folder / f"grants{number}.json").write_text(json.dumps(asdict(granted)), encoding="utf-8")
             await counters.close()
 
         asyncio.run(run())
 
     children = [fork(lambda number=number: work(number)) for number in range(int(processes))]
     failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
-    found = [json.loads(path.read_text()) for path in folder.glob("grants*.json")]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("grants*.json")]
     grants = list(chain.from_iterable(one["grants"] for one in found))
     refused = sum(one["num_refused"] for one in found)
     json.dump({"failed": len(failed), "grants": grants, "refused": refused}, sys.stdout)

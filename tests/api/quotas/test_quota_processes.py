@@ -17,7 +17,7 @@ _PROGRAM = Path(__file__).with_name("quota_hammer.py")
 
 def run(*arguments: object) -> Any:
     command = [sys.executable, "-P", str(_PROGRAM), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -56,7 +56,7 @@ def main() -> None:
         threading.Thread(target=compute_a_little, daemon=True).start()
     if arguments.behaviour == "parent":
         child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-        arguments.told.with_name("child").write_text(str(child.pid))
+        arguments.told.with_name("child").write_text(str(child.pid), encoding="utf-8")
     if arguments.behaviour in ("idle", "parent", "hangs", "computes"):
         asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour not in ("idle", "parent")))
     heartbeat.explain(f"told to end with {arguments.behaviour}")

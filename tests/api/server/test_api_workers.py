@@ -106,8 +106,10 @@ def serve_two(kit: Kit, directory: Path) -> AbstractContextManager[Served]:
     """A server with two workers, whose model has room for long streams."""
     base = directory / "base"
     shutil.copytree(kit.base, base)
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
+    config = json.loads((base / "config.json").read_text(encoding="utf-8"))
+    (base / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 4096}), encoding="utf-8"
+    )
     flags = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT), "--admin-key", ADMIN_KEY)
     return serving(base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *flags)
 

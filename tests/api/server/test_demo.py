@@ -58,7 +58,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz").text or None, served.alive)
         served.child("slora.engine.process").kill()
         served.wait_until_ready()
-        keys = json.loads((data_dir / "demo-keys.json").read_text())
+        keys = json.loads((data_dir / "demo-keys.json").read_text(encoding="utf-8"))
         statuses = {}
         for tenant, key in keys.items():
             with served.client(key) as client:
@@ -107,7 +107,7 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
 
     first = start()
     assert [(tenant.name, tenant.adapter) for tenant in first] == [("base", None), ("loud", "loud")]
-    assert json.loads(keys_path.read_text()) == {tenant.name: tenant.key for tenant in first}
+    assert json.loads(keys_path.read_text(encoding="utf-8")) == {tenant.name: tenant.key for tenant in first}
     assert stat.S_IMODE(keys_path.stat().st_mode) == 0o600
     assert start() == first
 
@@ -136,7 +136,12 @@ def test_an_empty_answer_in_a_terminal_is_explained(demo: Demo) -> None:
         variables = {"SLORA_URL": demo.served.url, "SLORA_API_KEY": demo.keys["upper"]}
         command = [*SLORA, "complete", "good morning", "--temperature", "0", *options]
         return subprocess.run(
-            command, env=environment(**variables), capture_output=True, text=True, check=True
+            command,
+            env=environment(**variables),
+            capture_output=True,
+            text=True,
+            check=True,
+            encoding="utf-8",
         )
 
     raw = complete("--raw")

@@ -17,7 +17,11 @@ FOLDER = ROOT / "deploy" / "kubernetes"
 
 def read_manifests() -> list[dict[str, Any]]:
     """The manifests that `kubectl apply -f deploy/kubernetes` applies."""
-    return [one for path in sorted(FOLDER.glob("*.yaml")) for one in yaml.safe_load_all(path.read_text())]
+    return [
+        one
+        for path in sorted(FOLDER.glob("*.yaml"))
+        for one in yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    ]
 
 
 def find(kind: str, name: str) -> dict[str, Any]:
@@ -81,7 +85,7 @@ def test_no_container_is_root_or_writes_outside_of_its_volumes() -> None:
             }
             assert {one["name"] for one in container["volumeMounts"]} == volumes
     server = find("StatefulSet", "slora")["spec"]["template"]["spec"]
-    user = re.search(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    user = re.search(r"^USER (\d+):(\d+)$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
     context = server["securityContext"]
     assert user and user.groups() == (str(context["runAsUser"]), str(context["runAsGroup"]))
     written = {
@@ -106,15 +110,15 @@ def test_services_policies_and_the_monitor_select_pods_that_exist() -> None:
         policy = find("NetworkPolicy", name)["spec"]
         assert policy["podSelector"]["matchLabels"] == labels
         assert {port["port"] for port in policy["ingress"][0]["ports"]} <= ports[name]
-    monitor = yaml.safe_load((FOLDER / "monitoring" / "pod-monitor.yaml").read_text())
+    monitor = yaml.safe_load((FOLDER / "monitoring" / "pod-monitor.yaml").read_text(encoding="utf-8"))
     assert monitor["spec"]["selector"]["matchLabels"] == pods["slora"]["metadata"]["labels"]
     assert monitor["spec"]["podMetricsEndpoints"][0]["port"] in ports["slora"]
 
 
 def test_secrets_are_in_no_file_and_the_guide_makes_each_of_them() -> None:
-    text = (ROOT / "docs" / "kubernetes.md").read_text()
+    text = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     assert not any(one["kind"] == "Secret" for one in read_manifests())
-    manifests = "".join(path.read_text() for path in FOLDER.rglob("*.yaml"))
+    manifests = "".join(path.read_text(encoding="utf-8") for path in FOLDER.rglob("*.yaml"))
     named = set(re.findall(r"(?:secretKeyRef: \{|credentials: \{) name: (\S+), key: ([\w-]+)", manifests))
     assert len(named) == 5
     for secret, key in named:

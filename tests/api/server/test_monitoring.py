@@ -26,13 +26,17 @@ _COMPARISON = re.compile(r"\s[<>]\s[0-9.e]+$")
 
 
 def read_alerts() -> list[dict[str, Any]]:
-    return [rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]]
+    return [
+        rule
+        for group in yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+        for rule in group["rules"]
+    ]
 
 
 def read_queries() -> dict[str, str]:
     """The queries by the name of their panel or alert. Variables of Grafana are replaced as Grafana does."""
     queries = {}
-    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+    for panel in json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]:
         for target in panel.get("targets", ()):
             query = target["expr"].replace("$instance", ".*").replace("$__rate_interval", "1m")
             queries[f"{panel['title']}, {target['refId']}"] = query
@@ -45,11 +49,11 @@ def read_queries() -> dict[str, str]:
 
 def write_config(directory: Path, served: Served) -> Path:
     """The configuration of docker-compose.yml for this server, with the shortest interval that makes sense."""
-    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    text = (DEPLOY / "prometheus" / "prometheus.yml").read_text(encoding="utf-8")
     secret = directory / "metrics-key"
     with served.client(ADMIN_KEY) as operator:
         made = operator.post("/admin/keys", json={"name": "prometheus", "scopes": ["metrics:read"]})
-    secret.write_text(made.raise_for_status().json()["key"])
+    secret.write_text(made.raise_for_status().json()["key"], encoding="utf-8")
     for before, after in (
         ("/run/secrets/slora_metrics_key", str(secret)),
         ("slora:8000", served.url.removeprefix("http://")),
@@ -59,7 +63,7 @@ def write_config(directory: Path, served: Served) -> Path:
         assert before in text
         text = text.replace(before, after)
     config = directory / "prometheus.yml"
-    config.write_text(text)
+    config.write_text(text, encoding="utf-8")
     return config
 
 
@@ -102,10 +106,12 @@ def exceed_a_quota(served: Served) -> int:
 
 def test_prometheus_accepts_the_alerts_and_the_configuration(tmp_path: Path) -> None:
     promtool = find_program("promtool")
-    done = subprocess.run([promtool, "check", "rules", ALERTS], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [promtool, "check", "rules", ALERTS], capture_output=True, text=True, check=False, encoding="utf-8"
+    )
     assert done.returncode == 0, done.stderr
     broken = tmp_path / "broken.yml"
-    broken.write_text(ALERTS.read_text().replace("rate(", "rat(", 1))
+    broken.write_text(ALERTS.read_text(encoding="utf-8").replace("rate(", "rat(", 1), encoding="utf-8")
     assert subprocess.run([promtool, "check", "rules", broken], capture_output=True, check=False).returncode
 
 
@@ -126,7 +132,7 @@ def test_each_query_of_the_dashboard_and_of_the_alerts_has_data(
 
 
 def test_the_guide_says_what_to_do_about_each_alert() -> None:
-    text = (ROOT / "docs" / "monitoring.md").read_text()
+    text = (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
     for alert in read_alerts():
         assert f"| `{alert['alert']}` |" in text
 
@@ -135,25 +141,33 @@ def test_each_metric_of_the_guide_exists(server: Served) -> None:
     with server.client(ADMIN_KEY) as operator:
         text = operator.get("/metrics").text
     known = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
-    named = set(re.findall(r"`((?:vllm:|slora_)[a-z_]+)`", (ROOT / "docs" / "monitoring.md").read_text()))
+    named = set(
+        re.findall(
+            r"`((?:vllm:|slora_)[a-z_]+)`", (ROOT / "docs" / "monitoring.md").read_text(encoding="utf-8")
+        )
+    )
     assert len(named) > 40
     missing = {name for name in named if name not in known and name.removesuffix("_total") not in known}
     assert not missing
 
 
 def test_the_files_of_grafana_name_the_folders_that_compose_mounts() -> None:
-    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    compose = yaml.safe_load((ROOT / "docker-compose.yml").read_text(encoding="utf-8"))["services"]
     mounts = dict(
         volume.split(":")[:2] for volume in compose["grafana"]["volumes"] if volume.startswith("./")
     )
     assert all((ROOT / folder).is_dir() for folder in mounts)
-    provider = yaml.safe_load((DEPLOY / "grafana/provisioning/dashboards/slora.yml").read_text())[
-        "providers"
-    ][0]
+    provider = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/dashboards/slora.yml").read_text(encoding="utf-8")
+    )["providers"][0]
     assert mounts["./deploy/grafana/dashboards"] == provider["options"]["path"]
-    source = yaml.safe_load((DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text())
+    source = yaml.safe_load(
+        (DEPLOY / "grafana/provisioning/datasources/prometheus.yml").read_text(encoding="utf-8")
+    )
     assert source["datasources"][0]["url"] == "http://prometheus:9090"
-    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text())["scrape_configs"][0]
+    scraped = yaml.safe_load((DEPLOY / "prometheus/prometheus.yml").read_text(encoding="utf-8"))[
+        "scrape_configs"
+    ][0]
     assert scraped["static_configs"] == [{"targets": ["slora:8000"]}]
     assert scraped["authorization"]["credentials_file"] == "/run/secrets/slora_metrics_key"
     assert compose["prometheus"]["secrets"] == ["slora_metrics_key"]

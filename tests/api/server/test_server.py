@@ -229,7 +229,7 @@ def test_the_next_version_of_an_adapter_changes_the_next_answer(server: Served, 
 
 
 def test_the_api_process_has_no_torch(server: Served) -> None:
-    maps = Path(f"/proc/{server.process.pid}/maps").read_text()
+    maps = Path(f"/proc/{server.process.pid}/maps").read_text(encoding="utf-8")
     assert "tokenizers" in maps and "libtorch" not in maps
 
 
@@ -314,7 +314,9 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = environment(**{"SLORA_URL": server.url, **variables})
-        return subprocess.run([*SLORA, *arguments], env=env, capture_output=True, text=True, check=False)
+        return subprocess.run(
+            [*SLORA, *arguments], env=env, capture_output=True, text=True, check=False, encoding="utf-8"
+        )
 
     pushed = run("adapter", "push", "hf://org/voice-2@main")
     assert pushed.returncode == 0, pushed.stderr
@@ -370,8 +372,8 @@ def test_a_refused_push_prints_the_servers_reasons(server: Served, kit: Kit, tmp
     (tmp_path / "adapter_model.safetensors").write_bytes(
         (kit.small / "adapter_model.safetensors").read_bytes()
     )
-    config = json.loads((kit.small / "adapter_config.json").read_text())
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
+    config = json.loads((kit.small / "adapter_config.json").read_text(encoding="utf-8"))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}), encoding="utf-8")
     done = command(
         server, "adapter", "push", str(tmp_path), "--name", "x", SLORA_API_KEY=server.make_key("cli-bad")
     )

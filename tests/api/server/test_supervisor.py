@@ -126,7 +126,7 @@ def test_the_processes_that_a_child_leaves_behind_are_killed(tmp_path: Path) -> 
     async def main() -> None:
         async with watched.running():
             pid = await watched.wait_until_ready()
-            left = psutil.Process(int((tmp_path / "child").read_text()))
+            left = psutil.Process(int((tmp_path / "child").read_text(encoding="utf-8")))
             left.suspend()
             os.kill(pid, signal.SIGKILL)
             await wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE)

@@ -25,7 +25,7 @@ def test_an_entry_on_a_full_disk_is_visible_to_another_process_at_once(tmp_path:
     environment = {"PYTHONPATH": ".:api:adapters:kernels"}
     command = [sys.executable, "-P", "-c", READER, str(path)]
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8"
     ) as reader:
         assert reader.stdin is not None and reader.stdout is not None
         assert reader.stdout.readline() == "ready\n"

@@ -24,11 +24,11 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
     def tile(bound: int | None, rank: int) -> dict[str, Any]:
         return {"max_rank": bound, "block_rank": rank, "block_segments": 1, "num_warps": 4, "num_stages": 2}
 
-    table = json.loads(SIZES_FILE.read_text())
+    table = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
     narrow = {"max_width": 4096, "splits": 4, "tiles": [tile(24, 16), tile(48, 32), tile(None, 64)]}
     table["sm_90"] = table["default"] | {"shrink": [narrow, table["default"]["shrink"][-1]]}
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(table))
+    path.write_text(json.dumps(table), encoding="utf-8")
     sizes = read_sizes(path)["sm_90"]
     assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 16]
     ranks = (1, 24, 25, 48, 49, 999)
@@ -62,16 +62,16 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
 def test_an_invalid_table_is_refused_with_the_place_and_the_valid_values(
     tmp_path: Path, harm: Break, message: str
 ) -> None:
-    table = json.loads(SIZES_FILE.read_text())
+    table = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
     harm(table)
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(table))
+    path.write_text(json.dumps(table), encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_sizes(path)
 
 
 def test_a_table_that_is_not_json_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
-    path.write_text("{")
+    path.write_text("{", encoding="utf-8")
     with pytest.raises(ValueError, match=r"table.json is not JSON .*tune"):
         read_sizes(path)

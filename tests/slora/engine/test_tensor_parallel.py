@@ -282,7 +282,7 @@ def find_rank(stack: EngineStack) -> int:
     assert stack.engine is not None
     parent = stack.engine._process.pid
     children = Path(f"/proc/{parent}/task").glob("*/children")
-    (pid,) = {int(text) for path in children for text in path.read_text().split()}
+    (pid,) = {int(text) for path in children for text in path.read_text(encoding="utf-8").split()}
     return pid
 
 
@@ -344,7 +344,9 @@ def test_the_library_divides_a_model_and_leaves_no_process(kits: Kits) -> None:
     )
     command = [sys.executable, "-P", "-c", program, str(kit.directory), str(kit.adapters["rslora"])]
     environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, encoding="utf-8"
+    )
     llm = LLM(kit.directory, dtype="float32", device="cpu", pool_bytes=kit.pool_bytes(100), kernels="torch")
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     (expected,) = llm.generate([[1, 2, 3]], params, kit.adapters["rslora"])

@@ -215,8 +215,10 @@ def test_a_chat_equals_the_completion_of_the_rendered_template(llm: LLM, kit: Mo
 
 def test_an_adapters_own_template_and_defaults_are_used(llm: LLM, kit: ModelKit, tmp_path: Path) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
-    (tmp_path / "own" / "chat_template.jinja").write_text("say {{ messages[0].content }}")
-    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 5, "do_sample": false}')
+    (tmp_path / "own" / "chat_template.jinja").write_text("say {{ messages[0].content }}", encoding="utf-8")
+    (tmp_path / "own" / "generation_config.json").write_text(
+        '{"max_new_tokens": 5, "do_sample": false}', encoding="utf-8"
+    )
     (answer,) = llm.chat([{"role": "user", "content": "fox"}], adapters=tmp_path / "own")
     assert answer.prompt_token_ids == Tokenizer.from_directory(kit.directory).encode("say fox")
     assert len(answer.token_ids) == 5
@@ -225,7 +227,9 @@ def test_an_adapters_own_template_and_defaults_are_used(llm: LLM, kit: ModelKit,
 
 def test_default_max_tokens_are_cut_to_the_room_in_the_pool(kit: ModelKit, tmp_path: Path) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
-    (tmp_path / "own" / "generation_config.json").write_text('{"max_new_tokens": 300, "do_sample": false}')
+    (tmp_path / "own" / "generation_config.json").write_text(
+        '{"max_new_tokens": 300, "do_sample": false}', encoding="utf-8"
+    )
     small = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(18))
     (answer,) = small.generate([1, 2, 3], adapters=tmp_path / "own")
     assert answer.finish_reason is FinishReason.LENGTH
@@ -238,8 +242,8 @@ def test_an_adapter_with_texts_that_an_upload_refuses_is_refused(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
     shutil.copytree(kit.adapters["rslora"], tmp_path / "own")
-    (tmp_path / "own" / "chat_template.jinja").write_text("{% for %}")
-    (tmp_path / "own" / "generation_config.json").write_text('{"num_beams": 4}')
+    (tmp_path / "own" / "chat_template.jinja").write_text("{% for %}", encoding="utf-8")
+    (tmp_path / "own" / "generation_config.json").write_text('{"num_beams": 4}', encoding="utf-8")
     with pytest.raises(AdapterInvalid) as caught:
         llm.generate("fox", GREEDY, tmp_path / "own")
     codes = {reason.code for reason in caught.value.reasons}
@@ -258,7 +262,9 @@ def test_an_adapter_retrained_in_its_directory_is_read_again(llm: LLM, kit: Mode
 
 def set_alpha(directory: Path, alpha: int) -> None:
     path = directory / "adapter_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": alpha}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "lora_alpha": alpha}), encoding="utf-8"
+    )
 
 
 def test_an_adapter_is_read_again_when_only_its_config_changed(
@@ -389,7 +395,7 @@ def test_a_directory_without_a_valid_adapter_is_refused_before_anything_runs(
     before = llm.stats()
     with pytest.raises(AdapterNotFound):
         llm.generate("fox", GREEDY, tmp_path / "nowhere")
-    (tmp_path / "adapter_config.json").write_text("{}")
+    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(AdapterInvalid):
         llm.generate(["fox", "dog"], GREEDY, [None, tmp_path])

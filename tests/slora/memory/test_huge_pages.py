@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 
 def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_prefaulting_maps_all_of_the_memory_and_changes_no_byte() -> None:

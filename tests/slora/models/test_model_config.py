@@ -51,9 +51,9 @@ def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig
     """LLAMA's config.json with `changes`. The value None removes a field, and NULL sets it to null."""
     fields = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
     fields = {name: None if value is NULL else value for name, value in fields.items()}
-    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation))
+        (directory / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
     return ModelConfig.from_directory(directory)
 
 
@@ -107,7 +107,7 @@ def test_configs_saved_by_transformers_are_read_as_transformers_reads_them(tmp_p
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_known_models_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HUB[name]))
+    (tmp_path / "config.json").write_text(json.dumps(HUB[name]), encoding="utf-8")
     ours, theirs = ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert_agree(ours, theirs)
     theirs.save_pretrained(tmp_path)
@@ -123,7 +123,7 @@ def test_missing_config_fields_of_each_family_get_the_defaults_of_transformers(
     fields |= {"num_hidden_layers": 7, "intermediate_size": 96}
     part = FAMILIES[family].config_field
     config = {"model_type": family, **(fields if part is None else {part: fields})}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert_agree(ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 
@@ -151,7 +151,9 @@ def test_the_rope_type_name_of_the_first_phi_3_checkpoints_is_longrope(tmp_path:
     read_as = []
     for kind in ("longrope", "su", "yarn"):
         scaling = {**fields["rope_scaling"], "type": kind}
-        (tmp_path / "config.json").write_text(json.dumps({**fields, "rope_scaling": scaling}))
+        (tmp_path / "config.json").write_text(
+            json.dumps({**fields, "rope_scaling": scaling}), encoding="utf-8"
+        )
         read_as.append(ModelConfig.from_directory(tmp_path))
     assert read_as[0] == read_as[1] == read_as[2]
     assert read_as[0].rope_switch == 4096
@@ -172,10 +174,12 @@ def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
 
 
 def test_null_disables_a_default_only_for_optional_features(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}), encoding="utf-8"
+    )
     assert ModelConfig.from_directory(tmp_path).final_softcap == 30.0
     fields = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": None}
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_activation": None}))
+    (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_activation": None}), encoding="utf-8")
     config = ModelConfig.from_directory(tmp_path)
     assert config.final_softcap is None
     assert config.activation == "gelu_tanh"
@@ -463,7 +467,9 @@ def test_a_config_of_any_content_is_either_accepted_or_refused(
 ) -> None:
     """Born from bugs: lists, texts and tables in place of numbers raised errors such as TypeError."""
     directory = tmp_path_factory.getbasetemp()
-    (directory / "config.json").write_text(json.dumps({**LLAMA, "model_type": family, **changes, **rope}))
+    (directory / "config.json").write_text(
+        json.dumps({**LLAMA, "model_type": family, **changes, **rope}), encoding="utf-8"
+    )
     try:
         ModelConfig.from_directory(directory)
     except ConfigError as error:
@@ -517,7 +523,9 @@ def test_unknown_fields_that_may_describe_the_arithmetic_are_refused(
 
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
     """Born from a random config that used up the machine's memory."""
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}), encoding="utf-8"
+    )
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be at most 10000"):
         ModelConfig.from_directory(tmp_path)
 
@@ -527,7 +535,7 @@ def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: P
 def test_a_config_file_that_is_not_a_json_object_is_refused_by_name(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=name):
         ModelConfig.from_directory(tmp_path)

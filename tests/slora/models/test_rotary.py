@@ -57,7 +57,7 @@ def rotated_by(module: torch.nn.Module, length: int, **layer_type: str) -> torch
 
 
 def save(directory: Path, fields: dict[str, Any]) -> ModelConfig:
-    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return ModelConfig.from_directory(directory)
 
 

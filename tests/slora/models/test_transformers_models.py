@@ -181,7 +181,7 @@ def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_li
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     """Born from tracebacks of many exception types."""
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}))
+    (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}), encoding="utf-8")
     with pytest.raises(ConfigError, match=reason) as refusal:
         read_model_spec(tmp_path)
     assert str(tmp_path) in str(refusal.value)
@@ -191,7 +191,9 @@ def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_li
 def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
     """Born from a traceback: such a class refuses null, which means no padding token."""
     fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}), encoding="utf-8"
+    )
     assert read_model_spec(tmp_path).sizes.num_kv_heads == 2
 
 
@@ -207,6 +209,6 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path)
 
 
 def test_a_directory_with_an_unknown_model_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="nonesuch"):
         read_model_spec(tmp_path)

@@ -57,7 +57,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "head_dim": 128,
         "tie_word_embeddings": False,
     }
-    (directory / "config.json").write_text(json.dumps(fields))
+    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return directory
 
 
@@ -218,7 +218,7 @@ def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(
     roofline = Roofline.of(
         DEVICES["H200"], size, shape, KVFormat.MODEL, page_bytes, 16, adapted=paths, prompt_tokens=128
     )
-    rows = json.loads(_RESULTS.read_text())["tables"]["end to end bdf0a68"]
+    rows = json.loads(_RESULTS.read_text(encoding="utf-8"))["tables"]["end to end bdf0a68"]
     measured = [row for row in rows if row["kind"] == "decode" and row["graphs"]]
     assert [row["adapters"] for row in measured] == [0, 1, 8, 32]
     for row in measured:
@@ -231,7 +231,7 @@ def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(
 
 def test_the_predicted_capacity_is_within_a_tenth_of_that_measured_on_an_h200(llama_8b: Path) -> None:
     """S-LoRA's setting S1: rank 8 on the linears of attention, prompts and answers of 260 tokens on average."""
-    rows = json.loads(_RESULTS.read_text())["tables"]["end to end d971222"]
+    rows = json.loads(_RESULTS.read_text(encoding="utf-8"))["tables"]["end to end d971222"]
     measured = max(row["requests/s"] for row in rows if row["kind"] == "serving")
     adapters = Adapters(5, (8,), ("attention",), alpha=0.0)
     service = make_plan(

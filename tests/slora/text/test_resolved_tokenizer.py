@@ -64,8 +64,10 @@ CASES: dict[str, Case] = {
 def write(directory: Path, case: Case) -> Path:
     make, model_type, config = case
     make().save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
-    (directory / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": CHAT_TEMPLATE}))
+    (directory / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**config, "chat_template": CHAT_TEMPLATE}), encoding="utf-8"
+    )
     return directory
 
 
@@ -96,7 +98,7 @@ def test_files_of_older_versions_of_transformers_count_as_they_do_there(tmp_path
         "special_tokens_map.json": {"pad_token": "<pad>"},
         "added_tokens.json": {"<pad>": size},
     }
-    (tmp_path / name).write_text(json.dumps(tokens[name]))
+    (tmp_path / name).write_text(json.dumps(tokens[name]), encoding="utf-8")
     assert_same(tmp_path)
 
 
@@ -125,7 +127,9 @@ def test_a_process_without_torch_reads_the_same(tmp_path: Path) -> None:
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules\n"
         f"print(json.dumps([dict(tokenizer.special_tokens), [tokenizer.encode(text) for text in {TEXTS!r}]]))"
     )
-    answer = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
+    answer = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True, encoding="utf-8"
+    )
     assert json.loads(answer.stdout) == [
         dict(expected.special_tokens),
         [expected.encode(text) for text in TEXTS],

@@ -181,7 +181,9 @@ def test_a_model_with_a_template_for_tools_has_both(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level(), None)
     config = tmp_path / "tokenizer_config.json"
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": both}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"chat_template": both}), encoding="utf-8"
+    )
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
     assert ours.chat_template == theirs.get_chat_template() == "plain"
     assert ours.tool_template == theirs.get_chat_template(tools=TOOLS) == "with tools"
@@ -255,9 +257,9 @@ def test_a_template_of_an_adapter_replaces_the_model_s(pair: Pair) -> None:
 def test_a_template_is_found_wherever_versions_of_transformers_put_it(tmp_path: Path, place: str) -> None:
     write_tokenizer(tmp_path, byte_level(), chat_template=None)
     config_path = tmp_path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
+    config = json.loads(config_path.read_text(encoding="utf-8"))
     if place == "jinja file":
-        (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         config["chat_template"] = "not this one"
     elif place == "text":
         config["chat_template"] = CHAT_TEMPLATE
@@ -266,18 +268,18 @@ def test_a_template_is_found_wherever_versions_of_transformers_put_it(tmp_path: 
             {"name": "tool_use", "template": "not this one"},
             {"name": "default", "template": CHAT_TEMPLATE},
         ]
-    config_path.write_text(json.dumps(config))
+    config_path.write_text(json.dumps(config), encoding="utf-8")
     assert Tokenizer.from_directory(tmp_path).chat_template == CHAT_TEMPLATE
 
 
 def test_special_tokens_are_found_as_text_and_as_objects(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level())
     config_path = tmp_path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text())
+    config = json.loads(config_path.read_text(encoding="utf-8"))
     config["bos_token"] = {"content": "<s>", "lstrip": False, "special": True}
     config["eos_token"] = "</s>"
     config["pad_token"] = None
-    config_path.write_text(json.dumps(config))
+    config_path.write_text(json.dumps(config), encoding="utf-8")
     assert dict(Tokenizer.from_directory(tmp_path).special_tokens) == {
         "bos_token": "<s>",
         "eos_token": "</s>",
@@ -307,7 +309,7 @@ def test_a_directory_without_a_tokenizer_is_refused_with_the_remedy(tmp_path: Pa
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {"type": "Nothing"}}'])
 def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"tokenizer\.json is not a tokenizer"):
         Tokenizer.from_directory(tmp_path)
 
@@ -315,7 +317,7 @@ def test_a_damaged_tokenizer_is_refused_by_name(tmp_path: Path, text: str) -> No
 @pytest.mark.parametrize("text", ["{", "[]", '"text"'])
 def test_a_damaged_tokenizer_config_is_refused_by_name(tmp_path: Path, text: str) -> None:
     write_tokenizer(tmp_path, byte_level())
-    (tmp_path / "tokenizer_config.json").write_text(text)
+    (tmp_path / "tokenizer_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json"):
         Tokenizer.from_directory(tmp_path)
 

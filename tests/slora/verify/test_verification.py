@@ -195,9 +195,9 @@ def test_an_untrained_adapter_is_equal_with_a_warning(
     kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_adapter(tmp_path, make_model("llama", vocab_size=400), std=0.0, r=4)
-    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    config = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = "somebody/Other-Model"
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     for name in ("optimizer.pt", "README.md"):
         (tmp_path / name).touch()
     assert main(["adapter", "verify", str(tmp_path), "--model", str(kit.directory), "--device", "cpu"]) == 0
@@ -223,10 +223,10 @@ def test_an_adapter_that_cannot_be_served_is_reported_with_all_reasons(
     page = verify(adapter, tmp_path / "wider")
     assert page.startswith("unusable:\n") and "shape_mismatch:" in page and "unknown_tensor:" in page
     shutil.copytree(adapter, tmp_path / "dora")
-    config = json.loads((adapter / "adapter_config.json").read_text())
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     changes = {"use_dora": True, "bias": "all"}
-    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | changes))
-    (tmp_path / "dora" / "generation_config.json").write_text('{"num_beams": 2}')
+    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    (tmp_path / "dora" / "generation_config.json").write_text('{"num_beams": 2}', encoding="utf-8")
     found = json.loads(verify(tmp_path / "dora", model, "--json"))
     assert found["verdict"] == "unusable"
     assert {"use_dora", "bias"} <= {reason["code"] for reason in found["reasons"]}
@@ -237,8 +237,10 @@ def test_an_adapter_that_peft_cannot_load_is_not_compared(
 ) -> None:
     """PEFT requires even ranks for this initialisation, even though trained weights replace the initial ones."""
     directory = shutil.copytree(kit.adapters["odd_rank"], tmp_path / "orthogonal")
-    config = json.loads((directory / "adapter_config.json").read_text())
-    (directory / "adapter_config.json").write_text(json.dumps({**config, "init_lora_weights": "orthogonal"}))
+    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
+    (directory / "adapter_config.json").write_text(
+        json.dumps({**config, "init_lora_weights": "orthogonal"}), encoding="utf-8"
+    )
     assert main(["adapter", "verify", str(directory), "--model", str(kit.directory), "--device", "cpu"]) == 2
     page = capsys.readouterr().out
     assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page

@@ -19,7 +19,7 @@ def write_shards(directory: Path, files: dict[str, list[str]], **index: object) 
         save_file({name: TENSORS[name] for name in names}, directory / file)
     weight_map = {name: file for file, names in files.items() for name in names}
     text = json.dumps({"metadata": {}, "weight_map": weight_map, **index})
-    (directory / "model.safetensors.index.json").write_text(text)
+    (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
 def read(directory: Path, expected: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -132,7 +132,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path: Path, name: str) ->
 )
 def test_an_index_without_a_readable_weight_map_is_refused(tmp_path: Path, text: str) -> None:
     """Born from bugs: an index that was a list, or that named a file by a number, raised TypeError."""
-    (tmp_path / "model.safetensors.index.json").write_text(text)
+    (tmp_path / "model.safetensors.index.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=r"index\.json has no readable weight_map"):
         Checkpoint(tmp_path)
 

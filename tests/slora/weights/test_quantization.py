@@ -45,7 +45,7 @@ def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str
     """Copies a checkpoint and replaces the weight tensor of each linear with the tensors that `change` returns."""
     target.mkdir()
     for file in ("config.json", "generation_config.json"):
-        (target / file).write_text((source / file).read_text())
+        (target / file).write_text((source / file).read_text(encoding="utf-8"), encoding="utf-8")
     tensors: dict[str, Tensor] = {}
     for name, tensor in load_file(source / "model.safetensors").items():
         tensors |= change(name, tensor) if is_linear(name) else {name: tensor}
@@ -54,7 +54,10 @@ def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str
 
 def set_config(directory: Path, quantization: dict[str, Any]) -> None:
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": quantization}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": quantization}),
+        encoding="utf-8",
+    )
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,10 @@ class Terminal:
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     keyboard, program = pty.openpty()
-    with os.fdopen(os.dup(program), "r") as stdin, os.fdopen(os.dup(program), "w") as stdout:
+    with (
+        os.fdopen(os.dup(program), "r", encoding="utf-8") as stdin,
+        os.fdopen(os.dup(program), "w", encoding="utf-8") as stdout,
+    ):
         yield Terminal(keyboard, program, stdin, stdout)
         os.close(keyboard)
         # The thread that reads keys ends when the terminal is gone.
