@@ -26,7 +26,7 @@ from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, serving, wait_for
 from tests.support.child_processes import find_children
 
-BODY = {"model": "base", "prompt": "hello", "max_tokens": 500, "temperature": 0, "ignore_eos": True}
+BODY = {"model": "base", "prompt": "hello", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
 SHORT = BODY | {"max_tokens": 8}
 
 
