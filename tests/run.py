@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
 # Paths and options of pytest, the longest groups first. The tests of a group share models.
 _GROUPS = (
-    # The tests of these two groups share the servers of tests/api/conftest.py.
+    # Each of these two groups starts the servers of tests/api/conftest.py.
     "tests/api/adapters tests/api/cli tests/api/console tests/api/generation tests/api/tenants",
     "tests/api/server",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
