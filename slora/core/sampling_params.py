@@ -52,6 +52,7 @@ OPTIONS_KEY = "x-guidance"
 class OutputKind(StrEnum):
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
+    COMPACT_JSON = "compact_json"  # a JSON schema, for JSON without white space
     REGEX = "regex"
     CHOICE = "choice"
     GRAMMAR = "grammar"
@@ -61,7 +62,7 @@ class OutputKind(StrEnum):
 class StructuredOutput:
     """The form of an answer. Raises RequestRefused, which names `param`, for a form that is too long.
 
-    text: the JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's
+    text: a JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's
         syntax or GBNF. Empty for JSON_OBJECT.
     param: the field of the request that holds the form. Errors name it.
 
@@ -82,12 +83,15 @@ class StructuredOutput:
             )
 
     @staticmethod
-    def json_schema(schema: Mapping[str, Any] | bool, param: str = "structured_output") -> "StructuredOutput":
+    def json_schema(
+        schema: Mapping[str, Any] | bool, param: str = "structured_output", *, is_compact: bool = False
+    ) -> "StructuredOutput":
         if isinstance(schema, Mapping) and OPTIONS_KEY in schema:
             raise RequestRefused(
                 f"{param} has the key {OPTIONS_KEY!r}, which is not supported; remove it", param
             )
-        return StructuredOutput(OutputKind.JSON_SCHEMA, json.dumps(schema, separators=(",", ":")), param)
+        kind = OutputKind.COMPACT_JSON if is_compact else OutputKind.JSON_SCHEMA
+        return StructuredOutput(kind, json.dumps(schema, separators=(",", ":")), param)
 
     @staticmethod
     def json_object(param: str = "structured_output") -> "StructuredOutput":

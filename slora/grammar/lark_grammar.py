@@ -145,7 +145,7 @@ def _write_lark(output: StructuredOutput) -> str:
     match output.kind:
         case OutputKind.JSON_OBJECT:
             text = f"start: %json {prepare_schema({'type': 'object'})}"
-        case OutputKind.JSON_SCHEMA:
+        case OutputKind.JSON_SCHEMA | OutputKind.COMPACT_JSON:
             text = f"start: %json {_read_schema(output)}"
         case OutputKind.REGEX:
             text = f"start: /{regex_to_lark(output.text)}/"
@@ -162,7 +162,7 @@ def _read_schema(output: StructuredOutput) -> str:
         raise RequestRefused(
             f"{output.param} has the key 'x-guidance', which is not supported; remove it", output.param
         )
-    return prepare_schema(schema)
+    return prepare_schema(schema, is_compact=output.kind is OutputKind.COMPACT_JSON)
 
 
 def _read_choices(output: StructuredOutput) -> str:
@@ -197,7 +197,7 @@ def _explain_schema(output: StructuredOutput, error: str) -> str | None:
         keyword = found[1]
     if keyword is None:
         return None
-    is_schema = output.kind is OutputKind.JSON_SCHEMA
+    is_schema = output.kind in (OutputKind.JSON_SCHEMA, OutputKind.COMPACT_JSON)
     path = find_keyword(json.loads(prepare_schema(json.loads(output.text))), keyword) if is_schema else None
     place = f"the schema has {keyword!r}" if path is None else f"the schema has {keyword!r} at {path}"
     if keyword == "oneOf":

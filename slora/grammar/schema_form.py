@@ -1,6 +1,6 @@
 """Prepares JSON schemas for the grammar library.
 
-- White space is bounded. Otherwise a model may write blanks until `max_tokens` ends its answer.
+- White space is bounded or not allowed. Otherwise a model may write blanks until `max_tokens` ends its answer.
 - A `oneOf` whose branches exclude one another becomes an `anyOf`, which the library compiles. Branches exclude one
   another if they have different types, or a property that has no value in common. That property becomes required,
   because only then do the branches exclude one another. So each answer is valid under the schema as it was sent.
@@ -18,6 +18,7 @@ Schema = dict[str, Any]
 # At most one line break with its indentation, or some blanks, between two tokens of JSON.
 _WHITE_SPACE = r"(\r?\n)?[ \t]{0,32}"
 _OPTIONS = {"x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+_COMPACT = {"x-guidance": {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}}
 # Keywords whose values are data, and keywords whose values are schemas by name.
 _DATA = frozenset({"const", "enum", "default", "examples"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
@@ -27,16 +28,16 @@ _MAX_HOPS = 16
 _MAX_BRANCHES = 32
 
 
-def prepare_schema(schema: Mapping[str, Any] | bool) -> str:
-    """Returns the schema as JSON for the grammar library."""
-    if isinstance(schema, bool):
-        return json.dumps(schema)
-    root: Schema = json.loads(json.dumps(schema))
+def prepare_schema(schema: Mapping[str, Any] | bool, *, is_compact: bool = False) -> str:
+    """Returns the schema as JSON for the grammar library. is_compact: whether JSON has no white space."""
+    if schema is False:
+        return "false"
+    root: Schema = {} if schema is True else json.loads(json.dumps(schema))
     union = _Unions(root)
     for _, node in _walk(root):
         if isinstance(node.get("oneOf"), list) and "anyOf" not in node:
             union.rewrite(node)
-    return json.dumps({**root, **_OPTIONS})
+    return json.dumps({**root, **(_COMPACT if is_compact else _OPTIONS)})
 
 
 def find_keyword(schema: Mapping[str, Any] | bool, keyword: str) -> str | None:

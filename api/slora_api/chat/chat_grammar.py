@@ -26,6 +26,7 @@ class ChatGrammar:
     tools: name and parameter schema of each tool that an answer may call; empty if it may call none.
     is_single: whether an answer has at most one call.
     schema: the JSON schema of an answer without calls, as JSON; None if an answer must have calls or may be any text.
+    is_compact: whether an answer without calls has no white space between the tokens of JSON.
     allows_text: whether an answer may have any text before, between and after its calls.
     special_ids: the token ids of markers that are special tokens. Ordinary tokens cannot spell these markers.
     """
@@ -36,6 +37,7 @@ class ChatGrammar:
     schema: str | None
     special_ids: Mapping[str, int]
     allows_text: bool = False
+    is_compact: bool = False
 
     def write(self) -> str:
         parts, lines = [], []
@@ -46,7 +48,8 @@ class ChatGrammar:
             parts.append("free" if self.allows_text else "calls")
         if self.schema is not None:
             parts.append("form")
-            lines.append(f"form: %json {_escape(prepare_schema(json.loads(self.schema)))}")
+            schema = prepare_schema(json.loads(self.schema), is_compact=self.is_compact)
+            lines.append(f"form: %json {_escape(schema)}")
         return "\n".join([f"start: {self._thought()} ({' | '.join(parts)})", *lines])
 
     def _thought(self) -> str:

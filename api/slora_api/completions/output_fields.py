@@ -6,7 +6,7 @@ They are OpenAI's `response_format`, vLLM's `structured_outputs`, and the `guide
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -20,6 +20,8 @@ __all__ = ["OutputFields"]
 
 _Schema = Annotated[dict[str, Any] | bool, AfterValidator(check_depth)]
 _SchemaOrText = Annotated[dict[str, Any] | bool | str, AfterValidator(check_depth)]
+
+_COMPACT = "Send `structured_outputs` with `disable_any_whitespace: true` for JSON without white space."
 
 
 class JsonSchemaFormat(RequestModel):
@@ -57,6 +59,7 @@ class StructuredOutputs(RequestModel):
     """vLLM's structured_outputs: exactly one form.
 
     json: a JSON schema, as an object or as text. grammar: a grammar in Lark's syntax or GBNF.
+    disable_any_whitespace: with `json` or `json_object`, JSON has no white space between its tokens.
     """
 
     json_form: Annotated[_SchemaOrText | None, Field(alias="json")] = None
@@ -66,9 +69,18 @@ class StructuredOutputs(RequestModel):
     json_object: bool | None = None
     structural_tag: Annotated[Any, Unsupported()] = None
     disable_fallback: Annotated[Any, Unsupported(True, False)] = None
-    disable_any_whitespace: Annotated[Any, Unsupported(False)] = None
+    disable_any_whitespace: bool | None = None
     disable_additional_properties: Annotated[Any, Unsupported(False)] = None
-    whitespace_pattern: Annotated[Any, Unsupported()] = None
+    whitespace_pattern: Annotated[Any, Unsupported(instead=_COMPACT, refuses_empty=True)] = None
+
+    @model_validator(mode="after")
+    def _only_json_has_white_space(self) -> Self:
+        if self.disable_any_whitespace and self.json_form is None and not self.json_object:
+            raise make_refusal(
+                "sets `disable_any_whitespace`, which needs `json` or `json_object`; other forms say themselves where "
+                "white space may be"
+            )
+        return self
 
 
 class OutputFields(RequestModel):
@@ -83,7 +95,7 @@ class OutputFields(RequestModel):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: Annotated[Any, Unsupported("auto")] = None
-    guided_whitespace_pattern: Annotated[Any, Unsupported()] = None
+    guided_whitespace_pattern: Annotated[Any, Unsupported(instead=_COMPACT, refuses_empty=True)] = None
 
     @cached_property
     def structured_output(self) -> StructuredOutput | None:
@@ -103,8 +115,15 @@ class OutputFields(RequestModel):
         sent = self.structured_outputs
         if sent is not None:
             param = "structured_outputs"
-            found = list(_make_forms(sent.json_form, sent.regex, sent.choice, sent.grammar, param))
-            if sent.json_object:
+            is_compact = bool(sent.disable_any_whitespace)
+            found = list(
+                _make_forms(
+                    sent.json_form, sent.regex, sent.choice, sent.grammar, param, is_compact=is_compact
+                )
+            )
+            if sent.json_object and is_compact:
+                found.append(StructuredOutput.json_schema({"type": "object"}, param, is_compact=True))
+            elif sent.json_object:
                 found.append(StructuredOutput.json_object(param))
             if not found:
                 raise RequestRefused(
@@ -123,12 +142,14 @@ def _make_forms(
     choices: list[str] | None,
     grammar: str | None,
     param: str | None,
+    *,
+    is_compact: bool = False,
 ) -> Iterator[StructuredOutput]:
     """Yields the forms that are requested. param: the field that holds all forms; None if each form has a field
     `guided_*` of its own.
     """
     if schema is not None:
-        yield _read_schema(schema, param or "guided_json")
+        yield _read_schema(schema, param or "guided_json", is_compact=is_compact)
     if regex is not None:
         yield StructuredOutput.regex(regex, param or "guided_regex")
     if choices is not None:
@@ -137,13 +158,13 @@ def _make_forms(
         yield StructuredOutput.grammar(grammar, param or "guided_grammar")
 
 
-def _read_schema(sent: _SchemaOrText, param: str) -> StructuredOutput:
+def _read_schema(sent: _SchemaOrText, param: str, *, is_compact: bool) -> StructuredOutput:
     if not isinstance(sent, str):
-        return StructuredOutput.json_schema(sent, param)
+        return StructuredOutput.json_schema(sent, param, is_compact=is_compact)
     try:
         schema = check_depth(json.loads(sent))
     except PydanticCustomError as error:
         raise RequestRefused(f"{param}: {error}", param) from None
     except (ValueError, RecursionError) as error:
         raise RequestRefused(f"{param} is not JSON: {error}; send a JSON schema", param) from None
-    return StructuredOutput.json_schema(schema, param)
+    return StructuredOutput.json_schema(schema, param, is_compact=is_compact)

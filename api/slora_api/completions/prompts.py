@@ -68,7 +68,7 @@ _AS_SENT = (
 ConversationRequest = ChatRequest | ResponsesRequest
 
 _ANY_OBJECT = '{"type": "object"}'
-_JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.JSON_OBJECT)
+_JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.COMPACT_JSON, OutputKind.JSON_OBJECT)
 # Sampling defaults of a generation_config.json. Beam search ignores them, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
@@ -286,6 +286,7 @@ class PromptMaker:
             schema=None if form is None else form.text or _ANY_OBJECT,
             special_ids=self.tokenizer.encoder.tokenizer.find_special_tokens(syntax.markers),
             allows_text=form is None and not forced,
+            is_compact=form is not None and form.kind is OutputKind.COMPACT_JSON,
         )
         return StructuredOutput.grammar(grammar.write(), "tools" if form is None else form.param)
 

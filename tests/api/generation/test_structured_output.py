@@ -53,6 +53,21 @@ def key(platform: Platform) -> str:
         ({"structured_outputs": {"json": SCHEMA}}, "json_schema", SCHEMA_TEXT),
         ({"structured_outputs": {"json": SCHEMA_TEXT, "disable_fallback": True}}, "json_schema", SCHEMA_TEXT),
         ({"structured_outputs": {"json_object": True}}, "json_object", ""),
+        (
+            {"structured_outputs": {"json": SCHEMA_TEXT, "disable_any_whitespace": True}},
+            "compact_json",
+            SCHEMA_TEXT,
+        ),
+        (
+            {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": False}},
+            "json_schema",
+            SCHEMA_TEXT,
+        ),
+        (
+            {"structured_outputs": {"json_object": True, "disable_any_whitespace": True}},
+            "compact_json",
+            '{"type":"object"}',
+        ),
         ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a", "b"]'),
         ({"structured_outputs": {"grammar": 'start: "a"'}}, "grammar", 'start: "a"'),
@@ -83,10 +98,23 @@ def test_each_field_gives_the_engine_its_form(
         ({"response_format": {**JSON_SCHEMA, "strict": True}}, "response_format.strict", "not a parameter"),
         ({"structured_outputs": {}}, "structured_outputs", "has no form"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "only one form"),
+        *(
+            (
+                {"structured_outputs": {"json": {}, "whitespace_pattern": pattern}},
+                "structured_outputs.whitespace_pattern",
+                "Send `structured_outputs` with `disable_any_whitespace: true`",
+            )
+            for pattern in (" ", "")
+        ),
         (
-            {"structured_outputs": {"whitespace_pattern": " "}},
-            "structured_outputs.whitespace_pattern",
-            "not supported",
+            {"guided_json": {}, "guided_whitespace_pattern": "[ ]?"},
+            "guided_whitespace_pattern",
+            "Send `structured_outputs` with `disable_any_whitespace: true`",
+        ),
+        (
+            {"structured_outputs": {"regex": "a", "disable_any_whitespace": True}},
+            "structured_outputs",
+            "which needs `json` or `json_object`",
         ),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "only one form"),
         ({"guided_json": "{"}, "guided_json", "is not JSON"),

@@ -312,10 +312,42 @@ def test_an_unsupported_keyword_is_named_with_its_path_and_the_remedy(
 
 
 @pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object"},
+        True,
+        {
+            "$defs": {
+                "pair": {
+                    "type": "array",
+                    "prefixItems": [{"type": "integer"}, {"enum": ["a b", {"c": [1, 2]}]}],
+                }
+            },
+            "type": "object",
+            "properties": {"a": {"$ref": "#/$defs/pair"}, "b": {"type": "object"}},
+            "required": ["a", "b"],
+        },
+    ],
+    ids=["object", "any", "nested"],
+)
+def test_compact_json_has_no_white_space(schema: dict[str, Any] | bool) -> None:
+    """Born from a switch of vLLM's clients that was refused."""
+    output, num_ended = StructuredOutput.json_schema(schema, is_compact=True), 0
+    for seed in range(12):
+        if (token_ids := write_at_random(output, seed)) is not None:
+            num_ended += 1
+            text = TOKENIZER.decode(token_ids)
+            assert not re.search(r"\s", re.sub(r'"(?:[^"\\]|\\.)*"', "", text)), text
+            Draft202012Validator(schema).validate(json.loads(text))
+    assert num_ended > 3
+
+
+@pytest.mark.parametrize(
     "output",
     [
         StructuredOutput.json_object(),
         StructuredOutput.json_schema({}),
+        StructuredOutput.json_schema(True),
         StructuredOutput.json_schema(
             {"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
         ),
