@@ -63,16 +63,16 @@ class AdapterExtras:
 class Adapter:
     """A validated adapter. `digest` identifies its arithmetic (`digest.py`), and does not cover `extras`.
 
-    has_copies: whether the uploaded file also has copies of the base model's embedding or head, which stores do not
-    keep. is_sorted: whether the tensors in the uploaded file have the names of the base model's modules and are in
-    name order.
+    has_unused: whether the uploaded file also has copies of the base model's embedding or head, or factors of the part
+    that reads images. Stores do not keep these tensors. is_sorted: whether the tensors in the uploaded file have the
+    names of the base model's modules and are in name order.
     """
 
     config: PeftConfig
     pairs: Mapping[ModuleId, LoraPair[StoredTensor]]
     digest: str
     extras: AdapterExtras
-    has_copies: bool = False
+    has_unused: bool = False
     is_sorted: bool = True
 
     @property

@@ -32,7 +32,7 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     """
     # The JSON is not sorted, because the order of patterns decides which pattern wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
-    if adapter.has_copies or not adapter.is_sorted:
+    if adapter.has_unused or not adapter.is_sorted:
         factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
         with (scratch / TENSORS_NAME).open("xb") as file:
             file.writelines(tensor_file_parts(factors))

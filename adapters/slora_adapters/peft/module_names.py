@@ -18,6 +18,10 @@ _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
+_IMAGE_FACTOR = re.compile(
+    rf"{_PREFIX}(?:model\.)?(?P<part>vision_tower|multi_modal_projector)\..+\.lora_(?:embedding_)?[AB](?:\..+)?",
+    re.DOTALL,
+)
 _COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
 
 
@@ -78,6 +82,12 @@ def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
     parameter = f"{match['path']}.{match['parameter']}"
     heads = (f"{shape.head_path}.weight", f"{shape.head_path}.bias")
     return parameter if parameter in (f"{shape.embedding_path}.weight", *heads) else None
+
+
+def find_image_part(tensor_name: str) -> str | None:
+    """Returns the part of a model that reads images to which a LoRA factor belongs; None for other tensors."""
+    match = _IMAGE_FACTOR.fullmatch(tensor_name)
+    return None if match is None else match["part"]
 
 
 @cache

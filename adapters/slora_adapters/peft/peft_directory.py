@@ -16,7 +16,7 @@ from slora_adapters.peft.base_embeddings import find_copies, refuse_other_copies
 from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.file_mapping import map_file
-from slora_adapters.peft.module_names import find_other_names, rename_module
+from slora_adapters.peft.module_names import find_image_part, find_other_names, rename_module
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors
@@ -137,7 +137,8 @@ def _assemble(
         renamed = {name: rename_module(name, other, shape) for name in tensors}
         tensors = {renamed[name]: replace(tensor, name=renamed[name]) for name, tensor in tensors.items()}
     copies = find_copies(tensors, shape)
-    own = {name: tensor for name, tensor in tensors.items() if name not in copies}
+    image_parts = {name: part for name in tensors if (part := find_image_part(name)) is not None}
+    own = {name: tensor for name, tensor in tensors.items() if name not in copies and name not in image_parts}
     pairs, pair_reasons = validate(targets, own, shape, limits, use_rslora=config.use_rslora)
     config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
@@ -147,12 +148,16 @@ def _assemble(
     )
     if reasons:
         raise _invalid(reasons)
+    if image_parts:
+        parts = " and ".join(sorted({*image_parts.values()}))
+        use = f"not {len(image_parts)} tensors of {parts}, which only images need, because this server reads text only"
+        extras = replace(extras, uses=(*extras.uses, use))
     return Adapter(
         config,
         pairs,
         adapter_digest(config, own),
         extras,
-        has_copies=bool(copies),
+        has_unused=bool(copies or image_parts),
         is_sorted=other is None and list(own) == sorted(own),
     )
 

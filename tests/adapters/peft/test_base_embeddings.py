@@ -74,7 +74,7 @@ def test_copies_of_the_bases_own_matrices_are_accepted_if_they_are_exact_in_the_
     assert is_exact or saved_as != torch.float32
     if is_exact:
         adapter = read_adapter(tmp_path, SHAPE, limits)
-        assert adapter.has_copies and adapter.target_modules == ("q_proj", "embed_tokens", "lm_head")
+        assert adapter.has_unused and adapter.target_modules == ("q_proj", "embed_tokens", "lm_head")
     else:
         with pytest.raises(
             AdapterInvalid, match=r"rounded to \w+, which PEFT .* save_embedding_layers=False"
@@ -93,7 +93,7 @@ def test_copies_are_found_in_the_shards_of_a_large_base(tmp_path: Path) -> None:
     base_model().save_pretrained(tmp_path / "base", max_shard_size="20KB")
     assert len(list((tmp_path / "base").glob("*.safetensors"))) > 2
     make_adapter(tmp_path, **BOTH)
-    assert read(tmp_path, tmp_path / "base").has_copies
+    assert read(tmp_path, tmp_path / "base").has_unused
 
 
 def test_linears_of_the_base_may_have_dtypes_that_adapters_cannot_have(tmp_path: Path) -> None:
@@ -102,14 +102,14 @@ def test_linears_of_the_base_may_have_dtypes_that_adapters_cannot_have(tmp_path:
     (tmp_path / "base").mkdir()
     save_file(model.state_dict(), tmp_path / "base" / "model.safetensors")
     make_adapter(tmp_path, **BOTH)
-    assert read(tmp_path, tmp_path / "base").has_copies
+    assert read(tmp_path, tmp_path / "base").has_unused
 
 
 def test_tensor_names_of_the_base_may_lack_the_first_prefix(tmp_path: Path, base: Path) -> None:
     model = base_model()
     model.model.save_pretrained(tmp_path / "base")
     make_adapter(tmp_path, r=2, target_modules=["embed_tokens"])
-    assert read(tmp_path, tmp_path / "base").has_copies
+    assert read(tmp_path, tmp_path / "base").has_unused
 
 
 def test_the_head_of_a_tied_base_is_its_embedding(tmp_path: Path, base: Path) -> None:
@@ -170,7 +170,7 @@ def test_a_copy_of_the_head_s_own_bias_is_accepted(tmp_path: Path, base: Path) -
     bias."""
     biased, _ = with_biased_head(tmp_path)
     adapter = read(tmp_path, biased)
-    assert adapter.has_copies and adapter.target_modules == ("lm_head",)
+    assert adapter.has_unused and adapter.target_modules == ("lm_head",)
 
 
 def test_a_trained_bias_of_the_head_is_refused(tmp_path: Path, base: Path) -> None:

@@ -175,6 +175,7 @@ GEMMA3: dict[str, tuple[str, dict[str, object]]] = {
     ),
     "text by pattern": ("text", {"target_modules": r"model\.layers\.0\..*_proj"}),
     "both embedding": ("both", {"target_modules": r".*language_model.*(embed_tokens|v_proj)"}),
+    "both with images": ("both", {"target_modules": ["q_proj", "fc1", "out_proj", "embed_tokens"], "r": 3}),
     "both excluded": ("both", {"exclude_modules": r".*(vision_tower|multi_modal_projector).*", "r": 3}),
 }
 
@@ -210,13 +211,16 @@ def test_an_adapter_of_the_same_text_model_is_served_whatever_its_modules_are_ca
     expected = {
         re.sub(_ROOTS, "", path): layer.get_delta_weight("default")
         for path, layer in model.named_modules()
-        if hasattr(layer, "get_delta_weight")
+        if hasattr(layer, "get_delta_weight") and "vision_tower" not in path
     }
     directory = Path(gemma3(served).config.name_or_path)
     shape = read_model_spec(directory).shape("float32")
     adapter = read_adapter(tmp_path, shape, AdapterLimits(base_directory=directory, served_dtype="float32"))
     packed = pack(adapter, shape, "float32")
     assert {re.sub(_ROOTS, "", pair.path) for pair in adapter.pairs.values()} == set(expected)
+    # Two factors of each linear of the part that reads images which has one of these names.
+    use = "not 10 tensors of vision_tower, which only images need, because this server reads text only"
+    assert adapter.extras.uses == ((use,) if name == "both with images" else ())
     for module_id, pair in adapter.pairs.items():
         a, b = (torch.tensor(factor) for factor in unpack(packed, shape, "float32", module_id))
         delta = expected[re.sub(_ROOTS, "", pair.path)]
