@@ -6,6 +6,7 @@ process that has not imported torch runs that module in a subprocess.
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +23,10 @@ __all__ = ["MODEL_IMPLS", "read_model_spec"]
 MODEL_IMPLS = ("auto", "slora", "transformers")
 # Building modules without data takes seconds, and so does importing torch. A busy machine needs much longer.
 _SUBPROCESS_TIMEOUT_S = 300
+# Classes of transformers whose head does not write text.
+_OTHER_HEAD = re.compile(
+    r".*For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)"
+)
 
 
 def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
@@ -32,18 +37,28 @@ def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
     """
     if model_impl not in MODEL_IMPLS:
         raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
-    if model_impl == "slora" or (model_impl == "auto" and _model_type(directory) in FAMILIES):
+    model_type = _read_model_type(directory)
+    if model_impl == "slora" or (model_impl == "auto" and model_type in FAMILIES):
         return ModelSpec.from_config(ModelConfig.from_directory(directory))
     # A process that has imported torch reads the spec itself. Other processes must not import torch.
     return _read_spec_in_process(directory) if "torch" in sys.modules else _read_spec_in_subprocess(directory)
 
 
-def _model_type(directory: Path) -> str | None:
+def _read_model_type(directory: Path) -> str | None:
+    """Raises ConfigError for a model whose head does not write text."""
     path = directory / "config.json"
     try:
-        value = read_json_object(path).get("model_type")
+        config = read_json_object(path)
     except OSError as error:
         raise ConfigError(f"no model at {directory}: {path} can't be read ({error.strerror})") from error
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and _OTHER_HEAD.fullmatch(name):
+            raise ConfigError(
+                f"{path}: architectures is [{name[:128]!r}], a model with a head for classification, which is not "
+                "served; use the model for text that it was trained from (...ForCausalLM)"
+            )
+    value = config.get("model_type")
     return value if isinstance(value, str) else None
 
 

@@ -13,6 +13,7 @@ from slora.models.expert_config import ExpertConfig
 from slora.models.model_config import ModelConfig
 from slora.models.model_family import FAMILIES
 from slora.models.model_spec import ModelSpec
+from slora.models.model_spec_reader import MODEL_IMPLS, read_model_spec
 from slora.models.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from tests.slora.models.hub_configs import HUB
 from tests.support.tiny_models import MODELS, make_config
@@ -544,6 +545,22 @@ def test_a_config_file_that_is_not_a_json_object_is_refused_by_name(
 def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model at .*nowhere"):
         ModelConfig.from_directory(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("model_impl", MODEL_IMPLS)
+def test_a_model_with_a_head_for_classification_is_refused_by_name(tmp_path: Path, model_impl: str) -> None:
+    """Born from refusals that named only a tensor: lm_head.weight was missing, or score.weight was too many."""
+    config = make_config(
+        "qwen2", tie_word_embeddings=True, num_labels=1, architectures=["Qwen2ForSequenceClassification"]
+    )
+    config.save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"'Qwen2ForSequenceClassification'\], a model with a head for class.*CausalLM"
+    ):
+        read_model_spec(tmp_path, model_impl)
+    config.architectures = ["Qwen2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    assert read_model_spec(tmp_path, "slora").shape("float32").num_layers
 
 
 def test_a_dtype_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
