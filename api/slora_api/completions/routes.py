@@ -42,7 +42,7 @@ def _logprobs_format(services: Services, body: GenerationFields, num_top: int | 
 async def complete(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Continues one or several prompts."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, CompletionRequest, bounds, bounds.completion_json)
+    body = await read_json(request, CompletionRequest.read_body, bounds, bounds.completion_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompts = await maker.completion_prompts(body)
@@ -67,7 +67,7 @@ async def complete(request: Request, key: InferenceKey, services: Wired) -> Resp
 async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ChatRequest, bounds, bounds.chat_json)
+    body = await read_json(request, ChatRequest.read_body, bounds, bounds.chat_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)

@@ -40,12 +40,12 @@ class DetokenizedText(TypedDict):
 
 async def _tokenize_body(request: Request, _meter: Metered, services: Wired) -> TokenizeRequest:
     bounds = services.bounds()
-    return await read_json(request, TokenizeRequest, bounds, bounds.chat_json)
+    return await read_json(request, TokenizeRequest.read_body, bounds, bounds.chat_json)
 
 
 async def _detokenize_body(request: Request, _meter: Metered, services: Wired) -> DetokenizeRequest:
     bounds = services.bounds()
-    return await read_json(request, DetokenizeRequest, bounds, bounds.completion_json)
+    return await read_json(request, DetokenizeRequest.read_body, bounds, bounds.completion_json)
 
 
 @router.post(

@@ -47,7 +47,7 @@ router = APIRouter(tags=["embeddings"])
 async def embed(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Computes the embedding of one or several inputs."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, EmbeddingRequest, bounds, bounds.completion_json)
+    body = await read_json(request, EmbeddingRequest.read_body, bounds, bounds.completion_json)
     encode = partial(encode_embedding, is_base64=body.is_base64)
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ async def embed(request: Request, key: InferenceKey, services: Wired) -> Respons
 async def score(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Compares texts by the cosine of their embeddings."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, ScoreRequest, bounds, bounds.completion_json)
+    sent = await read_json(request, ScoreRequest.read_body, bounds, bounds.completion_json)
     num_first = len(sent.text_1)
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
@@ -89,7 +89,7 @@ async def score(request: Request, key: InferenceKey, services: Wired) -> Respons
 async def rerank(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Orders documents by the cosine of their embeddings with that of a query, the nearest first."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, RerankRequest, bounds, bounds.completion_json)
+    sent = await read_json(request, RerankRequest.read_body, bounds, bounds.completion_json)
     texts = [document.text for document in sent.documents]
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from itertools import islice
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, to_json
@@ -152,6 +152,10 @@ class RequestModel(BaseModel):
     model_config = ConfigDict(**STRICT, json_schema_extra=_describe_extra_fields)
     # The names of the hints in this object begin with this path; None if it has no hints.
     hint_path: ClassVar[str | None] = None
+
+    @classmethod
+    def read_body(cls, body: dict[str, Any], ignored: IgnoredFields) -> Self:
+        return cls.model_validate(body, context=ignored)
 
     @model_validator(mode="before")
     @classmethod

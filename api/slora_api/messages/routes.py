@@ -5,12 +5,12 @@ from fastapi import APIRouter, Request, Response
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.answers import ANSWER_ERRORS, Prepared, answer_prompts, count_chat_tokens
 from slora_api.completions.prompts import PromptMaker
-from slora_api.http.json_body import read_json, validate_object
+from slora_api.http.json_body import read_json
 from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.messages.messages_format import MessagesFormat
 from slora_api.messages.messages_objects import MessageEvent, MessageObject, TokenCount
-from slora_api.messages.messages_request import CountTokensRequest, MessagesChat, MessagesRequest
+from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
 from slora_api.serve.services import Wired, open_meter
 
 __all__ = ["router"]
@@ -32,8 +32,7 @@ _EVENTS = (
 async def create_message(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation in the form of Anthropic's API. The key may be sent in the header `x-api-key`."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, MessagesRequest, bounds, bounds.chat_json)
-    body = await validate_object(MessagesChat, await sent.chat(), request.state.ignored)
+    body = await read_json(request, MessagesRequest.read_chat, bounds, bounds.chat_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)
@@ -53,6 +52,5 @@ async def count_message_tokens(request: Request, key: InferenceKey, services: Wi
     request without tokens.
     """
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, CountTokensRequest, bounds, bounds.chat_json)
-    body = await validate_object(MessagesChat, await sent.chat(), request.state.ignored)
+    body = await read_json(request, CountTokensRequest.read_chat, bounds, bounds.chat_json)
     return {"input_tokens": await count_chat_tokens(request, body, key, meter, services)}

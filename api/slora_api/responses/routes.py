@@ -33,7 +33,7 @@ _EVENTS = (
 async def respond(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation with a list of items. The server does not store the answer."""
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ResponsesRequest, bounds, bounds.chat_json)
+    body = await read_json(request, ResponsesRequest.read_body, bounds, bounds.chat_json)
 
     async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
         prompt = await maker.conversation_prompt(body)
@@ -54,6 +54,6 @@ async def count_input_tokens(request: Request, key: InferenceKey, services: Wire
     request without tokens.
     """
     meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ResponsesRequest, bounds, bounds.chat_json)
+    body = await read_json(request, ResponsesRequest.read_body, bounds, bounds.chat_json)
     count = await count_chat_tokens(request, body, key, meter, services)
     return {"object": "response.input_tokens", "input_tokens": count}

@@ -28,7 +28,7 @@ Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
 # The maximum number of records that the event loop hands to the journal at once. Handing over this many takes a few
 # milliseconds.
-_MAX_BATCH = 256
+_MAX_BATCH = 128
 
 
 class Recorded(Protocol):
@@ -197,7 +197,7 @@ class UsageRecorder:
             opened.ended.set()
         self._num_waiting -= len(batch)
         if self._batch:
-            self._write()
+            asyncio.get_running_loop().call_soon(self._write)
 
 
 def _seen(answer: Recorded) -> RequestUsage:
