@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 import pytest
-from slora_api.serve.api_process import limit_garbage_collection
 
+from slora_api.serve.api_process import limit_garbage_collection
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
