@@ -21,6 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +29,8 @@ import numpy as np
 from bench.table import Row, print_table, write_json
 from slora.client.replica_group import ReplicaGroup
 from slora.client.router import Penalties, Router
-from slora.core.engine_state import EngineReport
-from slora.core.messages import encode_report
+from slora.core.engine_state import Backlog, EngineReport
+from slora.core.messages import Report
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.model_spec_reader import read_model_spec
@@ -207,7 +208,7 @@ async def measure_choice(num_replicas: int, num_choices: int = 3000) -> list[Row
         depot = Depot(Path(folder), 400)
         async with running(depot, num_replicas) as group:
             states = [one.client.state for one in group._by_name.values()]
-            message = encode_report(EngineReport(), EngineReport(), "") | {"num_taken": 0}
+            report = Report.since(EngineReport(), EngineReport(), "")
             for turn in range(num_choices):
                 for case, index in (
                     ("first", turn),
@@ -215,8 +216,8 @@ async def measure_choice(num_replicas: int, num_choices: int = 3000) -> list[Row
                     ("changing", turn % NUM_ADAPTERS),
                 ):
                     if case == "changing":
-                        backlog = (turn % 3, turn % 8, turn % 7 / 2, 1e-4, 1e-3)
-                        states[turn % num_replicas].receive(message | {"backlog": backlog})
+                        backlog = Backlog(turn % 3, turn % 8, turn % 7 / 2, 1e-4, 1e-3)
+                        states[turn % num_replicas].receive(replace(report, backlog=backlog))
                     request = ask(f"{case}-{turn}", AdapterVersion(f"tenant-{index}", f"{index:064x}"), 100)
                     start = time.thread_time_ns()
                     group._choose_for(request)

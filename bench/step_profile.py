@@ -11,7 +11,7 @@ from bench.step_clock import REST, StepClock, Timed
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
 from bench.workload import prompts
-from slora.core.messages import encode_output
+from slora.core.messages import Outputs
 from slora.models.decoder import Decoder
 from slora.models.step_batch import StepBatch
 from slora.runner.runner import Runner
@@ -77,7 +77,7 @@ def time_decode(stepped: SteppedEngine, scene: Scene, num_steps: int) -> StepClo
             with clock.step():
                 outputs = stepped.step()
                 with clock.part(MESSAGES):
-                    encode({"op": "outputs", "outputs": [encode_output(output) for output in outputs]})
+                    encode(Outputs([output.to_row(output.request_id) for output in outputs]).pack())
     stepped.drop()
     return clock
 

@@ -10,7 +10,8 @@ import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence, Set
 from contextlib import suppress
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
 
 from slora.client.open_streams import OpenStreams
 from slora.client.router import ReportedState
@@ -18,24 +19,37 @@ from slora.core.engine_address import EngineAddress, HandshakeFailed, connect
 from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, LiveState, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable, SloraError
 from slora.core.messages import (
+    Abort,
+    Add,
+    Begun,
+    Call,
+    Drain,
+    GetStats,
+    InvalidMessage,
     Message,
+    Observe,
+    Outputs,
+    Prewarm,
+    PurgeTenant,
+    Recorded,
+    Release,
+    RemoveAdapter,
+    Reply,
+    Report,
+    Served,
+    SetPins,
+    Status,
+    Usage,
     decode_info,
-    decode_live_state,
-    decode_output,
-    decode_purged,
-    decode_stats,
-    decode_usage,
-    encode_add,
-    encode_pins,
-    encode_prewarm,
-    encode_served,
-    encode_version,
+    unpack,
 )
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
 from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _RECONNECT_S = 0.05
 # Pause after a failed handshake: only an operator can end the cause.
@@ -50,8 +64,6 @@ _LEFT = "the engine stopped while it processed this request; send the request ag
 # Receives the id, the usage and the timing of an ended request. Usage and timing are None if the engine died before it
 # reported the usage. A refused request also has no timing.
 UsageListener = Callable[[str, RequestUsage | None, RequestTiming | None], None]
-# Receives the engine, and its spans as the message `report` has them.
-ServiceListener = Callable[[str, list[Any]], None]
 
 
 class EngineClient(Protocol):
@@ -123,6 +135,12 @@ class EngineClient(Protocol):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class _PendingCall:
+    call: Call[Any]
+    result: asyncio.Future[Any]
+
+
 class RemoteEngine:
     """An EngineClient over a socket. The coroutine `run` must run for as long as the client is used.
 
@@ -138,7 +156,7 @@ class RemoteEngine:
         self._writer: asyncio.StreamWriter | None = None
         self._loader_connected = False
         self._streams = OpenStreams()
-        self._pending_replies: dict[int, asyncio.Future[Any]] = {}
+        self._pending_calls: dict[int, _PendingCall] = {}
         self._numbers = itertools.count()
         self._on_hello: Callable[[], None] = lambda: None
         self._on_change: Callable[[], None] = lambda: None
@@ -146,7 +164,7 @@ class RemoteEngine:
         self._versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
         self._on_begin: Callable[[str], None] = lambda request_id: None
-        self._on_service: ServiceListener = lambda engine, spans: None
+        self._on_service: Callable[[Served], None] = lambda service: None
         # The requests whose usage the engine has not reported yet. A dict keeps their order.
         self._unreported: dict[str, None] = {}
         self._recorded: list[str] = []
@@ -205,9 +223,9 @@ class RemoteEngine:
             self._writer = writer
             lost = _DIED
             try:
-                while (message := await read_message(reader)) is not None:
-                    self._receive(message)
-            except (BrokenFrame, ConnectionError) as error:
+                while (frame := await read_message(reader)) is not None:
+                    self._receive(frame)
+            except (BrokenFrame, InvalidMessage, ConnectionError) as error:
                 level = logging.INFO if self._is_leaving else logging.ERROR
                 _log.log(level, "the connection to the engine failed: %s", error)
             except asyncio.CancelledError:
@@ -236,17 +254,17 @@ class RemoteEngine:
         """
         self._on_begin = listener
 
-    def listen_for_service(self, listener: ServiceListener) -> None:
+    def listen_for_service(self, listener: Callable[[Served], None]) -> None:
         """Sets the function that is called with what the engine has charged to tenants."""
         self._on_service = listener
 
-    def tell_service_elsewhere(self, engine: str, spans: list[Any]) -> None:
+    def tell_service_elsewhere(self, service: Served) -> None:
         """Tells the engine what another engine has charged. Nothing is sent while the engine does not read."""
         writer = self._writer
         if writer is None or self._info is None:
             return
         if writer.transport.get_write_buffer_size() < _MAX_UNSENT_BYTES:
-            write_message(writer, encode_served(engine, spans))
+            write_message(writer, service.pack())
 
     def acknowledge_usage(self, request_id: str) -> None:
         if not self._recorded:  # Send one message for all requests that share a sync of the journal.
@@ -254,31 +272,27 @@ class RemoteEngine:
         self._recorded.append(request_id)
 
     async def stats(self) -> EngineStats:
-        stats: EngineStats = await self._request_reply({"op": "stats"})
-        return stats
+        return await self._call(GetStats())
 
     async def observe(self, tenants: Collection[str]) -> LiveState:
-        state: LiveState = await self._request_reply({"op": "observe", "tenants": list(tenants)})
-        return state
+        return await self._call(Observe(frozenset(tenants)))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         self._versions.add(version)
-        place: AdapterPlace = await self._request_reply(encode_prewarm(version, share))
-        return place
+        return await self._call(Prewarm(version, share))
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         self._versions.discard(version)
         if self._writer is not None:
-            await self._send({"op": "remove_adapter", "version": encode_version(version)})
+            await self._send(RemoveAdapter(version))
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
         self._versions -= {version for version in self._versions if version.tenant == tenant}
-        purge: TenantPurge = await self._request_reply({"op": "purge", "tenant": tenant})
-        return purge
+        return await self._call(PurgeTenant(tenant))
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._versions.update(pin.version for pin in pins)
-        await self._send(encode_pins(pins))
+        await self._send(SetPins(list(pins)))
 
     def release(self) -> None:
         """Ends all requests in progress with EngineUnavailable, so that another engine can continue them.
@@ -289,36 +303,36 @@ class RemoteEngine:
         self._is_leaving = True
         released = list(self._unreported)
         if self._writer is not None and released:
-            write_message(self._writer, {"op": "release", "ids": released})
+            write_message(self._writer, Release(released).pack())
         for request_id in released:
             self._report_usage(request_id, None)
         self._streams.fail(EngineUnavailable(_LEFT))
 
     def stop(self) -> None:
         """Tells the engine to drain and to end, as SIGTERM does. Raises EngineUnavailable if it is not connected."""
-        self._write({"op": "stop"})
+        self._write(Drain())
         self.release()
 
     def _abort(self, request_id: str, index: int | None = None) -> None:
         # No await here: this function may run while its task is being cancelled.
         if self._writer is not None:
-            write_message(self._writer, {"op": "abort", "id": request_id, "index": index})
+            write_message(self._writer, Abort(request_id, index).pack())
 
-    async def _request_reply(self, message: Message) -> Any:
-        """Sends the message with a fresh number and waits for the reply with the same number."""
+    async def _call(self, call: Call[_Result]) -> _Result:
+        """Sends the call with a fresh number and waits for the reply with the same number."""
         number = next(self._numbers)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._pending_replies[number] = answer
+        result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        self._pending_calls[number] = _PendingCall(call, result)
         try:
-            await self._send({**message, "number": number})
-            return await answer
+            await _drain(self._write(call, number=number))
+            return await result
         finally:
-            self._pending_replies.pop(number, None)
+            self._pending_calls.pop(number, None)
 
     async def _send_request(self, request: EngineRequest) -> None:
         self._unreported[request.request_id] = None
         try:
-            writer = self._write(encode_add(request))
+            writer = self._write(Add(request))
         except SloraError:
             self._report_usage(request.request_id, RequestUsage())
             raise
@@ -330,7 +344,7 @@ class RemoteEngine:
     def _send_recorded(self) -> None:
         recorded, self._recorded = self._recorded, []
         if self._writer is not None:
-            write_message(self._writer, {"op": "recorded", "ids": recorded})
+            write_message(self._writer, Recorded(recorded).pack())
 
     def _report_usage(
         self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None = None
@@ -342,57 +356,47 @@ class RemoteEngine:
     async def _send(self, message: Message) -> None:
         await _drain(self._write(message))
 
-    def _write(self, message: Message) -> asyncio.StreamWriter:
+    def _write(self, message: Message, **extra: object) -> asyncio.StreamWriter:
         writer = self._writer
         if writer is None or self._info is None:
             raise EngineUnavailable("the engine is not running and is being started; send the request again")
-        write_message(writer, message)
+        write_message(writer, message.pack(**extra))
         return writer
 
-    def _receive(self, message: Message) -> None:
-        if self.refusal is not None and message["op"] != "hello":
+    def _receive(self, frame: dict[str, Any]) -> None:
+        if frame["op"] == "hello":
+            try:
+                self._info, self.refusal = decode_info(frame), None
+            except EngineUnavailable as error:
+                self._info, self.refusal = None, error
+            self._on_hello()
+            self._on_change()
+            return
+        if self.refusal is not None:
             return  # The messages of another protocol version may have another form.
-        match message["op"]:
-            case "outputs":
-                for row in message["outputs"]:
-                    self._streams.put(decode_output(row))
-            case "begun":
-                for request_id in message["ids"]:
+        match unpack(frame):
+            case Outputs() as outputs:
+                for output in outputs.read():
+                    self._streams.put(output)
+            case Begun(request_ids):
+                for request_id in request_ids:
                     self._on_begin(request_id)
-            case "usage":
-                for ended in decode_usage(message):
-                    self._report_usage(*ended)
-            case "report":
-                self.state.receive(message)
-                if message["spans"]:
-                    self._on_service(message["engine"], message["spans"])
-            case "stats":
-                self._resolve_reply(message, decode_stats(message))
-            case "live":
-                self._resolve_reply(message, decode_live_state(message))
-            case "purged":
-                self._resolve_reply(message, decode_purged(message))
-            case "place":
-                self._resolve_reply(message, AdapterPlace(message["place"]))
-            case "hello":
-                try:
-                    self._info, self.refusal = decode_info(message), None
-                except EngineUnavailable as error:
-                    self._info, self.refusal = None, error
-                self._on_hello()
-                self._on_change()
-            case "status":
-                self._loader_connected = message["loader"]
-                if message["draining"]:
+            case Usage(ended):
+                for request_id, usage, timing in ended:
+                    self._report_usage(request_id, usage, timing)
+            case Report() as report:
+                self.state.receive(report)
+                if report.spans:
+                    self._on_service(Served(report.engine, list(report.spans)))
+            case Reply(number, result):
+                pending = self._pending_calls.get(number)
+                if pending is not None and not pending.result.done():
+                    pending.result.set_result(pending.call.read_result(result))
+            case Status(loader, draining):
+                self._loader_connected = loader
+                if draining:
                     self.release()
                 self._on_change()
-
-    def _resolve_reply(
-        self, message: Message, found: EngineStats | LiveState | AdapterPlace | TenantPurge
-    ) -> None:
-        answer = self._pending_replies.get(message["number"])
-        if answer is not None and not answer.done():
-            answer.set_result(found)
 
     def _disconnect(self, reason: str) -> None:
         """Cleans up after the connection to the engine is lost. reason: what the open streams end with."""
@@ -403,9 +407,9 @@ class RemoteEngine:
         for request_id in list(self._unreported):
             self._report_usage(request_id, None)
         self._streams.fail(EngineUnavailable(reason))
-        for answer in self._pending_replies.values():
-            if not answer.done():
-                answer.set_exception(EngineUnavailable("the engine died"))
+        for pending in self._pending_calls.values():
+            if not pending.result.done():
+                pending.result.set_exception(EngineUnavailable("the engine died"))
         self._on_change()
 
 

@@ -4,7 +4,7 @@ This module does not import torch.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import astuple, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -14,7 +14,6 @@ from slora.core.engine_state import (
     AdapterWork,
     EngineInfo,
     EngineStats,
-    HistogramCounts,
     LiveState,
     PageMap,
     PageOwner,
@@ -22,9 +21,6 @@ from slora.core.engine_state import (
     TenantPurge,
     TenantState,
 )
-from slora_adapters.loader.cached_versions import CacheCounts
-
-__all__ = ["explain_difference", "merge_infos", "merge_live_states", "merge_purges", "merge_stats"]
 
 # Facts that may differ between the engines of one server. Each engine takes its share of the memory that is free.
 _OWN_FACTS = ("num_pages", "device")
@@ -51,51 +47,31 @@ def merge_infos(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 
 def merge_stats(stats: Sequence[EngineStats]) -> EngineStats:
-    """Adds up gauges and counters. The engines share one host cache and one set of pins.
-
-    The paces and costs are those of the first engine.
-    """
-    first = stats[0]
+    """Adds the statistics up, as the fields of EngineStats say."""
     if len(stats) == 1:
-        return first
-    same = ("load_paces", "costs", "host_cache")
-    merged = {
-        field.name: reduce(_add, (getattr(one, field.name) for one in stats))
-        for field in fields(EngineStats)
-        if field.name not in same
-    }
-    merged["pinned_adapters"] = max(one.pinned_adapters for one in stats)
-    merged["pinned_loaded"] = min(one.pinned_loaded for one in stats)
-    labels = {label for one in stats for label in one.host_cache.labels}
-    cache = max((one.host_cache for one in stats), key=_capacity)
-    merged["host_cache"] = replace(cache, labels=tuple(sorted(labels)))
-    return replace(first, **merged)
+        return stats[0]
+    merges = {field.name: field.metadata.get("merge", _add_all) for field in fields(EngineStats)}
+    return EngineStats(
+        **{name: merge([getattr(engine, name) for engine in stats]) for name, merge in merges.items()}
+    )
 
 
-def _capacity(cache: CacheCounts) -> int:
-    return cache.capacity_bytes
+def _add_all(values: Sequence[Any]) -> Any:
+    return reduce(_add, values)
 
 
 def _add(first: Any, second: Any) -> Any:
+    """Adds maps by their keys, joins tuples, and adds other values."""
     if isinstance(first, Mapping):
-        return {
-            **first,
-            **{name: _add(first[name], one) if name in first else one for name, one in second.items()},
-        }
+        new = {key: _add(first[key], value) if key in first else value for key, value in second.items()}
+        return {**first, **new}
     if isinstance(first, tuple):
         return tuple(sorted({*first, *second}))
-    if isinstance(first, HistogramCounts):
-        counts = tuple(map(sum, zip(first.counts, second.counts, strict=True)))
-        return HistogramCounts(first.bounds, counts, first.total + second.total)
     return first + second
 
 
 def merge_purges(purges: Sequence[TenantPurge]) -> TenantPurge:
-    return TenantPurge(
-        sum(one.num_requests for one in purges),
-        sum(one.num_adapters for one in purges),
-        sum(one.num_pages for one in purges),
-    )
+    return TenantPurge(*map(sum, zip(*map(astuple, purges), strict=True)))
 
 
 def merge_live_states(states: Sequence[LiveState]) -> LiveState:
@@ -106,10 +82,10 @@ def merge_live_states(states: Sequence[LiveState]) -> LiveState:
     tenants: dict[str, TenantState] = {}
     adapters: dict[tuple[str, str], int] = {}
     for state in states:
-        for name, one in state.tenants.items():
-            tenants[name] = _add_tenants(tenants[name], one) if name in tenants else one
-        for tenant, digest, num_tokens in state.adapters:
-            adapters[tenant, digest] = adapters.get((tenant, digest), 0) + num_tokens
+        for name, tenant in state.tenants.items():
+            tenants[name] = _add_tenants(tenants[name], tenant) if name in tenants else tenant
+        for owner, digest, num_tokens in state.adapters:
+            adapters[owner, digest] = adapters.get((owner, digest), 0) + num_tokens
     steps_per_s = sum(state.steps_per_s for state in states)
     tokens_per_s = sum(state.steps_per_s * state.tokens_per_step for state in states)
     events = sorted(
@@ -147,16 +123,16 @@ def _add_tenants(first: TenantState, second: TenantState) -> TenantState:
 
 
 def _slowest(quantiles: Sequence[Quantiles | None]) -> Quantiles | None:
-    return max((one for one in quantiles if one is not None), key=lambda one: one.p99, default=None)
+    return max(filter(None, quantiles), key=lambda times: times.p99, default=None)
 
 
 def _join_maps(maps: Sequence[PageMap]) -> PageMap:
     """Draws the maps one after the other, with as many cells in all as one map has."""
-    stride = len(maps) * max(one.stride for one in maps)
+    stride = len(maps) * max(drawn.stride for drawn in maps)
     numbers: dict[PageOwner, int] = {}
     cells = b""
-    for one in maps:
-        owners = [numbers.setdefault(owner, len(numbers) + 1) for owner in one.owners]
+    for drawn in maps:
+        owners = [numbers.setdefault(owner, len(numbers) + 1) for owner in drawn.owners]
         table = np.array([0, *owners], np.uint16)
-        cells += table[np.frombuffer(one.cells, np.uint16)[:: stride // one.stride]].tobytes()
+        cells += table[np.frombuffer(drawn.cells, np.uint16)[:: stride // drawn.stride]].tobytes()
     return PageMap(stride, cells, tuple(numbers))

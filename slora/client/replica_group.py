@@ -16,7 +16,7 @@ from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from slora.client.client import RemoteEngine, UsageListener
 from slora.client.merged_states import (
@@ -39,6 +39,7 @@ from slora.core.engine_state import (
     TenantPurge,
 )
 from slora.core.errors import EngineUnavailable, RequestFailed, RequestRefused
+from slora.core.messages import Served
 from slora.core.prefix_key import extend_keys, root_key
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
 from slora_adapters.version import AdapterVersion
@@ -400,11 +401,14 @@ class ReplicaGroup:
         if answer is not None and answer.owner == replica.name:
             answer.has_begun = True
 
-    def _pass_on_service(self, replica: _Replica, engine: str, spans: list[Any]) -> None:
-        """Tells the other engines what an engine has charged to tenants. All API processes do so; it counts once."""
+    def _pass_on_service(self, replica: _Replica, service: Served) -> None:
+        """Tells the other engines what an engine has charged to tenants.
+
+        All API processes do so. An engine counts each span once: see `ServiceSpan`.
+        """
         for other in self._by_name.values():
             if other is not replica:
-                other.client.tell_service_elsewhere(engine, spans)
+                other.client.tell_service_elsewhere(service)
 
     def _receive_usage(
         self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None

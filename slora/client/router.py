@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora.core.engine_state import ANSWER_TOKENS, Backlog
-from slora.core.messages import Message, decode_version
+from slora.core.messages import Report, VersionChanges
 from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
 
@@ -347,17 +347,16 @@ class ReportedState:
         self._sent_s += seconds
         self._expected.update(request.versions)
 
-    def receive(self, message: Message) -> None:
+    def receive(self, report: Report) -> None:
         """Takes in a report of the engine."""
-        self._backlog = Backlog(*message["backlog"])
-        _apply(message["resident"], self._resident)
-        _apply(message["on_host"], self._on_host)
-        num_taken: int = message["num_taken"]
-        for _ in range(num_taken - self._num_taken):
+        self._backlog = report.backlog
+        _apply(report.resident, self._resident)
+        _apply(report.on_host, self._on_host)
+        for _ in range(report.num_taken - self._num_taken):
             self._sent.popleft()
-        self._num_taken = num_taken
-        self._sent_s = sum(one.seconds for one in self._sent)
-        self._expected = self._resident.union(*(one.versions for one in self._sent))
+        self._num_taken = report.num_taken
+        self._sent_s = sum(request.seconds for request in self._sent)
+        self._expected = self._resident.union(*(request.versions for request in self._sent))
 
     def describe(self, name: str) -> ReplicaState:
         """Returns the state for the router. The sets are not copied, so they change with the next request."""
@@ -372,7 +371,6 @@ class ReportedState:
         )
 
 
-def _apply(changes: Sequence[Sequence[list[str]]], versions: set[AdapterVersion]) -> None:
-    added, removed = changes
-    versions.difference_update(decode_version(one) for one in removed)
-    versions.update(decode_version(one) for one in added)
+def _apply(changes: VersionChanges, versions: set[AdapterVersion]) -> None:
+    versions -= changes.removed
+    versions |= changes.added

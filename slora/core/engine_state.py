@@ -5,8 +5,9 @@ API processes read these values, so this module does not import torch.
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from operator import itemgetter
 from typing import NamedTuple
 
 from slora.core.cost_model import CostModel
@@ -145,6 +146,11 @@ class HistogramCounts:
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
     total: float
+
+    def __add__(self, other: "HistogramCounts") -> "HistogramCounts":
+        """The counts of both. They must have the same bounds."""
+        counts = tuple(map(sum, zip(self.counts, other.counts, strict=True)))
+        return HistogramCounts(self.bounds, counts, self.total + other.total)
 
     def cumulate(self) -> list[tuple[str, float]]:
         """Returns Prometheus' cumulative buckets: each upper bound as text, with the number of values up to it."""
@@ -296,32 +302,22 @@ class TenantPurge:
     num_pages: int
 
 
+def _join_caches(caches: Sequence[CacheCounts]) -> CacheCounts:
+    """The engines share one host cache, but each lists its own adapters. An engine without a loader knows nothing."""
+    largest = max(caches, key=lambda cache: cache.capacity_bytes)
+    return replace(largest, labels=tuple(sorted({label for cache in caches for label in cache.labels})))
+
+
+# Metadata of the fields of EngineStats that are not added up over several engines.
+_MAX, _MIN, _OF_FIRST = {"merge": max}, {"merge": min}, {"merge": itemgetter(0)}
+_JOINED = {"merge": _join_caches}
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """The engine's statistics. Gauges show the current state, and counters count since the engine started.
 
-    prefix_queries: prompt tokens that were looked up in the prefix cache. prefix_hits: prompt tokens found there.
-    prefix_evictions: KV blocks evicted from the prefix cache.
-    swapped_out_pages, swapped_in_pages: pages copied to host memory, and back.
-    drafts: runs of tokens that prompt lookup has drafted. draft_tokens: the tokens in these runs.
-    accepted_draft_tokens: drafted tokens that became part of an answer.
-    loaded_adapters, waiting_adapters: tenants and digests of adapters in the pool, those in use first, and of adapters
-        that requests wait for. Each lists at most 256 adapters.
-    deadline_misses: requests that ended because their first token could not meet the deadline.
-    pinned_loaded: pinned adapters that are in the pool. pin_failures: failed fetches or loads of pinned adapters.
-    not_finite: requests that ended because their logits or hidden states were not finite.
-    loads_by_cause, evictions_by_cause, preemptions_by_kind, fetches_by_outcome: see `AdapterLoading.loads`,
-        `Residency.evictions`, `Scheduler.preemptions_by_kind` and `AdapterFetching.outcomes`.
-    step_seconds, step_tokens: the time and the number of tokens of each step that computed tokens.
-    token_gaps: seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
-    tenants, adapters: what ended requests have used, see `ServedRequests`.
-    pooled_adapters: the names in `adapters` whose adapters are in the pool now.
-    pages: numbers of used pages, by their content.
-    tenant_pages: the same for the tenants that own the most pages, at most `metrics_tenants` of them.
-    load_paces: recent speeds of adapter loads. costs: the cost model on which the scheduler now bases its decisions.
-    usage: the total usage of all ended requests.
-    host_cache: the content of the host cache. It lists the largest tenants, at most `metrics_tenants` of them.
-        Its labels are the names in `adapters` whose adapters are cached.
+    The statistics of several engines are added up field by field, except for the fields that say otherwise.
     """
 
     running: int
@@ -333,45 +329,52 @@ class EngineStats:
     pages_cached: int
     adapter_pages: int
     resident_adapters: int
+    # Tenants and digests of adapters in the pool, those in use first, and of adapters that requests wait for. Each
+    # lists at most 256 adapters.
     loaded_adapters: tuple[tuple[str, str], ...]
     waiting_adapters: tuple[tuple[str, str], ...]
     adapter_loads: int
     adapter_evictions: int
-    pinned_adapters: int
-    pinned_loaded: int
-    pin_failures: int
+    pinned_adapters: int = field(metadata=_MAX)
+    pinned_loaded: int = field(metadata=_MIN)  # Pinned adapters that are in the pool.
+    pin_failures: int  # Failed fetches or loads of pinned adapters.
     preemptions: int
-    prefix_queries: int
-    prefix_hits: int
-    prefix_evictions: int
-    swapped_out_pages: int
+    prefix_queries: int  # Prompt tokens that were looked up in the prefix cache.
+    prefix_hits: int  # Prompt tokens that were found there.
+    prefix_evictions: int  # KV blocks evicted from the prefix cache.
+    swapped_out_pages: int  # Pages copied to host memory.
     swapped_in_pages: int
     swap_pages_total: int
     swap_pages_used: int
-    deadline_misses: int
+    deadline_misses: int  # Requests that ended because their first token could not meet the deadline.
     prompt_tokens: int
     generated_tokens: int
-    drafts: int
-    draft_tokens: int
-    accepted_draft_tokens: int
+    drafts: int  # Runs of tokens that prompt lookup has drafted.
+    draft_tokens: int  # The tokens in these runs.
+    accepted_draft_tokens: int  # Drafted tokens that became part of an answer.
     steps: int
-    not_finite: int
-    loads_by_cause: Mapping[str, int]
-    evictions_by_cause: Mapping[str, int]
-    preemptions_by_kind: Mapping[str, int]
-    fetches_by_outcome: Mapping[str, int]
-    step_seconds: HistogramCounts
-    step_tokens: HistogramCounts
+    not_finite: int  # Requests that ended because their logits or hidden states were not finite.
+    loads_by_cause: Mapping[str, int]  # See `AdapterLoading.loads`.
+    evictions_by_cause: Mapping[str, int]  # See `Residency.evictions`.
+    preemptions_by_kind: Mapping[str, int]  # See `Scheduler.preemptions_by_kind`.
+    fetches_by_outcome: Mapping[str, int]  # See `AdapterFetching.outcomes`.
+    step_seconds: HistogramCounts  # The time of each step that computed tokens.
+    step_tokens: HistogramCounts  # The number of tokens of each of these steps.
+    # Seconds between consecutive tokens of a sequence. Tokens that arrive together count as one.
     token_gaps: HistogramCounts
-    tenants: Mapping[str, ServedCounts]
+    tenants: Mapping[str, ServedCounts]  # What ended requests have used, see `ServedRequests`.
     adapters: Mapping[str, ServedCounts]
-    pooled_adapters: tuple[str, ...]
-    pages: PageCounts
-    tenant_pages: Mapping[str, PageCounts]
-    load_paces: LoadPaces
-    costs: CostModel
-    usage: RequestUsage
-    host_cache: CacheCounts
+    pooled_adapters: tuple[str, ...]  # The names in `adapters` whose adapters are in the pool now.
+    pages: PageCounts  # Numbers of used pages, by their content.
+    tenant_pages: Mapping[str, PageCounts]  # For the tenants with the most pages, at most `metrics_tenants`.
+    load_paces: LoadPaces = field(metadata=_OF_FIRST)  # Recent speeds of adapter loads.
+    costs: CostModel = field(
+        metadata=_OF_FIRST
+    )  # The cost model on which the scheduler now bases its decisions.
+    usage: RequestUsage  # The total usage of all ended requests.
+    # The host cache, with its largest tenants, at most `metrics_tenants`. Its labels are the names in `adapters` whose
+    # adapters are cached.
+    host_cache: CacheCounts = field(metadata=_JOINED)
 
 
 # The engine's current state, for the console.

@@ -15,23 +15,10 @@ SloraError                    (slora_adapters) root of all errors that this proj
 └── NotComparable             transformers or peft can't load what this engine serves
 """
 
-from slora_adapters.errors import SloraError
+from collections.abc import Mapping
+from typing import Any
 
-__all__ = [
-    "AdapterFetchFailed",
-    "ConfigError",
-    "ContextTooLong",
-    "DeadlineMissed",
-    "DeviceFailed",
-    "EngineUnavailable",
-    "NotComparable",
-    "RequestFailed",
-    "RequestRefused",
-    "SloraError",
-    "StepFailed",
-    "UsageJournalFull",
-    "describe_context",
-]
+from slora_adapters.errors import SloraError as SloraError
 
 
 class ConfigError(SloraError):
@@ -111,3 +98,25 @@ class NotComparable(SloraError):
     """transformers or peft, the reference of `slora adapter verify`, can't load a model or adapter that this engine
     serves.
     """
+
+
+# The errors of a single request, which the engine reports to the API.
+_OF_REQUESTS: dict[str, type[SloraError]] = {
+    kind.__name__: kind
+    for kind in (
+        AdapterFetchFailed,
+        ContextTooLong,
+        DeadlineMissed,
+        RequestFailed,
+        RequestRefused,
+        StepFailed,
+    )
+}
+
+
+def restore_error(name: str, text: str, attributes: Mapping[str, Any]) -> Exception:
+    """Returns an error as the engine has raised it. The arguments are the form of an error in a frame."""
+    kind = _OF_REQUESTS.get(name, RequestFailed)
+    error = kind.__new__(kind, text)
+    vars(error).update(attributes)
+    return error

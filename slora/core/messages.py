@@ -1,167 +1,270 @@
-"""Converts the messages between API and engine to plain maps, and back. Both ends use this module.
+"""The messages between API and engine. Both ends use this module.
 
-The field `op` names the kind of message:
+A message is a dataclass. It travels as the map {"op": name of its class, "fields": its fields}. The frame encodes a
+dataclass as the list of its fields (`slora_adapters.process.wire`), and `unpack` restores each field by its annotation.
+So a new message needs nothing but its class, and a command of the engine one line of `EngineWorker` that executes it.
 
-API to engine:  add, abort, remove_adapter, purge (of a tenant), pins (replaces all earlier pins), prewarm, stats,
-                observe (for consoles), recorded (requests whose usage is durable), served (what another engine has
-                charged to tenants)
-engine to API:  hello (EngineInfo, once), status, report (EngineReport, about ten times a second), begun (requests that
-                have joined the batch), outputs (one frame per step), usage (of ended requests, before their last
-                outputs), stats, place (the reply to prewarm), purged (the reply to purge), live (the reply to observe)
+API to engine:  commands, which the engine's thread executes between two steps; the engine answers a `Call` with a
+                `Reply`. The other messages are for the socket server: Release, Recorded, Served, Drain.
+engine to API:  hello (once), Status, Report (about ten times a second), Begun, Outputs (one frame per step), Usage
+                (of ended requests, before their last outputs), Reply
+
+The hello is a plain map, so that every version of this module can read the version of the other end.
 """
 
-from collections.abc import Iterable
-from dataclasses import asdict, astuple, fields
-from typing import Any
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, is_dataclass
+from enum import Enum
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Generic, NamedTuple, TypeVar
 
-from slora.core.cost_model import CostModel
 from slora.core.engine_state import (
-    AdapterWork,
+    AdapterPlace,
+    Backlog,
     EngineInfo,
     EngineReport,
     EngineStats,
-    HistogramCounts,
     LiveState,
-    LoadPaces,
-    PageCounts,
-    PageMap,
-    PageOwner,
     Pin,
-    PoolEvent,
-    Quantiles,
-    ServedCounts,
     ServiceSpan,
     TenantPurge,
-    TenantState,
 )
 from slora.core.errors import (
-    AdapterFetchFailed,
-    ContextTooLong,
-    DeadlineMissed,
     EngineUnavailable,
-    RequestFailed,
     RequestRefused,
-    StepFailed,
+    SloraError,
 )
-from slora.core.request import (
-    EmittedTokens,
-    EndedRequest,
-    EngineRequest,
-    FinishReason,
-    Pooling,
-    RequestTiming,
-    RequestUsage,
-    StepOutput,
-    TenantShare,
-    TokenDelta,
-    TokenLogprobs,
-    WeightedAdapter,
-)
-from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
-from slora_adapters.loader.cached_versions import CacheCounts
+from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantShare
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 25
+PROTOCOL_VERSION = 26
 
-Message = dict[str, Any]
-
-_KINDS: dict[type[Exception], str] = {DeadlineMissed: "deadline", StepFailed: "step", RequestFailed: "failed"}
-
-
-def encode_add(request: EngineRequest) -> Message:
-    sampling, output = request.sampling, request.sampling.structured_output
-    return {
-        "op": "add",
-        "id": request.request_id,
-        "tenant": request.tenant,
-        "share": astuple(request.share),
-        "priority": request.priority,
-        "deadline_s": request.deadline_s,
-        "account": request.account,
-        "is_background": request.is_background,
-        "prompt": request.prompt_token_ids,
-        "adapters": [(*encode_version(version), weight) for version, weight in request.adapters],
-        "sampling": {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-        # Maps of the wire format have string keys only, so logit_bias travels as a list of pairs.
-        | {"logit_bias": list(sampling.logit_bias.items())}
-        | {"structured_output": output if output is None else astuple(output)},
-        "pooling": None if request.pooling is None else astuple(request.pooling),
-        "emitted": request.emitted,
-    }
+_Result = TypeVar("_Result")
+_Decode = Callable[[Any], Any]
+_by_name: dict[str, type["Message"]] = {}
 
 
-def decode_add(message: Message) -> EngineRequest:
-    sampling = dict(message["sampling"])
-    sampling["stop"] = tuple(sampling["stop"])
-    sampling["stop_token_ids"] = tuple(sampling["stop_token_ids"])
-    sampling["logit_bias"] = dict(sampling["logit_bias"])
-    if sampling["allowed_token_ids"] is not None:
-        sampling["allowed_token_ids"] = tuple(sampling["allowed_token_ids"])
-    sampling["logprob_token_ids"] = tuple(sampling["logprob_token_ids"])
-    sampling["bad_words"] = tuple(map(tuple, sampling["bad_words"]))
-    output = sampling["structured_output"]
-    sampling["structured_output"] = output if output is None else _decode_form(output)
-    pooling, emitted = message["pooling"], message["emitted"]
-    return EngineRequest(
-        request_id=message["id"],
-        tenant=message["tenant"],
-        prompt_token_ids=message["prompt"],
-        adapters=tuple(
-            WeightedAdapter(AdapterVersion(tenant, digest), weight)
-            for tenant, digest, weight in message["adapters"]
-        ),
-        sampling=SamplingParams(**sampling),
-        share=TenantShare(*message["share"]),
-        priority=message["priority"],
-        deadline_s=message["deadline_s"],
-        account=message["account"],
-        is_background=message["is_background"],
-        pooling=None if pooling is None else Pooling(*pooling),
-        emitted=None if emitted is None else _decode_emitted(*emitted),
-    )
+class InvalidMessage(SloraError):
+    """The peer sent a frame that is no message of this protocol. The connection must not be used again."""
 
 
-def _decode_emitted(choices: list[list[int] | None], num_tokens: int, num_cached: int) -> EmittedTokens:
-    return EmittedTokens(
-        tuple(None if tokens is None else tuple(tokens) for tokens in choices), num_tokens, num_cached
-    )
+class Message:
+    """A message from one end to the other."""
+
+    __slots__ = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        _by_name[cls.__name__] = cls
+
+    def pack(self, **extra: object) -> dict[str, object]:
+        return {"op": type(self).__name__, "fields": self, **extra}
 
 
-def _decode_form(row: list[str]) -> StructuredOutput:
-    kind, text, param = row
-    return StructuredOutput(OutputKind(kind), text, param)
+def unpack(frame: Any) -> Message:
+    """Returns the message of a frame, whose lists it may change. Raises InvalidMessage."""
+    op = frame.get("op") if isinstance(frame, dict) else None
+    kind = _by_name.get(op) if isinstance(op, str) else None
+    if kind is None or not is_dataclass(kind):
+        raise InvalidMessage(f"the peer sent the unknown op {op!r}")
+    return _decode_as(kind, frame.get("fields"))
 
 
-def encode_version(version: AdapterVersion) -> list[str]:
-    return [version.tenant, version.digest]
+def _decode_as(kind: type[_Result], value: Any) -> _Result:
+    try:
+        decode: _Decode | None = _decoder(kind)  # type: ignore[arg-type]
+        found: _Result = value if decode is None else decode(value)
+        return found
+    except (TypeError, ValueError, LookupError, RequestRefused) as error:
+        raise InvalidMessage(f"the peer sent a {kind.__name__} that cannot be read: {error}") from error
 
 
-def decode_version(pair: list[str]) -> AdapterVersion:
-    return AdapterVersion(*pair)
+class Command(Message):
+    """What the engine's thread does between two steps."""
+
+    __slots__ = ()
 
 
-def encode_pins(pins: Iterable[Pin]) -> Message:
-    return {"op": "pins", "pins": [[encode_version(pin.version), astuple(pin.share)] for pin in pins]}
+class Call(Command, Generic[_Result]):
+    """A command with a result. Its frame has a `number`, which the reply repeats."""
+
+    __slots__ = ()
+
+    @classmethod
+    def read_result(cls, value: Any) -> Any:
+        """Restores the result from a `Reply`."""
+        (kind,) = typing.get_args(cls.__orig_bases__[0])  # type: ignore[attr-defined]
+        return _decode_as(kind, value)
 
 
-def decode_pins(message: Message) -> list[Pin]:
-    return [Pin(decode_version(version), TenantShare(*share)) for version, share in message["pins"]]
+@dataclass(frozen=True, slots=True)
+class Add(Command):
+    request: EngineRequest
 
 
-def encode_prewarm(version: AdapterVersion, share: TenantShare) -> Message:
-    return {"op": "prewarm", "version": encode_version(version), "share": astuple(share)}
+@dataclass(frozen=True, slots=True)
+class Abort(Command):
+    """Ends one choice of a request, or the whole request if `index` is None."""
+
+    request_id: str
+    index: int | None = None
 
 
-def decode_prewarm(message: Message) -> tuple[AdapterVersion, TenantShare]:
-    return decode_version(message["version"]), TenantShare(*message["share"])
+@dataclass(frozen=True, slots=True)
+class RemoveAdapter(Command):
+    version: AdapterVersion
 
 
-def encode_info(info: EngineInfo) -> Message:
+@dataclass(frozen=True, slots=True)
+class SetPins(Command):
+    """Replaces all earlier pins."""
+
+    pins: list[Pin]
+
+
+@dataclass(frozen=True, slots=True)
+class PurgeTenant(Call[TenantPurge]):
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prewarm(Call[AdapterPlace]):
+    """Loads an adapter before its first request. share: the share of the adapter's tenant."""
+
+    version: AdapterVersion
+    share: TenantShare
+
+
+@dataclass(frozen=True, slots=True)
+class GetStats(Call[EngineStats]):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Observe(Call[LiveState]):
+    """Observes the engine for a console. tenants: the tenants that must be listed."""
+
+    tenants: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Release(Message):
+    """Other engines continue these requests. This engine drops them without usage."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded(Message):
+    """The usage of these requests is durable."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Served(Message):
+    """What another engine has charged to tenants. engine: as in its reports."""
+
+    engine: str
+    spans: list[ServiceSpan]
+
+
+@dataclass(frozen=True, slots=True)
+class Drain(Message):
+    """Tells the engine to drain and to end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status(Message):
+    """loader: whether the loader is connected."""
+
+    loader: bool
+    draining: bool
+
+
+class VersionChanges(NamedTuple):
+    """The changes of a set of adapters."""
+
+    added: frozenset[AdapterVersion]
+    removed: frozenset[AdapterVersion]
+
+    @staticmethod
+    def since(last: frozenset[AdapterVersion], versions: frozenset[AdapterVersion]) -> "VersionChanges":
+        if versions is last:
+            return _NO_CHANGES
+        return VersionChanges(versions - last, last - versions)
+
+
+_NO_CHANGES = VersionChanges(frozenset(), frozenset())
+
+
+@dataclass(frozen=True, slots=True)
+class Report(Message):
+    """The changes since the last report to this API process.
+
+    engine: identifies this start of the engine.
+    num_taken: number of this process's requests that the engine's thread has taken.
+    """
+
+    engine: str
+    num_taken: int
+    backlog: Backlog
+    resident: VersionChanges
+    on_host: VersionChanges
+    spans: tuple[ServiceSpan, ...]
+
+    @staticmethod
+    def since(last: EngineReport, report: EngineReport, engine: str) -> "Report":
+        """The caller sets `num_taken`, which differs between the API processes."""
+        return Report(
+            engine,
+            0,
+            report.backlog,
+            VersionChanges.since(last.resident, report.resident),
+            VersionChanges.since(last.on_host, report.on_host),
+            report.spans,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Begun(Message):
+    """Requests that have joined the batch."""
+
+    request_ids: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs(Message):
+    """The outputs of one step. rows: as `StepOutput.to_row` makes them, because most frames are of this kind."""
+
+    rows: list[list[Any]]
+
+    def read(self) -> list[StepOutput]:
+        return list(map(StepOutput.from_row, self.rows))
+
+
+@dataclass(frozen=True, slots=True)
+class Usage(Message):
+    ended: list[EndedRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply(Message):
+    """The result of the call with this number. See `Call.read_result`."""
+
+    number: int
+    result: Any
+
+
+def encode_info(info: EngineInfo) -> dict[str, Any]:
+    """Returns the hello, as plain values that JSON also has."""
     return {"op": "hello", "protocol": PROTOCOL_VERSION, "info": asdict(info)}
 
 
-def decode_info(message: Message) -> EngineInfo:
+def decode_info(message: Mapping[str, Any]) -> EngineInfo:
     """Decodes the hello. Raises EngineUnavailable if the engine uses another version of the protocol."""
     if message.get("protocol") != PROTOCOL_VERSION:
         raise EngineUnavailable(
@@ -174,186 +277,56 @@ def decode_info(message: Message) -> EngineInfo:
     return EngineInfo(**info)
 
 
-def encode_report(report: EngineReport, last: EngineReport, engine: str) -> Message:
-    """Encodes the changes since the report `last`. engine: identifies this start of the engine.
-
-    The caller adds `num_taken`, which differs between the API processes.
-    """
-    return {
-        "op": "report",
-        "engine": engine,
-        "backlog": report.backlog,
-        "resident": _encode_changes(report.resident, last.resident),
-        "on_host": _encode_changes(report.on_host, last.on_host),
-        "spans": report.spans,
-    }
-
-
-def _encode_changes(
-    versions: frozenset[AdapterVersion], last: frozenset[AdapterVersion]
-) -> tuple[list[list[str]], list[list[str]]]:
-    if versions is last:
-        return [], []
-    return [*map(encode_version, versions - last)], [*map(encode_version, last - versions)]
-
-
-def encode_served(engine: str, spans: list[Any]) -> Message:
-    """Encodes what an engine has charged, for another engine. spans: as the message `report` has them."""
-    return {"op": "served", "engine": engine, "spans": spans}
+@cache
+def _decoder(kind: Any) -> _Decode | None:
+    """Returns the function that restores a value of type `kind`; None if the value arrives as it is."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, UnionType):
+        decode = _decoder(_drop_none(kind))
+        return None if decode is None else lambda value: None if value is None else decode(value)
+    if origin in (list, tuple, frozenset):
+        each = _decoder(args[0])
+        if origin is tuple and args[1:] != (...,):
+            assert all(_decoder(one) is None for one in args), f"{kind}: only tuples of plain values"
+        if each is None:
+            return None if origin is list else origin
+        return lambda values: origin([each(value) for value in values])
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        item = _decoder(args[1])
+        return None if item is None else lambda items: {key: item(value) for key, value in items.items()}
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return kind
+    if is_dataclass(kind) or hasattr(kind, "_fields"):
+        return _row_decoder(kind)
+    assert kind in (int, float, str, bytes, bool, Any), f"a message cannot hold a {kind}"
+    return None
 
 
-def decode_served(message: Message) -> tuple[str, list[ServiceSpan]]:
-    return message["engine"], [ServiceSpan(*row) for row in message["spans"]]
+def _row_decoder(kind: Any) -> _Decode:
+    """The decoder of a dataclass or a NamedTuple. A frame has hundreds of rows, so it converts them in place."""
+    changed: list[tuple[int, _Decode]] | None = None
+
+    def decode_row(row: list[Any]) -> Any:
+        nonlocal changed
+        if changed is None:  # Not earlier, because a class may have fields of its own kind.
+            changed = _find_changed_fields(kind)
+        for place, decode in changed:
+            if (value := row[place]) is not None:
+                row[place] = decode(value)
+        return kind(*row)
+
+    return decode_row
 
 
-def encode_purged(purge: TenantPurge, number: int) -> Message:
-    return {"op": "purged", "number": number, "purge": asdict(purge)}
+def _find_changed_fields(kind: Any) -> list[tuple[int, _Decode]]:
+    """Returns the place and the decoder of each field that does not arrive as it is."""
+    hints = typing.get_type_hints(kind)
+    names = kind._fields if hasattr(kind, "_fields") else kind.__dataclass_fields__
+    decoders = ((place, _decoder(_drop_none(hints[name]))) for place, name in enumerate(names))
+    return [(place, decode) for place, decode in decoders if decode is not None]
 
 
-def decode_purged(message: Message) -> TenantPurge:
-    return TenantPurge(**message["purge"])
-
-
-def encode_stats(stats: EngineStats, number: int) -> Message:
-    return {"op": "stats", "number": number, "stats": asdict(stats)}
-
-
-def decode_stats(message: Message) -> EngineStats:
-    stats = dict(message["stats"])
-    for name in ("loaded_adapters", "waiting_adapters"):
-        stats[name] = tuple((tenant, digest) for tenant, digest in stats[name])
-    for name in ("step_seconds", "step_tokens", "token_gaps"):
-        bounds, counts, total = stats[name].values()
-        stats[name] = HistogramCounts(tuple(bounds), tuple(counts), total)
-    for name in ("tenants", "adapters"):
-        stats[name] = {one: ServedCounts(**counts) for one, counts in stats[name].items()}
-    stats["pooled_adapters"] = tuple(stats["pooled_adapters"])
-    stats["pages"] = PageCounts(**stats["pages"])
-    stats["tenant_pages"] = {name: PageCounts(**counts) for name, counts in stats["tenant_pages"].items()}
-    stats["load_paces"] = LoadPaces(**stats["load_paces"])
-    stats["costs"] = CostModel(**stats["costs"])
-    stats["usage"] = RequestUsage(**stats["usage"])
-    cache = stats["host_cache"]
-    stats["host_cache"] = CacheCounts(**{**cache, "labels": tuple(cache["labels"])})
-    return EngineStats(**stats)
-
-
-def encode_live_state(state: LiveState, number: int) -> Message:
-    # Not `asdict`: it would copy thousands of owners, which takes milliseconds.
-    fields = {name: getattr(state, name) for name in LiveState.__slots__ if name != "engines"}
-    pages = state.page_map
-    fields["page_map"] = [pages.stride, pages.cells, pages.owners]
-    fields["pages"], fields["total"] = astuple(state.pages), astuple(state.total)
-    fields["tenants"] = {name: astuple(one) for name, one in state.tenants.items()}
-    return {"op": "live", "number": number, "state": fields}
-
-
-def decode_live_state(message: Message) -> LiveState:
-    fields = dict(message["state"])
-    stride, cells, owners = fields["page_map"]
-    fields["page_map"] = PageMap(stride, cells, tuple(PageOwner(*one) for one in owners))
-    fields["pages"], fields["total"] = PageCounts(*fields["pages"]), _decode_tenant_state(fields["total"])
-    fields["tenants"] = {name: _decode_tenant_state(one) for name, one in fields["tenants"].items()}
-    fields["adapters"] = tuple(AdapterWork(*one) for one in fields["adapters"])
-    fields["events"] = tuple(PoolEvent(*one) for one in fields["events"])
-    fields["step"] = _decode_quantiles(fields["step"])
-    return LiveState(**fields)
-
-
-def _decode_tenant_state(row: list[Any]) -> TenantState:
-    pages, running, waiting, tokens_per_s, first_token, interval = row
-    return TenantState(
-        PageCounts(*pages),
-        running,
-        waiting,
-        tokens_per_s,
-        _decode_quantiles(first_token),
-        _decode_quantiles(interval),
-    )
-
-
-def _decode_quantiles(row: list[Any] | None) -> Quantiles | None:
-    return None if row is None else Quantiles(*row)
-
-
-def encode_usage(ended: Iterable[EndedRequest]) -> Message:
-    rows = [
-        (request_id, astuple(usage), None if timing is None else astuple(timing))
-        for request_id, usage, timing in ended
-    ]
-    return {"op": "usage", "ended": rows}
-
-
-def decode_usage(message: Message) -> list[EndedRequest]:
-    return [
-        EndedRequest(request_id, RequestUsage(*usage), None if timing is None else RequestTiming(*timing))
-        for request_id, usage, timing in message["ended"]
-    ]
-
-
-def encode_output(output: StepOutput) -> list[Any]:
-    """Encodes one output as a list: [request id, token ids, finish reason, logprobs, error, choice index, prompt
-    logprobs, number of prompt tokens found in the prefix cache, embedding].
-
-    A list is shorter than a map, and every step sends one for each sequence.
-    """
-    delta, error = output.delta, output.error
-    return [
-        output.request_id,
-        delta.token_ids if delta else (),
-        delta.finish_reason if delta else None,
-        _encode_logprobs(delta.logprobs) if delta else None,
-        _encode_error(error) if error is not None else None,
-        delta.index if delta else 0,
-        _encode_logprobs(delta.prompt_logprobs) if delta else None,
-        delta.num_cached if delta else 0,
-        delta.embedding if delta else None,
-    ]
-
-
-def decode_output(row: list[Any]) -> StepOutput:
-    request_id, token_ids, reason, logprobs, error, index, scored, num_cached, embedding = row
-    if error is not None:
-        return StepOutput(request_id, error=_decode_error(error))
-    entries = tuple(entry for entry in _decode_logprobs(logprobs) if entry is not None) if logprobs else None
-    prompt_entries = _decode_logprobs(scored) if scored else ()
-    finish = FinishReason(reason) if reason is not None else None
-    delta = TokenDelta(tuple(token_ids), finish, entries, index, prompt_entries, num_cached, embedding)
-    return StepOutput(request_id, delta)
-
-
-def _encode_logprobs(entries: Iterable[TokenLogprobs | None] | None) -> list[Any] | None:
-    if not entries:
-        return None
-    return [None if entry is None else (entry.logprob, entry.top) for entry in entries]
-
-
-def _decode_logprobs(rows: list[Any]) -> tuple[TokenLogprobs | None, ...]:
-    return tuple(
-        None if row is None else TokenLogprobs(row[0], tuple((token, logprob) for token, logprob in row[1]))
-        for row in rows
-    )
-
-
-def _encode_error(error: Exception) -> Message:
-    if isinstance(error, RequestRefused):
-        return {
-            "kind": "too_long" if isinstance(error, ContextTooLong) else "refused",
-            "message": error.message,
-            "param": error.param,
-            "code": error.code,
-        }
-    if isinstance(error, AdapterFetchFailed):
-        return {"kind": "fetch", "message": error.message, "code": error.code}
-    return {"kind": _KINDS.get(type(error), "failed"), "message": str(error)}
-
-
-def _decode_error(fields: Message) -> Exception:
-    kind, message = fields["kind"], fields["message"]
-    if kind == "too_long":
-        return ContextTooLong(message, fields["param"])
-    if kind == "refused":
-        return RequestRefused(message, fields["param"], fields["code"])
-    if kind == "fetch":
-        return AdapterFetchFailed(message, fields["code"])
-    return next((error for error, name in _KINDS.items() if name == kind), RequestFailed)(message)
+def _drop_none(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, UnionType):
+        (kind,) = (one for one in typing.get_args(kind) if one is not NoneType)
+    return kind

@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from slora.core.errors import ConfigError, RequestRefused
+from slora.core.errors import ConfigError, RequestRefused, restore_error
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 
@@ -319,3 +319,44 @@ class StepOutput:
     request_id: str
     delta: TokenDelta | None = None
     error: Exception | None = None
+
+    def to_row(self, request_id: str) -> list[Any]:
+        """Encodes the output for a frame, in fewer bytes and less time than any dataclass is encoded. A step sends
+        hundreds of rows. request_id: the id in the row, as the receiver knows the request.
+        """
+        delta = self.delta
+        if delta is None:
+            return [request_id, self.error]
+        return [
+            request_id,
+            None,
+            delta.token_ids,
+            delta.finish_reason,
+            delta.logprobs and [(entry.logprob, entry.top) for entry in delta.logprobs],
+            delta.index,
+            delta.prompt_logprobs
+            and [entry and (entry.logprob, entry.top) for entry in delta.prompt_logprobs],
+            delta.num_cached,
+            delta.embedding,
+        ]
+
+    @staticmethod
+    def from_row(row: list[Any]) -> "StepOutput":
+        if row[1] is not None:
+            return StepOutput(row[0], None, restore_error(*row[1]))
+        request_id, _, token_ids, reason, logprobs, index, prompt_logprobs, num_cached, embedding = row
+        delta = TokenDelta(
+            tuple(token_ids),
+            None if reason is None else FinishReason(reason),
+            None if logprobs is None else tuple([_read_logprobs(entry) for entry in logprobs]),
+            index,
+            tuple([entry and _read_logprobs(entry) for entry in prompt_logprobs]) if prompt_logprobs else (),
+            num_cached,
+            embedding,
+        )
+        return StepOutput(request_id, delta)
+
+
+def _read_logprobs(row: list[Any]) -> TokenLogprobs:
+    logprob, top = row
+    return TokenLogprobs(logprob, tuple([(token, value) for token, value in top]))

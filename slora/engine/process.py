@@ -26,45 +26,39 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slora.core.engine_address import MAX_SECRET_BYTES, Doorkeeper, detect_dead_peer
 from slora.core.engine_config import EngineConfig
-from slora.core.engine_state import AdapterPlace, EngineReport, LiveState, TenantPurge
-from slora.core.errors import ConfigError, RequestRefused
+from slora.core.engine_state import EngineReport
+from slora.core.errors import ConfigError
 from slora.core.messages import (
+    Abort,
+    Add,
+    Begun,
+    Call,
+    Command,
+    Drain,
+    InvalidMessage,
     Message,
-    decode_add,
-    decode_pins,
-    decode_prewarm,
-    decode_served,
-    decode_version,
+    Outputs,
+    Recorded,
+    Release,
+    Reply,
+    Report,
+    Served,
+    Status,
+    Usage,
     encode_info,
-    encode_live_state,
-    encode_output,
-    encode_purged,
-    encode_report,
-    encode_stats,
-    encode_usage,
+    unpack,
 )
-from slora.core.request import EndedRequest, RequestUsage, StepOutput, TokenDelta
+from slora.core.request import EndedRequest, StepOutput, TokenDelta
 from slora.core.usage_journal import UsageJournal
 from slora.engine.engine import Engine
 from slora.engine.usage_relay import UsageRelay
-from slora.engine.worker import (
-    Abort,
-    Add,
-    EngineWorker,
-    GetStats,
-    Observe,
-    Prewarm,
-    PurgeTenant,
-    RemoveAdapter,
-    SetPins,
-    Stop,
-    Wake,
-)
+from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.host_memory import PageLockedMemory
 from slora.models.model_spec_reader import read_model_spec
 from slora.runner.process_group import start_group
@@ -143,8 +137,14 @@ class _Peer:
         self._posted: deque[int] = deque()
         self._writer = writer
 
+    def engine_id(self, request_id: str) -> str:
+        return f"{self.number}:{request_id}"
+
     def send(self, message: Message) -> None:
-        """Sends a message. Never waits: the transport keeps what the API process has not read."""
+        self.send_frame(message.pack())
+
+    def send_frame(self, frame: Mapping[str, object]) -> None:
+        """Sends a frame. Never waits: the transport keeps what the API process has not read."""
         transport = self._writer.transport
         if transport.is_closing():
             return
@@ -157,7 +157,7 @@ class _Peer:
             # Not close(): close() would wait until the peer has read frames that it never reads.
             transport.abort()
             return
-        write_message(self._writer, message)
+        write_message(self._writer, frame)
 
     def note_posted(self, number: int) -> None:
         """Adds a request. It is taken as soon as the engine's thread has taken `number` requests of all processes."""
@@ -179,7 +179,7 @@ class EngineServer:
     def __init__(
         self,
         worker: EngineWorker,
-        hello: Message,
+        hello: Mapping[str, object],
         loader_connected: Callable[[], bool],
         journal: UsageJournal,
         on_stop: Callable[[], None],
@@ -205,14 +205,14 @@ class EngineServer:
         self._num_peers += 1
         relay = self._relays[self._num_peers] = UsageRelay(self._journal)
         peer = self._peers[self._num_peers] = _Peer(self._num_peers, writer, relay)
-        peer.send(self._hello)
+        peer.send_frame(self._hello)
         peer.send(self._status())
         self._send_report([peer], replace(self._report, spans=()), EngineReport())
         try:
-            while (message := await read_message(reader)) is not None:
-                self._handle(peer, message)
+            while (frame := await read_message(reader)) is not None:
+                self._handle(peer, frame)
                 self._received.set()
-        except BrokenFrame as error:
+        except (BrokenFrame, InvalidMessage) as error:
             _log.error("API process %d: %s", peer.number, error)
         except ConnectionError as error:
             _log.info("API process %d disconnected: %s", peer.number, error)
@@ -242,7 +242,7 @@ class EngineServer:
     def _abandon(self, peer: _Peer) -> None:
         peer.relay.abandon()
         for request_id in peer.relay.unfinished:
-            self._worker.post(Abort(f"{peer.number}:{request_id}"))
+            self._worker.post(Abort(peer.engine_id(request_id)))
         self._drop_finished_relay(peer.number)
 
     def _drop_finished_relay(self, number: int) -> None:
@@ -259,33 +259,33 @@ class EngineServer:
         outputs of a step together have at most `max_num_seqs` tokens, accepted drafts included.
         """
         self._deliver_usage(ended)
-        rows: dict[int, list[Any]] = {}
+        rows: dict[int, list[list[Any]]] = {}
         for output in outputs:
             number, request_id = _split_id(output.request_id)
             peer = self._peers.get(number)
             if peer is None:
                 continue
-            row = [request_id, *encode_output(output)[1:]]
+            row = output.to_row(request_id)
             if output.delta is not None and _is_whole(output.delta):
-                peer.send({"op": "outputs", "outputs": [row]})
+                peer.send(Outputs([row]))
             else:
-                rows.setdefault(peer.number, []).append(row)
+                rows.setdefault(number, []).append(row)
         for number, batch in rows.items():
-            self._peers[number].send({"op": "outputs", "outputs": batch})
+            self._peers[number].send(Outputs(batch))
 
     def _deliver_usage(self, ended: list[EndedRequest]) -> None:
         ended_by_peer: dict[int, list[EndedRequest]] = {}
-        for one in ended:
-            number, request_id = _split_id(one.request_id)
-            ended_by_peer.setdefault(number, []).append(one._replace(request_id=request_id))
+        for request in ended:
+            number, request_id = _split_id(request.request_id)
+            ended_by_peer.setdefault(number, []).append(request._replace(request_id=request_id))
         for number, batch in ended_by_peer.items():
             relay = self._relays.get(number)
             if relay is None:  # The peer released these requests, and disconnected.
                 continue
-            for one in batch:
-                relay.end(one.request_id, one.usage)
+            for request_id, usage, _ in batch:
+                relay.end(request_id, usage)
             if number in self._peers:
-                self._peers[number].send(encode_usage(batch))
+                self._peers[number].send(Usage(batch))
             else:
                 self._drop_finished_relay(number)
 
@@ -296,100 +296,51 @@ class EngineServer:
             ids_by_peer.setdefault(number, []).append(request_id)
         for number, ids in ids_by_peer.items():
             if number in self._peers:
-                self._peers[number].send({"op": "begun", "ids": ids})
+                self._peers[number].send(Begun(ids))
 
     def deliver_report(self, report: EngineReport) -> None:
         self._send_report(self._peers.values(), report, self._report)
         self._report = report
 
     def _send_report(self, peers: Iterable[_Peer], report: EngineReport, last: EngineReport) -> None:
-        message = encode_report(report, last, self._engine)
+        message = Report.since(last, report, self._engine)
         for peer in peers:
             peer.note_taken(report.num_taken)
-            peer.send(message | {"num_taken": peer.num_taken})
+            peer.send(replace(message, num_taken=peer.num_taken))
 
     def broadcast_status(self) -> None:
         for peer in self._peers.values():
             peer.send(self._status())
 
-    def _status(self) -> Message:
-        return {"op": "status", "loader": self._loader_connected(), "draining": self._is_draining}
+    def _status(self) -> Status:
+        return Status(self._loader_connected(), self._is_draining)
 
-    def _handle(self, peer: _Peer, message: Message) -> None:
-        match message["op"]:
-            case "add":
-                self._add(peer, message)
-            case "abort":
-                self._worker.post(Abort(f"{peer.number}:{message['id']}", message["index"]))
-            case "release":
-                for request_id in message["ids"]:
+    def _handle(self, peer: _Peer, frame: dict[str, Any]) -> None:
+        match unpack(frame):
+            case Add(request):
+                peer.relay.add(request.request_id, request)
+                self._num_posted += 1
+                peer.note_posted(self._num_posted)
+                self._worker.post(Add(replace(request, request_id=peer.engine_id(request.request_id))))
+            case Abort(request_id, index):
+                self._worker.post(Abort(peer.engine_id(request_id), index))
+            case Call() as call:
+                self._worker.post(call, partial(_reply_in, asyncio.get_running_loop(), peer, frame["number"]))
+            case Command() as command:
+                self._worker.post(command)
+            case Release(request_ids):
+                for request_id in request_ids:
                     peer.relay.release(request_id)
-                    self._worker.post(Abort(f"{peer.number}:{request_id}"))
-            case "recorded":
-                for request_id in message["ids"]:
+                    self._worker.post(Abort(peer.engine_id(request_id)))
+            case Recorded(request_ids):
+                for request_id in request_ids:
                     peer.relay.acknowledge(request_id)
-            case "remove_adapter":
-                self._worker.post(RemoveAdapter(decode_version(message["version"])))
-            case "purge":
-                self._purge(peer, message)
-            case "stop":
+            case Served(engine, spans):
+                self._worker.add_service_elsewhere(engine, spans)
+            case Drain():
                 self._on_stop()
-            case "pins":
-                self._worker.post(SetPins(decode_pins(message)))
-            case "prewarm":
-                self._prewarm(peer, message)
-            case "served":
-                self._worker.add_service_elsewhere(*decode_served(message))
-            case "stats":
-                self._answer_stats(peer, message["number"])
-            case "observe":
-                self._observe(peer, message)
-            case op:
-                raise BrokenFrame(f"API process {peer.number} sent the unknown op {op!r}")
-
-    def _add(self, peer: _Peer, message: Message) -> None:
-        engine_id = f"{peer.number}:{message['id']}"
-        try:
-            request = decode_add({**message, "id": engine_id})
-        except RequestRefused as error:
-            peer.send(encode_usage([EndedRequest(message["id"], RequestUsage())]))
-            self.deliver([StepOutput(engine_id, error=error)], [])
-            peer.note_posted(self._num_posted)
-            return
-        peer.relay.add(message["id"], request)
-        self._num_posted += 1
-        peer.note_posted(self._num_posted)
-        self._worker.post(Add(request))
-
-    def _prewarm(self, peer: _Peer, message: Message) -> None:
-        loop, number = asyncio.get_running_loop(), message["number"]
-
-        def answer(place: AdapterPlace) -> None:
-            _call_in(loop, lambda: peer.send({"op": "place", "number": number, "place": place.value}))
-
-        self._worker.post(Prewarm(*decode_prewarm(message), answer))
-
-    def _purge(self, peer: _Peer, message: Message) -> None:
-        loop, number = asyncio.get_running_loop(), message["number"]
-
-        def answer(purge: TenantPurge) -> None:
-            _call_in(loop, lambda: peer.send(encode_purged(purge, number)))
-
-        self._worker.post(PurgeTenant(message["tenant"], answer))
-
-    def _answer_stats(self, peer: _Peer, number: int) -> None:
-        loop = asyncio.get_running_loop()
-        self._worker.post(
-            GetStats(lambda stats: _call_in(loop, lambda: peer.send(encode_stats(stats, number))))
-        )
-
-    def _observe(self, peer: _Peer, message: Message) -> None:
-        loop, number = asyncio.get_running_loop(), message["number"]
-
-        def answer(state: LiveState) -> None:
-            _call_in(loop, lambda: peer.send(encode_live_state(state, number)))
-
-        self._worker.post(Observe(frozenset(message["tenants"]), answer))
+            case other:
+                raise InvalidMessage(f"an engine does not receive the op {type(other).__name__}")
 
 
 def _is_whole(delta: TokenDelta) -> bool:
@@ -402,6 +353,10 @@ def _split_id(engine_id: str) -> tuple[int, str]:
     """Returns the number of the API process, and its own id for the request."""
     number, request_id = engine_id.split(":", 1)
     return int(number), request_id
+
+
+def _reply_in(loop: asyncio.AbstractEventLoop, peer: _Peer, number: int, result: object) -> None:
+    _call_in(loop, lambda: peer.send(Reply(number, result)))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

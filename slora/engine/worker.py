@@ -4,31 +4,31 @@ It takes commands from an inbox, runs steps while there is work, and delivers th
 happen on this one thread. Sockets are outside this module.
 """
 
-import logging
 import queue
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
-from slora.core.engine_state import (
-    REPORT_S,
-    AdapterPlace,
-    EngineReport,
-    EngineStats,
-    LiveState,
-    Pin,
-    ServiceSpan,
-    TenantPurge,
-)
+from slora.core.engine_state import REPORT_S, EngineReport, ServiceSpan
 from slora.core.errors import RequestRefused
-from slora.core.request import EndedRequest, EngineRequest, RequestUsage, StepOutput, TenantShare
+from slora.core.messages import (
+    Abort,
+    Add,
+    Command,
+    GetStats,
+    Observe,
+    Prewarm,
+    PurgeTenant,
+    RemoveAdapter,
+    SetPins,
+)
+from slora.core.request import EndedRequest, RequestUsage, StepOutput
 from slora.engine.engine import Engine
 from slora_adapters.process.heartbeat import Progress
-from slora_adapters.version import AdapterVersion
 
-_log = logging.getLogger(__name__)
-
+# A command, and what is called with its result.
+_Posted = tuple["Command | Wake | Stop", Callable[[Any], None]]
 # Seconds of idle time before the engine checks that no page was lost. The check walks every page, so it must not delay
 # a request that closely follows another.
 _IDLE_BEFORE_CHECK_S = 1.0
@@ -36,72 +36,16 @@ _IDLE_BEFORE_CHECK_S = 1.0
 _MAX_ELSEWHERE = 256
 
 
-@dataclass(frozen=True, slots=True)
-class Add:
-    request: EngineRequest
-
-
-@dataclass(frozen=True, slots=True)
-class Abort:
-    """Ends one choice of a request, or the whole request if `index` is None."""
-
-    request_id: str
-    index: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RemoveAdapter:
-    version: AdapterVersion
-
-
-@dataclass(frozen=True, slots=True)
-class PurgeTenant:
-    """Purges a tenant. `answer` is called on the engine's thread."""
-
-    tenant: str
-    answer: Callable[[TenantPurge], None]
-
-
-@dataclass(frozen=True, slots=True)
-class SetPins:
-    pins: list[Pin]
-
-
-@dataclass(frozen=True, slots=True)
-class Prewarm:
-    """Loads an adapter before its first request. `answer` is called on the engine's thread."""
-
-    version: AdapterVersion
-    share: TenantShare
-    answer: Callable[[AdapterPlace], None]
-
-
-@dataclass(frozen=True, slots=True)
-class GetStats:
-    """Reads the engine's statistics. `answer` is called on the engine's thread."""
-
-    answer: Callable[[EngineStats], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """Observes the engine for a console. `answer` is called on the engine's thread."""
-
-    tenants: frozenset[str]
-    answer: Callable[[LiveState], None]
-
-
-@dataclass(frozen=True, slots=True)
 class Wake:
     """Wakes the thread after an event outside the inbox, such as the arrival of an adapter or a grammar."""
 
 
-@dataclass(frozen=True, slots=True)
 class Stop:
+    """Ends the thread."""
+
+
+def _ignore(result: object) -> None:
     pass
-
-
-Command = Add | Abort | RemoveAdapter | PurgeTenant | SetPins | Prewarm | GetStats | Observe | Wake | Stop
 
 
 class EngineWorker:
@@ -119,7 +63,7 @@ class EngineWorker:
         tell_begun: Callable[[list[str]], None] = lambda ids: None,
         tell_report: Callable[[EngineReport], None] | None = None,
     ) -> None:
-        self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Posted] = queue.SimpleQueue()
         self._deliver = deliver
         self._tell_begun = tell_begun
         self._tell_report = tell_report
@@ -133,9 +77,12 @@ class EngineWorker:
         self._num_completed = 0
         self._is_idle = False
 
-    def post(self, command: Command) -> None:
-        """Adds a command to the inbox. May be called from any thread."""
-        self._inbox.put(command)
+    def post(self, command: Command | Wake | Stop, reply: Callable[[Any], None] = _ignore) -> None:
+        """Adds a command to the inbox. May be called from any thread.
+
+        reply: called on the engine's thread with the result of a `Call`.
+        """
+        self._inbox.put((command, reply))
 
     def add_service_elsewhere(self, engine: str, spans: list[ServiceSpan]) -> None:
         """Adds what another engine has charged, which counts from the next step on. May be called from any thread."""
@@ -152,8 +99,8 @@ class EngineWorker:
         while True:
             self._num_completed += 1
             self._report_if_due(engine)
-            command = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
-            if command is None and not engine.has_work:
+            posted = self._next(engine, waiting_s=None if checked else _IDLE_BEFORE_CHECK_S)
+            if posted is None and not engine.has_work:
                 if not checked and self._report_due_at is None:
                     engine.check_invariants()
                     checked = True
@@ -161,18 +108,19 @@ class EngineWorker:
             self._owe_report()
             while self._elsewhere:
                 engine.add_service_elsewhere(*self._elsewhere.popleft())
-            while command is not None:
+            while posted is not None:
+                command, reply = posted
                 if isinstance(command, Stop):
                     self._deliver([], engine.pop_usage())
                     return
-                self._execute(command, engine)
-                command = None if self._inbox.empty() else self._inbox.get()
+                reply(self._execute(command, engine))
+                posted = None if self._inbox.empty() else self._inbox.get()
             outputs, ended = engine.step(self._tell_begun), engine.pop_usage()
             checked = False
             if outputs or ended:
                 self._deliver(outputs, ended)
 
-    def _next(self, engine: Engine, waiting_s: float | None) -> Command | None:
+    def _next(self, engine: Engine, waiting_s: float | None) -> _Posted | None:
         """Returns the next command, or None if there is none.
 
         It waits only while the engine has no work: for `waiting_s`, or until a deadline, a retry or a report is due.
@@ -203,7 +151,8 @@ class EngineWorker:
             self._report_due_at, self._reported_at = None, now
             self._tell_report(engine.report(self._num_taken))
 
-    def _execute(self, command: Command, engine: Engine) -> None:
+    def _execute(self, command: Command | Wake | Stop, engine: Engine) -> Any:
+        """Executes a command. Returns the result of a `Call`."""
         match command:
             case Add(request):
                 self._num_taken += 1
@@ -216,15 +165,16 @@ class EngineWorker:
                 engine.abort(request_id, index)
             case RemoveAdapter(version):
                 engine.remove_adapter(version)
-            case PurgeTenant(tenant, tell_purge):
-                purge, ended = engine.purge_tenant(tenant)
-                self._deliver(ended, engine.pop_usage())
-                tell_purge(purge)
             case SetPins(pins):
                 engine.set_pins(pins)
-            case Prewarm(version, share, tell_place):
-                tell_place(engine.prewarm(version, share))
-            case GetStats(answer):
-                answer(engine.stats())
-            case Observe(tenants, tell_state):
-                tell_state(engine.observe(tenants))
+            case Prewarm(version, share):
+                return engine.prewarm(version, share)
+            case PurgeTenant(tenant):
+                purge, ended = engine.purge_tenant(tenant)
+                self._deliver(ended, engine.pop_usage())
+                return purge
+            case GetStats():
+                return engine.stats()
+            case Observe(tenants):
+                return engine.observe(tenants)
+        return None

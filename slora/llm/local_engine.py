@@ -17,28 +17,27 @@ from typing import Any, TypeVar
 from slora.client.open_streams import OpenStreams
 from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable
-from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantShare, TokenDelta
-from slora.engine.engine import Engine
-from slora.engine.worker import (
+from slora.core.messages import (
     Abort,
     Add,
+    Call,
     Command,
-    EngineWorker,
     GetStats,
     Prewarm,
     PurgeTenant,
     RemoveAdapter,
     SetPins,
-    Stop,
-    Wake,
 )
+from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantShare, TokenDelta
+from slora.engine.engine import Engine
+from slora.engine.worker import EngineWorker, Stop, Wake
 from slora_adapters.version import AdapterVersion
 
 __all__ = ["LocalEngine"]
 
 _log = logging.getLogger(__name__)
 
-_Answer = TypeVar("_Answer", EngineStats, AdapterPlace)
+_Result = TypeVar("_Result")
 
 
 class LocalEngine:
@@ -53,7 +52,7 @@ class LocalEngine:
         self._gate = threading.Lock()
         # Written by the event loops; read by the engine's thread.
         self._loops: dict[str, asyncio.AbstractEventLoop] = {}
-        self._pending_replies: set[Future[Any]] = set()
+        self._pending_calls: set[Future[Any]] = set()
         self._streams = OpenStreams()
 
     def start(self, build: Callable[[], Engine]) -> None:
@@ -98,44 +97,40 @@ class LocalEngine:
         self._worker.post(Abort(request_id, index))
 
     async def stats(self) -> EngineStats:
-        return await self._request_reply(GetStats)
+        return await self._call(GetStats())
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         self._worker.post(RemoveAdapter(version))
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
-        purge: TenantPurge = await self._request_reply(partial(PurgeTenant, tenant))
-        return purge
+        return await self._call(PurgeTenant(tenant))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        return await self._request_reply(partial(Prewarm, version, share))
+        return await self._call(Prewarm(version, share))
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
         self._post(SetPins(list(pins)))
 
-    async def _request_reply(self, make: Callable[[Callable[[_Answer], None]], Command]) -> _Answer:
-        """Posts a command and waits for the engine's answer.
-
-        make: builds the command from the callback that receives the answer.
-        """
-        answer: Future[_Answer] = Future()
-        self._pending_replies.add(answer)
+    async def _call(self, call: Call[_Result]) -> _Result:
+        """Posts a call and waits for its result."""
+        result: Future[_Result] = Future()
+        self._pending_calls.add(result)
         try:
-            self._post(make(partial(_resolve_reply, answer)))
-            return await asyncio.wrap_future(answer)
+            self._post(call, partial(_resolve, result))
+            return await asyncio.wrap_future(result)
         finally:
-            self._pending_replies.discard(answer)
+            self._pending_calls.discard(result)
 
     async def _send(self, request: EngineRequest) -> None:
         self._loops[request.request_id] = asyncio.get_running_loop()
         self._post(Add(request))
 
-    def _post(self, command: Command) -> None:
+    def _post(self, command: Command, reply: Callable[[Any], None] = lambda result: None) -> None:
         """Posts a command that expects an answer. Raises EngineUnavailable if the engine has ended."""
         with self._gate:
             if self._down_reason is not None:
                 raise EngineUnavailable(self._down_reason)
-            self._worker.post(command)
+            self._worker.post(command, reply)
 
     def _abort(self, request_id: str) -> None:
         self._worker.post(Abort(request_id))
@@ -158,8 +153,8 @@ class LocalEngine:
         with self._gate:
             self._down_reason = reason
         self._deliver([StepOutput(name, error=EngineUnavailable(reason)) for name in list(self._loops)], [])
-        for answer in list(self._pending_replies):
-            _resolve_reply(answer, EngineUnavailable(reason))
+        for result in list(self._pending_calls):
+            _resolve(result, EngineUnavailable(reason))
         engine.close()
 
     def _deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
@@ -178,9 +173,9 @@ class LocalEngine:
             self._streams.put(output)
 
 
-def _resolve_reply(answer: Future[_Answer], found: _Answer | Exception) -> None:
+def _resolve(result: Future[Any], found: object) -> None:
     with suppress(InvalidStateError):  # The caller was cancelled, or already has its answer.
         if isinstance(found, Exception):
-            answer.set_exception(found)
+            result.set_exception(found)
         else:
-            answer.set_result(found)
+            result.set_result(found)

@@ -10,15 +10,20 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
+from typing import Any
+
+import msgpack
 
 from slora.client.client import RemoteEngine
 from slora.client.replica_group import ReplicaGroup
+from slora.core.messages import Message, unpack
 from slora.core.request import TokenDelta
 from slora.models.model_spec_reader import read_model_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.peft.bundle import bundle
 from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.process.wire import encode
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.support.model_kit import ModelKit
@@ -27,6 +32,11 @@ from tests.support.model_kit import ModelKit
 WAIT_S = 300.0
 _ROOT = Path(__file__).parents[2]
 SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
+
+
+def over_the_wire(message: Message) -> Any:
+    """Returns the message as the other end gets it."""
+    return unpack(msgpack.unpackb(encode(message.pack())[4:], strict_map_key=False))
 
 
 class ChildProcess:

@@ -8,6 +8,9 @@ trust each other: the limit on frame size protects against bugs, not against att
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 import msgpack
@@ -19,6 +22,7 @@ __all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive"
 # The largest legitimate frame is 5 MiB: a prompt of a million token ids.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")
+_row_makers: dict[type, Callable[[Any], object]] = {}
 
 
 class BrokenFrame(SloraError):
@@ -26,8 +30,12 @@ class BrokenFrame(SloraError):
 
 
 def encode(message: Any) -> bytes:
-    """Returns the frame of a message. Raises BrokenFrame if the message is larger than MAX_FRAME_BYTES."""
-    body: bytes = msgpack.packb(message)
+    """Returns the frame of a message. Raises BrokenFrame if the message is larger than MAX_FRAME_BYTES.
+
+    Besides the types of msgpack, a message may hold dataclasses, which arrive as lists of their fields, sets, which
+    arrive as lists, and exceptions, which arrive as [name of the class, text, attributes].
+    """
+    body: bytes = msgpack.packb(message, default=_to_row)
     _check_length(len(body))
     return _LENGTH.pack(len(body)) + body
 
@@ -88,6 +96,26 @@ def _receive_exactly(
     return received
 
 
+def _to_row(value: Any) -> object:
+    kind = type(value)
+    if kind not in _row_makers:
+        _row_makers[kind] = _find_row_maker(kind)
+    return _row_makers[kind](value)
+
+
+def _find_row_maker(kind: type) -> Callable[[Any], object]:
+    if is_dataclass(kind):
+        names = [field.name for field in fields(kind)]
+        if len(names) > 1:
+            return attrgetter(*names)
+        return lambda value: [getattr(value, name) for name in names]
+    if issubclass(kind, set | frozenset):
+        return list
+    if issubclass(kind, Exception):
+        return lambda error: (kind.__name__, str(error), vars(error) if isinstance(error, SloraError) else {})
+    raise TypeError(f"a frame cannot hold a {kind.__name__}")
+
+
 def _check_length(length: int, limit: int = MAX_FRAME_BYTES) -> int:
     if length > limit:
         raise BrokenFrame(f"a frame has {length} bytes; the limit is {limit}")
@@ -96,6 +124,6 @@ def _check_length(length: int, limit: int = MAX_FRAME_BYTES) -> int:
 
 def _decode(body: bytes | bytearray) -> Any:
     try:
-        return msgpack.unpackb(body)
+        return msgpack.unpackb(body, strict_map_key=False)
     except (ValueError, msgpack.UnpackException) as error:
         raise BrokenFrame(f"a frame is not msgpack: {error}") from error

@@ -13,7 +13,7 @@ from sqlalchemy import select
 from slora.client.replica_group import MAX_LOSSES, ReplicaGroup
 from slora.core.engine_state import EngineInfo
 from slora.core.errors import EngineUnavailable
-from slora.core.messages import encode_info
+from slora.core.messages import Abort, Add, Command, encode_info
 from slora.core.request import (
     EndedRequest,
     EngineRequest,
@@ -26,7 +26,7 @@ from slora.core.request import (
 from slora.core.sampling_params import SamplingParams
 from slora.core.usage_journal import UsageJournal
 from slora.engine.process import EngineServer
-from slora.engine.worker import Abort, Add, Command, EngineWorker
+from slora.engine.worker import EngineWorker
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_api.usage.usage_ledger import UsageLedger

@@ -1,19 +1,18 @@
 """An API process knows the load and the adapters of an engine from its reports and from what it has sent since."""
 
 from collections.abc import Collection
-from typing import Any
+from dataclasses import replace
 
-import msgpack
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slora.client.router import ReportedState
 from slora.core.engine_state import ANSWER_TOKENS, Backlog, EngineReport
-from slora.core.messages import encode_report
+from slora.core.messages import Report
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
+from tests.support.engine_stack import over_the_wire
 
 BACKLOG = Backlog(3, 2, 1.5, 0.001, 0.01)
 
@@ -28,8 +27,7 @@ def ask(index: int | None = None, max_tokens: int | None = 8) -> EngineRequest:
 
 
 def send(state: ReportedState, report: EngineReport, last: EngineReport, num_taken: int) -> None:
-    message: Any = msgpack.unpackb(encode(encode_report(report, last, "e") | {"num_taken": num_taken})[4:])
-    state.receive(message)
+    state.receive(over_the_wire(replace(Report.since(last, report, "e"), num_taken=num_taken)))
 
 
 def of(indexes: Collection[int]) -> frozenset[AdapterVersion]:

@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Any
 
-import msgpack
 import pytest
 
 from slora.core.engine_state import EngineStats, HistogramCounts, LoadPaces, PageCounts, Pin, ServedCounts
@@ -15,28 +14,15 @@ from slora.core.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.core.messages import (
-    decode_add,
-    decode_output,
-    decode_pins,
-    decode_stats,
-    encode_add,
-    encode_output,
-    encode_pins,
-    encode_stats,
-)
+from slora.core.messages import Add, GetStats, Outputs, Reply, SetPins
 from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TenantShare, TokenDelta
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
-from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import COSTS
+from tests.support.engine_stack import over_the_wire
 
 REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
-
-
-def over_the_wire(message: Any) -> Any:
-    return msgpack.unpackb(encode(message)[4:])
 
 
 @pytest.mark.parametrize(
@@ -51,12 +37,12 @@ def over_the_wire(message: Any) -> Any:
 )
 def test_a_request_keeps_its_share_priority_deadline_and_filter(changes: dict[str, Any]) -> None:
     request = replace(REQUEST, **changes)
-    assert decode_add(over_the_wire(encode_add(request))) == request
+    assert over_the_wire(Add(request)) == Add(request)
 
 
 def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
     output = StepOutput("r", TokenDelta((5,), FinishReason.LENGTH, num_cached=32))
-    assert decode_output(over_the_wire(encode_output(output))) == output
+    assert over_the_wire(Outputs([output.to_row("r")])).read() == [output]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +57,8 @@ def test_the_count_of_cached_tokens_comes_with_the_delta() -> None:
     ],
 )
 def test_an_error_keeps_its_class_and_words(error: Exception) -> None:
-    arrived = decode_output(over_the_wire(encode_output(StepOutput("r", error=error)))).error
+    (output,) = over_the_wire(Outputs([StepOutput("1:r", error=error).to_row("r")])).read()
+    arrived = output.error
     assert type(arrived) is type(error) and str(arrived) == str(error)
     assert vars(arrived) == vars(error)
 
@@ -83,8 +70,8 @@ def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
         ),
         Pin(AdapterVersion("u", "b" * 64)),
     ]
-    assert decode_pins(over_the_wire(encode_pins(pins))) == pins
-    assert decode_pins(over_the_wire(encode_pins([]))) == []
+    assert over_the_wire(SetPins(pins)) == SetPins(pins)
+    assert over_the_wire(SetPins([])) == SetPins([])
 
 
 def test_numbers_arrive_by_name() -> None:
@@ -113,4 +100,4 @@ def test_numbers_arrive_by_name() -> None:
         RequestUsage(1, 2, 3, 4, 5.5),
         CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
     )
-    assert decode_stats(over_the_wire(encode_stats(stats, 1))) == stats
+    assert GetStats.read_result(over_the_wire(Reply(1, stats)).result) == stats

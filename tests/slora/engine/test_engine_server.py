@@ -8,10 +8,9 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
-import msgpack
 import pytest
 
-from slora.core.messages import decode_add, decode_usage, encode_add, encode_output
+from slora.core.messages import Abort, Add, Outputs, Release, Usage, unpack
 from slora.core.request import (
     EndedRequest,
     EngineRequest,
@@ -26,13 +25,13 @@ from slora.core.request import (
 from slora.core.sampling_params import SamplingParams
 from slora.core.usage_journal import UsageJournal
 from slora.engine.process import EngineServer
-from slora.engine.worker import Abort, Add, EngineWorker
+from slora.engine.worker import EngineWorker
 from slora_adapters.process.wire import encode, read_message, send
 from slora_adapters.version import AdapterVersion
-from tests.support.engine_stack import wait_until
+from tests.support.engine_stack import over_the_wire, wait_until
 
 # What the engine sends to a new API process.
-FIRST = ["hello", "status", "report"]
+FIRST = ["hello", "Status", "Report"]
 
 
 class PatientWorker(EngineWorker):
@@ -74,7 +73,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
         async with listening(worker) as (server, path):
             with socket.socket(socket.AF_UNIX) as stuck:
                 await asyncio.to_thread(stuck.connect, str(path))
-                send(stuck, encode_add(ask("r")))
+                send(stuck, Add(ask("r")).pack())
                 await wait_until(lambda: bool(worker.posted))
                 large = StepOutput("1:r", TokenDelta(tuple(range(100_000))))
                 for _ in range(100):
@@ -98,8 +97,11 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
         encode({"op": "dance"}),
         encode({"no op": 1}),
         encode([1, 2]),
-        encode({"op": "add", "id": "x"}),
-        encode({"op": "remove_adapter", "version": ["only a tenant"]}),
+        encode({"op": "Add", "fields": [["x"]]}),
+        encode({"op": "RemoveAdapter", "fields": [["only a tenant"]]}),
+        encode({"op": "Command", "fields": []}),
+        encode({"op": "Status", "fields": [True, False]}),
+        encode({"op": "GetStats", "fields": []}),
     ],
 )
 def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
@@ -110,18 +112,18 @@ def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(
         async with listening(worker) as (server, path):
             good_reader, good_writer = await asyncio.open_unix_connection(path)
             bad_reader, bad_writer = await asyncio.open_unix_connection(path)
-            bad_writer.write(encode(encode_add(ask("left behind"))) + frame)
+            bad_writer.write(encode(Add(ask("left behind")).pack()) + frame)
             assert [(await read_message(bad_reader))["op"] for _ in FIRST] == FIRST
             assert await read_message(bad_reader) is None, "the connection stays open"
             assert Abort("2:left behind") in worker.posted
-            good_writer.write(encode(encode_add(ask("r"))))
+            good_writer.write(encode(Add(ask("r")).pack()))
             await wait_until(
                 lambda: any(isinstance(one, Add) and one.request.request_id == "1:r" for one in worker.posted)
             )
             server.deliver([StepOutput("1:r", TokenDelta((7,)))], [])
             assert [(await read_message(good_reader))["op"] for _ in FIRST] == FIRST
-            row = ["r", *encode_output(StepOutput("r", TokenDelta((7,))))[1:]]
-            assert (await read_message(good_reader))["outputs"] == [[*row[:1], [7], *row[2:]]]
+            outputs = unpack(await read_message(good_reader))
+            assert isinstance(outputs, Outputs) and outputs.read() == [StepOutput("r", TokenDelta((7,)))]
             for writer in (good_writer, bad_writer):
                 writer.close()
 
@@ -136,7 +138,7 @@ def test_a_request_survives_the_wire_format() -> None:
     )
     sampling = SamplingParams(max_tokens=None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)
     request = EngineRequest("r", "t", [1, 2], adapters, sampling, account="key")
-    assert decode_add(msgpack.unpackb(encode(encode_add(request))[4:])) == request
+    assert over_the_wire(Add(request)) == Add(request)
 
 
 def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
@@ -146,8 +148,8 @@ def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
             _, writer = await asyncio.open_unix_connection(path)
             for name in ("over", "left"):
                 request = EngineRequest(name, "t", [1], (), SamplingParams(n=3))
-                writer.write(encode(encode_add(request)))
-                writer.write(encode({"op": "abort", "id": name, "index": 1}))
+                writer.write(encode(Add(request).pack()))
+                writer.write(encode(Abort(name, 1).pack()))
             await wait_until(lambda: len(worker.posted) == 4)
             assert worker.posted[1::2] == [Abort("1:over", 1), Abort("1:left", 1)]
             server.deliver([StepOutput("1:left", TokenDelta((7,), FinishReason.STOP, index=2))], [])
@@ -172,18 +174,18 @@ def test_the_end_of_a_released_request_does_not_disturb_other_peers() -> None:
             assert [(await read_message(gone_reader))["op"] for _ in FIRST] == FIRST
             reader, writer = await asyncio.open_unix_connection(path)
             assert [(await read_message(reader))["op"] for _ in FIRST] == FIRST
-            gone_writer.write(encode(encode_add(ask("r"))) + encode({"op": "release", "ids": ["r"]}))
+            gone_writer.write(encode(Add(ask("r")).pack()) + encode(Release(["r"]).pack()))
             await wait_until(lambda: Abort("1:r") in worker.posted)
             gone_writer.close()
             await wait_until(lambda: len(server._peers) == 1)
-            writer.write(encode(encode_add(ask("s"))))
+            writer.write(encode(Add(ask("s")).pack()))
             await wait_until(lambda: any(isinstance(one, Add) for one in worker.posted[2:]))
             server.deliver(
                 [StepOutput("2:s", TokenDelta((7,), FinishReason.LENGTH))],
                 [EndedRequest("1:r", RequestUsage(1, 0, 1)), EndedRequest("2:s", RequestUsage(1, 0, 1))],
             )
             async with asyncio.timeout(60):
-                assert [(await read_message(reader))["op"] for _ in range(2)] == ["usage", "outputs"]
+                assert [(await read_message(reader))["op"] for _ in range(2)] == ["Usage", "Outputs"]
             writer.close()
 
     asyncio.run(main())
@@ -195,7 +197,7 @@ def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
         async with listening(worker) as (server, path):
             reader, writer = await asyncio.open_unix_connection(path)
             for name in ("a", "b"):
-                writer.write(encode(encode_add(ask(name))))
+                writer.write(encode(Add(ask(name)).pack()))
             await wait_until(lambda: len(worker.posted) == 2)
             outputs = [StepOutput(f"1:{name}", TokenDelta((7,), FinishReason.STOP)) for name in ("a", "b")]
             timing = RequestTiming(1.0, 0.5, True, 2.0, 2.5, None, 3.0, 4)
@@ -203,12 +205,9 @@ def test_the_usage_of_a_request_arrives_before_its_last_token() -> None:
             server.deliver(outputs, [ended, EndedRequest("1:b", RequestUsage())])
             for _ in FIRST:
                 await read_message(reader)
-            usage, tokens = await read_message(reader), await read_message(reader)
-            assert decode_usage(usage) == [
-                ended._replace(request_id="a"),
-                EndedRequest("b", RequestUsage()),
-            ]
-            assert [row[0] for row in tokens["outputs"]] == ["a", "b"]
+            usage, tokens = unpack(await read_message(reader)), unpack(await read_message(reader))
+            assert usage == Usage([ended._replace(request_id="a"), EndedRequest("b", RequestUsage())])
+            assert isinstance(tokens, Outputs) and [row[0] for row in tokens.rows] == ["a", "b"]
             writer.close()
 
     asyncio.run(main())
@@ -222,13 +221,14 @@ def test_accepted_drafts_of_a_step_share_a_frame() -> None:
         async with listening(worker) as (server, path):
             reader, writer = await asyncio.open_unix_connection(path)
             for name in ("a", "b"):
-                writer.write(encode(encode_add(ask(name))))
+                writer.write(encode(Add(ask(name)).pack()))
             await wait_until(lambda: len(worker.posted) == 2)
             server.deliver([StepOutput(f"1:{name}", TokenDelta((7, 8))) for name in ("a", "b")], [])
             for _ in FIRST:
                 await read_message(reader)
-            tokens = await read_message(reader)
-            assert [(row[0], row[1]) for row in tokens["outputs"]] == [("a", [7, 8]), ("b", [7, 8])]
+            tokens = unpack(await read_message(reader))
+            assert isinstance(tokens, Outputs)
+            assert tokens.read() == [StepOutput(name, TokenDelta((7, 8))) for name in ("a", "b")]
             writer.close()
 
     asyncio.run(main())

@@ -4,18 +4,17 @@ import time
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import msgpack
 import pytest
 
 from slora.core.engine_state import LiveState
-from slora.core.messages import decode_live_state, encode_live_state
+from slora.core.messages import Observe, Reply
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine import engine as engine_module
 from slora.engine.engine import Engine
-from slora_adapters.process.wire import encode
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
+from tests.support.engine_stack import over_the_wire
 from tests.support.model_kit import ModelKit
 
 
@@ -141,4 +140,4 @@ def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock
         engine.step()
     state = observe(engine, clock)
     assert state.events and state.adapters and state.page_map.owners and state.step is not None
-    assert decode_live_state(msgpack.unpackb(encode(encode_live_state(state, 3))[4:])) == state
+    assert Observe.read_result(over_the_wire(Reply(3, state)).result) == state

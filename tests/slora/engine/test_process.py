@@ -24,7 +24,7 @@ from slora.core.errors import (
     EngineUnavailable,
     RequestRefused,
 )
-from slora.core.messages import encode_add
+from slora.core.messages import Add
 from slora.core.request import (
     DEFAULT_SHARE,
     EngineRequest,
@@ -409,7 +409,7 @@ def test_a_client_that_does_not_read_does_not_delay_other_clients(run: Run, stac
             stuck.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             stuck.connect(str(stack.socket))
             for number in range(8):
-                send(stuck, encode_add(ask(f"stuck{number}", params=chatty)))
+                send(stuck, Add(ask(f"stuck{number}", params=chatty)).pack())
             await wait_for_stats(client, lambda stats: stats.running == 8)
             answers = await asyncio.gather(*(collect(client.generate(ask(f"r{n}"))) for n in range(4)))
             assert [len(answer.token_ids) for answer in answers] == [20] * 4

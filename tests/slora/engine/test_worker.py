@@ -7,20 +7,11 @@ import pytest
 
 from slora.core.engine_state import REPORT_S, EngineReport, EngineStats, Pin
 from slora.core.errors import DeadlineMissed, RequestRefused
-from slora.core.request import EngineRequest, StepOutput, single_adapter
+from slora.core.messages import Abort, Add, GetStats, RemoveAdapter, SetPins
+from slora.core.request import EndedRequest, EngineRequest, StepOutput, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.engine.worker import (
-    Abort,
-    Add,
-    EndedRequest,
-    EngineWorker,
-    GetStats,
-    RemoveAdapter,
-    SetPins,
-    Stop,
-    Wake,
-)
+from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.tenant_account import TenantAccount
 from slora.models.model_spec_reader import read_model_spec
 from slora_adapters.loader.source import DirectorySource
@@ -67,7 +58,7 @@ def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
 
 def stats_of(worker: EngineWorker) -> EngineStats:
     answers: queue.SimpleQueue[EngineStats] = queue.SimpleQueue()
-    worker.post(GetStats(answers.put))
+    worker.post(GetStats(), answers.put)
     return answers.get(timeout=WAIT_S)
 
 

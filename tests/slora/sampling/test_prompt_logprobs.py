@@ -5,11 +5,10 @@ import math
 import random
 from collections.abc import Callable
 
-import msgpack
 import pytest
 import torch
 
-from slora.core.messages import decode_output, encode_output
+from slora.core.messages import Outputs
 from slora.core.request import (
     EngineRequest,
     FinishReason,
@@ -19,9 +18,9 @@ from slora.core.request import (
     single_adapter,
 )
 from slora.core.sampling_params import SamplingParams
-from slora_adapters.process.wire import encode
 from tests.support.cpu_kernels import CPU_KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.engine_stack import over_the_wire
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -103,7 +102,7 @@ def test_prompt_logprobs_survive_the_wire_format() -> None:
     scored = (None, TokenLogprobs(-0.5, ((3, -0.5), (4, -1.25))), TokenLogprobs(-9.0, ()))
     delta = TokenDelta((5,), FinishReason.LENGTH, (TokenLogprobs(-0.1, ((5, -0.1),)),), 2, scored)
     output = StepOutput("r", delta)
-    assert decode_output(msgpack.unpackb(encode(encode_output(output))[4:])) == output
+    assert over_the_wire(Outputs([output.to_row("r")])).read() == [output]
 
 
 @pytest.mark.parametrize("n", (1, 3))
