@@ -295,11 +295,11 @@ class ReplicaGroup:
         }
         found = await asyncio.gather(*map(ask, asked.values()), return_exceptions=True)
         replies: dict[str, _Reply] = {}
-        for name, one in zip(asked, found, strict=True):
-            if not isinstance(one, BaseException):
-                replies[name] = one
-            elif not isinstance(one, EngineUnavailable):
-                raise one
+        for name, reply in zip(asked, found, strict=True):
+            if not isinstance(reply, BaseException):
+                replies[name] = reply
+            elif not isinstance(reply, EngineUnavailable):
+                raise reply
         if not replies:
             raise EngineUnavailable(_NONE_SERVES)
         return replies
@@ -331,7 +331,9 @@ class ReplicaGroup:
 
     def _choose(self, work: RoutedWork) -> _Replica:
         usable = [replica for replica in self._by_name.values() if replica.is_usable]
-        best = [one for one in usable if one.is_serving and not self.is_stalled(one.name)] or usable
+        best = [
+            replica for replica in usable if replica.is_serving and not self.is_stalled(replica.name)
+        ] or usable
         if len(best) < 2:
             if not best:
                 raise EngineUnavailable(_NONE_SERVES)
@@ -373,9 +375,9 @@ class ReplicaGroup:
         Raises EngineUnavailable if it has another protocol version, and no other engine is connected.
         """
         others = [
-            one.client.info
-            for one in self._by_name.values()
-            if one is not replica and one.client.connected and one.mismatch is None
+            other.client.info
+            for other in self._by_name.values()
+            if other is not replica and other.client.connected and other.mismatch is None
         ]
         if (refusal := replica.client.refusal) is not None:
             if not others:  # No engine can serve, so the server ends. Its restart takes the new installation.

@@ -6,7 +6,7 @@ values. The formulas are linear: accurate enough to compare alternatives, but no
 
 import math
 from dataclasses import dataclass, fields
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from slora.core.errors import ConfigError
 
@@ -26,28 +26,6 @@ class StepWork(NamedTuple):
     loaded_bytes: int
 
 
-class Costs(Protocol):
-    """The costs that the scheduler reads, fixed or learned. See `CostModel`."""
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def decode_s(self) -> float: ...
-
-    def prefill_s(self, num_tokens: int) -> float: ...
-
-    def row_s(self, context_tokens: int) -> float: ...
-
-    def step_seconds(self, work: StepWork) -> float: ...
-
-    def swap_s(self, num_pages: int) -> float: ...
-
-    def load_s(self, num_bytes: int) -> float: ...
-
-    def tokens(self, seconds: float) -> float: ...
-
-
 class StepTimes(NamedTuple):
     """Measured seconds of the parts of one step."""
 
@@ -56,9 +34,9 @@ class StepTimes(NamedTuple):
     load_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CostModel:
-    """Costs in seconds.
+    """Costs in seconds. The engine changes those of its own model as it learns from its steps.
 
     step_s: fixed cost of any step.
     token_s: per prefilled token.

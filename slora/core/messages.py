@@ -287,7 +287,7 @@ def _decoder(kind: Any) -> _Decode | None:
     if origin in (list, tuple, frozenset):
         each = _decoder(args[0])
         if origin is tuple and args[1:] != (...,):
-            assert all(_decoder(one) is None for one in args), f"{kind}: only tuples of plain values"
+            assert all(_decoder(item) is None for item in args), f"{kind}: only tuples of plain values"
         if each is None:
             return None if origin is list else origin
         return lambda values: origin([each(value) for value in values])
@@ -328,5 +328,5 @@ def _find_changed_fields(kind: Any) -> list[tuple[int, _Decode]]:
 
 def _drop_none(kind: Any) -> Any:
     if typing.get_origin(kind) in (typing.Union, UnionType):
-        (kind,) = (one for one in typing.get_args(kind) if one is not NoneType)
+        (kind,) = (arg for arg in typing.get_args(kind) if arg is not NoneType)
     return kind

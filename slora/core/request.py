@@ -114,7 +114,7 @@ def compose_adapters(adapters: Iterable[WeightedAdapter]) -> tuple[WeightedAdapt
     for version, weight in adapters:
         weights[version] = weights.get(version, 0.0) + weight
     kept = [WeightedAdapter(version, weight) for version, weight in weights.items() if weight]
-    return tuple(sorted(kept, key=lambda one: (one.version.digest, one.version.tenant)))
+    return tuple(sorted(kept, key=lambda adapter: (adapter.version.digest, adapter.version.tenant)))
 
 
 def single_adapter(version: AdapterVersion | None, weight: float = 1.0) -> tuple[WeightedAdapter, ...]:

@@ -248,9 +248,10 @@ class SettingSpec:
 
 def setting_specs(owner: type) -> tuple[SettingSpec, ...]:
     """The settings that a dataclass declares, in its order."""
-    declared = ((one, one.metadata["setting"]) for one in fields(owner) if "setting" in one.metadata)
+    declared = ((field, field.metadata["setting"]) for field in fields(owner) if "setting" in field.metadata)
     return tuple(
-        SettingSpec(one.name, one.default, made.help_text, made.kind, made.metavar) for one, made in declared
+        SettingSpec(field.name, field.default, made.help_text, made.kind, made.metavar)
+        for field, made in declared
     )
 
 

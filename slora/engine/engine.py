@@ -10,7 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 
 from slora.core.cost_model import CostModel, StepTimes
@@ -36,10 +36,10 @@ from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.host_memory import prefault
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
-from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed
+from slora.runner.fault_isolation import FaultIsolation
 from slora.runner.learned_costs import LearnedCosts
 from slora.runner.rank import NO_GROUP, RankGroup
-from slora.runner.runner import Runner, RunningStep
+from slora.runner.runner import PageTransferFailed, Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
@@ -107,6 +107,8 @@ class Engine:
         self._learned: LearnedCosts | None = None
         if costs is None:
             self._learned = self._runner.learn_costs()
+            costs = self._learned.current
+        self._costs = costs
         # Without pool_bytes the pool is a share of free memory. Prefaulting the whole pool at start could take memory
         # that other programs need.
         if config.pool_bytes is not None:
@@ -130,13 +132,13 @@ class Engine:
             preemption=config.preemption,
             scheduling=config.scheduling,
         )
-        self._source, self._fixed_costs = source, costs
+        self._source = source
         self._grammars = GrammarCompiler(
             lambda: read_spelling(config.model, model.vocab_size),
             model.eos_token_ids,
             notify,
         )
-        self._scheduler = Scheduler(scheduler, source, self._learned or self._costs, self._grammars)
+        self._scheduler = Scheduler(scheduler, source, self._costs, self._grammars)
         if overlap is None:
             on_one_gpu = self._runner.device.type == "cuda" and group.collectives.size == 1
             overlap = on_one_gpu and not config.prompt_lookup_tokens
@@ -229,7 +231,7 @@ class Engine:
         self._wait_for_copies()
         self._scheduler.advance_clock(time.monotonic())
         accounts = self._tenants.find_both(name)
-        num_adapters = sum(one.version.tenant == name for one in self._scheduler.paging.residency)
+        num_adapters = sum(resident.version.tenant == name for resident in self._scheduler.paging.residency)
         ended = self._scheduler.purge_tenant(name, RequestFailed(_PURGED))
         self._tenants.set_share(name, DEFAULT_SHARE)
         pool = self._scheduler.paging.pool
@@ -338,7 +340,11 @@ class Engine:
     def _find_begun(self, plan: StepPlan) -> list[str]:
         """Returns the ids of the requests that the plan computes, or loads adapters for, for the first time."""
         now = self._scheduler.paging.pool.now
-        begun = (one.request.request_id for one in plan.rows_to_write if one.times.admitted_at == now)
+        begun = (
+            sequence.request.request_id
+            for sequence in plan.rows_to_write
+            if sequence.times.admitted_at == now
+        )
         return list(dict.fromkeys(begun))
 
     def pop_usage(self) -> list[EndedRequest]:
@@ -380,8 +386,13 @@ class Engine:
         residents = list(memory.residency)
         served = scheduler.served.adapters
         loaded = {resident.version.label for resident in residents if resident.is_loaded}
-        ready = sorted((one for one in residents if one.is_loaded), key=lambda one: not one.num_users)
-        waiting = scheduler.adapters.waited_for | {one.version for one in residents if one.is_loading}
+        ready = sorted(
+            (resident for resident in residents if resident.is_loaded),
+            key=lambda resident: not resident.num_users,
+        )
+        waiting = scheduler.adapters.waited_for | {
+            resident.version for resident in residents if resident.is_loading
+        }
         return EngineStats(
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
@@ -392,8 +403,12 @@ class Engine:
             pages_cached=memory.pool.num_cached,
             adapter_pages=sum(len(r.pages) for r in residents),
             resident_adapters=len(residents),
-            loaded_adapters=tuple((one.version.tenant, one.version.digest) for one in ready[:_MAX_LISTED]),
-            waiting_adapters=tuple((one.tenant, one.digest) for one in islice(waiting, _MAX_LISTED)),
+            loaded_adapters=tuple(
+                (resident.version.tenant, resident.version.digest) for resident in ready[:_MAX_LISTED]
+            ),
+            waiting_adapters=tuple(
+                (version.tenant, version.digest) for version in islice(waiting, _MAX_LISTED)
+            ),
             adapter_loads=scheduler.adapters.num_loads,
             adapter_evictions=memory.residency.num_evictions,
             pinned_adapters=scheduler.pins.num_pins,
@@ -428,17 +443,10 @@ class Engine:
             pages=memory.count_pages(),
             tenant_pages=memory.count_tenant_pages(self._config.metrics_tenants),
             load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
-            costs=self._costs,
+            costs=replace(self._costs),  # It changes while another thread sends the statistics.
             usage=scheduler.total_usage,
             host_cache=self._source.count_cached(self._config.metrics_tenants, served),
         )
-
-    @property
-    def _costs(self) -> CostModel:
-        """The current cost model."""
-        costs = self._learned.current if self._learned is not None else self._fixed_costs
-        assert costs is not None, "the cost model is neither fixed nor learned"
-        return costs
 
     def _learn(self, step: "_LaunchedStep", seconds: float) -> None:
         """Updates the cost model from a step's time.

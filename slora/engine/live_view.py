@@ -167,16 +167,16 @@ class StepMeter:
 
     def measure(self, now: float) -> StepRates:
         """Returns the rates and times of the last seconds."""
-        recent = [one for one in self._periods if one.begins_at > now - _PERIOD_S * _NUM_PERIODS]
+        recent = [period for period in self._periods if period.begins_at > now - _PERIOD_S * _NUM_PERIODS]
         seconds = max(now - recent[0].begins_at, _PERIOD_S) if recent else 1.0
-        tokens = sum((one.tokens for one in recent), Counter[str]())
-        work = sum((one.work for one in recent), Counter[tuple[str, str]]())
-        num_steps = sum(one.num_steps for one in recent)
+        tokens = sum((period.tokens for period in recent), Counter[str]())
+        work = sum((period.work for period in recent), Counter[tuple[str, str]]())
+        num_steps = sum(period.num_steps for period in recent)
         return StepRates(
             {tenant: count / seconds for tenant, count in tokens.items()},
             [AdapterWork(tenant, digest, count) for (tenant, digest), count in work.most_common()],
             num_steps / seconds,
-            sum(one.num_tokens for one in recent) / max(num_steps, 1),
+            sum(period.num_tokens for period in recent) / max(num_steps, 1),
             _quantiles(self._steps, now).get(""),
             _quantiles(self._first_tokens, now),
             _quantiles(self._intervals, now),
@@ -271,7 +271,9 @@ class LiveView:
             )
 
         adapters = [
-            one for at, one in enumerate(rates.adapters) if at < _MAX_ADAPTERS or one.tenant in watched
+            adapter
+            for at, adapter in enumerate(rates.adapters)
+            if at < _MAX_ADAPTERS or adapter.tenant in watched
         ]
         return LiveState(
             time_s=time_s,
@@ -291,7 +293,7 @@ class LiveView:
                 for name in {**owned, **dict.fromkeys(busiest), **dict.fromkeys(watched)}
             },
             adapters=tuple(adapters[: _MAX_ADAPTERS + _MAX_OWN_ADAPTERS]),
-            work_tokens=sum(one.num_tokens for one in rates.adapters),
+            work_tokens=sum(adapter.num_tokens for adapter in rates.adapters),
             step=rates.steps,
             steps_per_s=rates.steps_per_s,
             tokens_per_step=rates.tokens_per_step,
@@ -300,7 +302,7 @@ class LiveView:
 
     def _note_events(self, time_s: float, *, is_first: bool) -> None:
         """Records the changes of the pool since the last observation as events. The first observation records none."""
-        loaded = {one.version for one in self._scheduler.paging.residency if one.is_loaded}
+        loaded = {resident.version for resident in self._scheduler.paging.residency if resident.is_loaded}
         preemptions: dict[str, int] = {}
         prefix_evictions: dict[str, int] = {}
         for account in self._scheduler.paging.tenants:

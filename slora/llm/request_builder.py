@@ -268,7 +268,7 @@ class RequestBuilder:
 
     def _find_all(self, adapters: Sequence[PromptAdapters]) -> list[_ServedModel]:
         """Reads each adapter once, so that all prompts of a call that name it get the same version."""
-        rows = [_as_adapters(one) for one in adapters]
+        rows = [_as_adapters(adapter) for adapter in adapters]
         found = {adapter: self._find(adapter) for adapter in dict.fromkeys(itertools.chain(*rows))}
         return [self._compose([found[adapter] for adapter in row]) for row in rows]
 
@@ -276,7 +276,7 @@ class RequestBuilder:
         """Combines `parts`. The result has their defaults if they all agree, otherwise the base model's defaults."""
         if not parts:
             return self._base
-        adapters = compose_adapters(one for part in parts for one in part.adapters)
+        adapters = compose_adapters(adapter for part in parts for adapter in part.adapters)
         templates = frozenset().union(*(part.chat_templates for part in parts))
         is_unanimous = all(part.defaults == parts[0].defaults for part in parts)
         return _ServedModel(adapters, templates, parts[0].defaults if is_unanimous else self._base.defaults)

@@ -19,7 +19,9 @@ This module handles pages and keys. It does not depend on tokens, sequences or t
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 
@@ -30,33 +32,18 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import Int32Array
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PrefixBlock:
-    """A page whose content has a key, in use or idle.
+    """A page whose content has a key, in use or idle."""
 
-    parent: key of the block before it, inserted or not; None for a first block.
-    tenant: owner of the page; other tenants may use it if the scope is public.
-    rank, ticket: set for the evictor.
-    """
-
-    is_pinned = False
-
-    __slots__ = ("adapters", "key", "pages", "parent", "rank", "tenant", "ticket")
-
-    def __init__(
-        self,
-        page: int,
-        key: bytes,
-        parent: bytes | None,
-        tenant: TenantAccount,
-        adapters: tuple[AdapterVersion, ...],
-    ) -> None:
-        self.rank = 0
-        self.pages = [page]
-        self.key = key
-        self.parent = parent
-        self.tenant = tenant
-        self.adapters = adapters
-        self.ticket = 0
+    is_pinned: ClassVar[bool] = False
+    pages: list[int]  # One page.
+    key: bytes
+    parent: bytes | None  # Key of the block before it, inserted or not; None for a first block.
+    tenant: TenantAccount  # Owner of the page; other tenants may use it if the scope is public.
+    adapters: tuple[AdapterVersion, ...]
+    rank: int = 0  # Set for the evictor, as is `ticket`.
+    ticket: int = 0
 
     def __repr__(self) -> str:
         return f"PrefixBlock({self.key.hex()[:8]}, page {self.page} of {self.tenant.name!r})"
@@ -155,7 +142,7 @@ class KVCache:
             return
         assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
         assert not self._pool.is_cached(page), f"page {page} is cached without a key"
-        block = PrefixBlock(page, key, parent, self._pool.owner(page), adapters)
+        block = PrefixBlock([page], key, parent, self._pool.owner(page), adapters)
         self._by_key[key] = self._by_page[page] = block
         for adapter in adapters:
             self._by_adapter.setdefault(adapter, {})[key] = block

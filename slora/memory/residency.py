@@ -31,66 +31,29 @@ from slora_kernels.layout import LoraTargets
 _MAX_DISPLACED = 4096
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Resident:
-    """One adapter in the pool. Kernel work is planned for its `(slot, generation)`.
+    """One adapter in the pool. Kernel work is planned for its `(slot, generation)`."""
 
-    num_bytes: size of the adapter; its last page may not be full.
-    num_loaded: number of leading pages whose bytes are loaded.
-    is_loading: True until the last page is loaded or the load is abandoned.
-    is_loaded: whether steps may compute with the adapter.
-    evict_on_release: whether the last release evicts the adapter, because it was deleted or its load was abandoned.
-    is_pinned: whether the adapter is evicted only as a last resort.
-    rank: the eviction rank while the adapter is idle.
-    reading: the page-seconds that the adapter has held until the time `read_at`. At each moment they are divided by the
-        number of sequences that run on the adapter.
-    """
-
-    __slots__ = (
-        "evict_on_release",
-        "generation",
-        "is_loaded",
-        "is_loading",
-        "is_pinned",
-        "num_bytes",
-        "num_loaded",
-        "num_users",
-        "pages",
-        "rank",
-        "read_at",
-        "reading",
-        "slot",
-        "targets",
-        "tenant",
-        "ticket",
-        "version",
-    )
-
-    def __init__(
-        self,
-        version: AdapterVersion,
-        tenant: TenantAccount,
-        slot: int,
-        generation: int,
-        pages: list[int],
-        num_bytes: int,
-        targets: LoraTargets,
-    ) -> None:
-        self.version = version
-        self.tenant = tenant
-        self.slot = slot
-        self.generation = generation
-        self.pages = pages
-        self.num_bytes = num_bytes
-        self.targets = targets
-        self.num_users = 1  # The load is its first user.
-        self.num_loaded = 0
-        self.is_loading = True
-        self.is_loaded = False
-        self.evict_on_release = False
-        self.is_pinned = False
-        self.ticket = 0
-        self.rank = 0
-        self.reading = self.read_at = 0.0
+    version: AdapterVersion
+    tenant: TenantAccount
+    slot: int
+    generation: int
+    pages: list[int]
+    num_bytes: int  # Its last page may not be full.
+    targets: LoraTargets
+    num_users: int = 1  # The load is its first user.
+    num_loaded: int = 0  # Number of leading pages whose bytes are loaded.
+    is_loading: bool = True  # Until the last page is loaded or the load is abandoned.
+    is_loaded: bool = False  # Whether steps may compute with the adapter.
+    evict_on_release: bool = False  # The last release evicts it: it was deleted, or its load was abandoned.
+    is_pinned: bool = False  # It is evicted only as a last resort.
+    ticket: int = 0
+    rank: int = 0  # The eviction rank while it is idle.
+    # The page-seconds that the adapter has held until the time `read_at`. At each moment they are divided by the number
+    # of sequences that run on the adapter.
+    reading: float = 0.0
+    read_at: float = 0.0
 
     def __repr__(self) -> str:
         return f"Resident({self.version}, slot {self.slot}, {len(self.pages)} pages, {self.num_users} users)"

@@ -13,33 +13,15 @@ the scheduler are outside this module.
 
 import logging
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from slora.core.errors import SloraError
+from slora.runner.runner import PageTransferFailed, Runner
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
-
-__all__ = ["FaultIsolation", "PageTransferFailed", "StepResult"]
 
 _log = logging.getLogger(__name__)
 
 # One culprit among 256 chunks is found in 16 runs. More runs than this limit would delay all other requests too long.
 _MAX_RUNS = 64
-
-
-class PageTransferFailed(SloraError):
-    """A step could not move pages or load adapters. The content of all pages that the step was to write is invalid."""
-
-
-class StepRunner(Protocol):
-    def run(self, plan: StepPlan) -> list[SampledToken]:
-        """Runs a step. Returns one token per sequence in the chunks' `sampled_sequences`, in order.
-
-        Raises PageTransferFailed, or the computation's error.
-        """
-
-    def probe(self) -> None:
-        """Computes a token of the base model, independently of all requests. Raises DeviceFailed if that fails."""
 
 
 @dataclass(slots=True)
@@ -59,7 +41,7 @@ class StepResult:
 class FaultIsolation:
     """Isolates the chunks that make a step fail. most_runs: the most additional runs for one failed step."""
 
-    def __init__(self, runner: StepRunner, most_runs: int = _MAX_RUNS) -> None:
+    def __init__(self, runner: Runner, most_runs: int = _MAX_RUNS) -> None:
         self._runner = runner
         self._most_runs = most_runs
 
@@ -110,7 +92,9 @@ class FaultIsolation:
         """
         # The failed run may not have written the rows of the sampling table, or may have counted tokens in them that
         # are lost. So this run writes the rows again.
-        sampling = [one for chunk in chunks if chunk.samples for one in (chunk.sequence, *chunk.forks)]
+        sampling = [
+            sequence for chunk in chunks if chunk.samples for sequence in (chunk.sequence, *chunk.forks)
+        ]
         try:
             return self._runner.run(StepPlan(chunks=chunks, rows_to_write=[*admitted, *sampling]))
         except Exception as error:

@@ -8,9 +8,8 @@ second it fits the costs to these timings by median regression of a linear model
 
     minimize the sum over timings of  weight * |measured - predicted| / predicted,  least <= cost <= most
 
-The median makes the fit robust: on a busy machine, the same step took from 2 to 500 ms (median 33 ms). Least squares
-followed the fastest or the slowest of these timings, depending on whether errors were divided by the measured or by the
-predicted time. The weight of a timing halves every 30 seconds, so the costs follow the machine within a minute.
+The median makes the fit robust: on a busy machine, the same step took from 2 to 500 ms (median 33 ms). The weight of a
+timing halves every 30 seconds, so the costs follow the machine within a minute.
 
 Timings of several kinds are needed to separate the costs. For example, the cost of a step and the cost of a row can't
 be separated while the batch stays the same. A cost that no step uses keeps its estimate. A decoding row costs at least
@@ -21,7 +20,7 @@ The same steps and times give the same costs. Clocks and tensors are outside thi
 """
 
 from collections import OrderedDict, deque
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, fields, replace
 from operator import mul
 from typing import NamedTuple
 
@@ -127,7 +126,7 @@ class _Timing(NamedTuple):
 
 
 class LearnedCosts:
-    """Implements `Costs` with an estimate that follows the steps; `current` is the latest estimate.
+    """Changes a cost model as steps run. current: this model, with the latest estimate.
 
     start: the first estimate, measured before there were requests.
     """
@@ -139,32 +138,6 @@ class LearnedCosts:
         # The timings of each kind of step. The kind with the latest timing is last.
         self._timings: OrderedDict[tuple[int, ...], deque[_Timing]] = OrderedDict()
         self._fitted_at_s = -np.inf
-
-    @property
-    def step_s(self) -> float:
-        return self.current.step_s
-
-    @property
-    def decode_s(self) -> float:
-        return self.current.decode_s
-
-    def prefill_s(self, num_tokens: int) -> float:
-        return self.current.prefill_s(num_tokens)
-
-    def row_s(self, context_tokens: int) -> float:
-        return self.current.row_s(context_tokens)
-
-    def step_seconds(self, work: StepWork) -> float:
-        return self.current.step_seconds(work)
-
-    def swap_s(self, num_pages: int) -> float:
-        return self.current.swap_s(num_pages)
-
-    def load_s(self, num_bytes: int) -> float:
-        return self.current.load_s(num_bytes)
-
-    def tokens(self, seconds: float) -> float:
-        return self.current.tokens(seconds)
 
     def count(self, work: StepWork, times: StepTimes, now: float) -> None:
         """Adds the timing of one step. now: seconds of any monotonic clock."""
@@ -198,7 +171,8 @@ class LearnedCosts:
             errors = np.maximum(np.abs(seconds / predicted - 1), _EXACT_ENOUGH)
             weighted = units.T * (recency / (predicted * predicted * errors))
             costs = self._descend((weighted @ units).tolist(), (weighted @ seconds).tolist(), costs)
-        self.current = CostModel(*costs)
+        for field, cost in zip(fields(self.current), costs, strict=True):
+            setattr(self.current, field.name, cost)
 
     def _descend(self, products: list[list[float]], sums: list[float], costs: list[float]) -> list[float]:
         """Runs coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: the normal equations.

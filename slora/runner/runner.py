@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from threading import Timer
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from slora.core.cost_model import CostModel
 from slora.core.engine_config import EngineConfig
-from slora.core.errors import DeviceFailed
+from slora.core.errors import DeviceFailed, SloraError
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.device_memory import DeviceMemory
@@ -34,7 +33,6 @@ from slora.models.model_spec import ModelSpec
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
-from slora.runner.fault_isolation import PageTransferFailed
 from slora.runner.learned_costs import LearnedCosts, bound_costs
 from slora.runner.rank import NO_GROUP, Allocate, Compute, ComputeLogits, RankGroup, ScoreRows, Transfer, Zero
 from slora.runner.served_model import ServedModel
@@ -51,34 +49,18 @@ from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
-# Copies adapters to the GPU while it computes a step that does not need them.
-#
-# The step is launched first. The copies are launched after it, on a stream of their own. The host may have to wait for
-# copies from pageable memory, but this does not delay the step. A copy starts when all work before the step is done,
-# because that work may still use the copy's target pages. The next step waits for the copies.
+
+class PageTransferFailed(SloraError):
+    """A step could not move pages or load adapters. The content of all pages that the step was to write is invalid."""
 
 
-class LoadStream(Protocol):
-    """Runs copies in parallel with the steps.
+class LoadStream:
+    """A CUDA stream that copies adapters while the GPU computes a step that does not need them.
 
-    A step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first.
+    The step is launched first and the copies after it, so a wait for copies from pageable memory does not delay the
+    step. The copies start when all work before the step is done, because that work may still use their target pages. A
+    step calls `mark`, and then `copy` if adapters load in parallel. The next step calls `wait` first.
     """
-
-    def mark(self) -> None:
-        """Marks the point in the device's work from which copies may start."""
-
-    def copy(self, work: Callable[[], None]) -> torch.cuda.Event | None:
-        """Launches copies that wait for the mark, but not for later work.
-
-        Returns an event that occurs when they are done; None if they are done already.
-        """
-
-    def wait(self) -> None:
-        """Makes all later work wait for the copies."""
-
-
-class CudaLoadStream:
-    """A `LoadStream` that copies on a CUDA stream of its own, while steps run on the device's current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -86,9 +68,11 @@ class CudaLoadStream:
         self._marked, self._copied = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark(self) -> None:
+        """Marks the point in the device's work from which copies may start."""
         self._marked.record(torch.cuda.current_stream(self._device))
 
     def copy(self, work: Callable[[], None]) -> torch.cuda.Event:
+        """Launches copies that wait for the mark, but not for later work. The event occurs when they are done."""
         self._stream.wait_event(self._marked)
         with torch.cuda.stream(self._stream):
             work()
@@ -98,6 +82,7 @@ class CudaLoadStream:
         return self._copied
 
     def wait(self) -> None:
+        """Makes all later work wait for the copies."""
         torch.cuda.current_stream(self._device).wait_event(self._copied)
 
 
@@ -176,9 +161,7 @@ class Runner:
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
         self._graphs: StepGraphs | None = None
-        self._load_stream: LoadStream | None = (
-            CudaLoadStream(self.device) if self.device.type == "cuda" else None
-        )
+        self._load_stream = LoadStream(self.device) if self.device.type == "cuda" else None
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         # Each rank has as many host pages.
@@ -370,9 +353,7 @@ class Runner:
                 self.memory.load(load)
 
         if loads and self._load_stream is not None:
-            copied = self._load_stream.copy(copy)
-            if copied is not None:
-                step.events.append(copied)
+            step.events.append(self._load_stream.copy(copy))
 
     def _forward(self, batch: StepBatch) -> Tensor:
         shape = self._graphs.find_shape(batch) if self._graphs is not None else None

@@ -12,7 +12,7 @@ This module depends on waiting sequences and adapter sizes, but not on the batch
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Set
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.memory.residency import AdapterLoad, Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
@@ -43,7 +43,7 @@ class AdapterLoading:
         self,
         paging: UnifiedPaging,
         source: AdapterSource,
-        costs: Costs,
+        costs: CostModel,
         full_page_bytes: int,
         load_pages: int | None = None,
         *,
@@ -163,9 +163,11 @@ class AdapterLoading:
 
         While interactive sequences run, background sequences count neither as decoding nor as waiting.
         """
-        interactive = [one for one in batch if not one.is_background]
+        interactive = [sequence for sequence in batch if not sequence.is_background]
         waiting = [
-            one for one in interactive or batch if any(not resident.is_loaded for resident in one.residents)
+            sequence
+            for sequence in interactive or batch
+            if any(not resident.is_loaded for resident in sequence.residents)
         ]
         num_running = len(interactive) or len(batch)
         num_decoding = num_running - len(waiting)
@@ -174,7 +176,7 @@ class AdapterLoading:
         self._uses_later = self._beside and num_decoding > 0
         for load in self._loading.values():
             load.num_copied = load.num_planned
-        for resident in [resident for one in waiting for resident in one.residents]:
+        for resident in [resident for sequence in waiting for resident in sequence.residents]:
             if resident in self._loading:
                 self._loading[resident].is_background = False
         self.plan_slices(plan)
@@ -228,7 +230,10 @@ class AdapterLoading:
         """Whether this step may compute with the adapters. Each of them must be loaded, or its last slice must be
         planned. The step copies the slice before it computes.
         """
-        return all(one.is_loaded or self._count_usable(one) == len(one.pages) for one in residents)
+        return all(
+            resident.is_loaded or self._count_usable(resident) == len(resident.pages)
+            for resident in residents
+        )
 
     def _count_usable(self, resident: Resident) -> int:
         """Number of pages of a load that this step may use."""
@@ -264,7 +269,7 @@ class AdapterLoading:
 
         Called between two steps, after all requests that used the tenant's adapters have ended.
         """
-        for resident in [one for one in self._loading if one.version.tenant == tenant]:
+        for resident in [resident for resident in self._loading if resident.version.tenant == tenant]:
             self._residency.abandon_load(resident)
             self._end(resident)
         self._host.purge(tenant)

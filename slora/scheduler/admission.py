@@ -238,7 +238,9 @@ class Admission:
         if budget.num_pages <= 0 or free_pages <= 0 or not len(self._queue):
             return
         queued = [sequence for sequence in self._preemption.upcoming if sequence in self._queue]
-        for sequence, version in [(one, version) for one in queued for version in one.request.versions]:
+        for sequence, version in [
+            (waiting, version) for waiting in queued for version in waiting.request.versions
+        ]:
             if self._adapters.find(version) is not None:
                 continue
             num_pages = self._adapters.num_pages(version)

@@ -149,13 +149,13 @@ class BeamSearch:
         self._length += 1
         is_last = self._length >= max_tokens
         continuing: list[_Continuation] = []
-        for rank, one in enumerate(self._ranked()):
-            token_id = self._proposals[one.beam].token_ids[one.place]
+        for rank, continuation in enumerate(self._ranked()):
+            token_id = self._proposals[continuation.beam].token_ids[continuation.place]
             if token_id in self._stop_ids or is_last:
                 if rank < self.width:
-                    self._finish(one, token_id)
+                    self._finish(continuation, token_id)
             else:
-                continuing.append(one)
+                continuing.append(continuation)
             if len(continuing) == self.width or (is_last and rank + 1 == self.width):
                 break
         if not continuing or self._is_over(continuing[0].total):
@@ -172,7 +172,9 @@ class BeamSearch:
 
     def _ranked(self) -> Iterator[_Continuation]:
         """All continuations, best first. Among equal sums, the continuation of the better beam comes first."""
-        return heapq.merge(*map(self._continuations, self._beams), key=lambda one: -one.total)
+        return heapq.merge(
+            *map(self._continuations, self._beams), key=lambda continuation: -continuation.total
+        )
 
     def _continuations(self, beam: int) -> Iterator[_Continuation]:
         total = self._beams[beam].total
@@ -183,10 +185,10 @@ class BeamSearch:
             if score > float("-inf")
         )
 
-    def _finish(self, one: _Continuation, token_id: int) -> None:
+    def _finish(self, continuation: _Continuation, token_id: int) -> None:
         reason = FinishReason.STOP if token_id in self._stop_ids else FinishReason.LENGTH
-        token_ids, logprobs = _collect_tokens(self._extended(one))
-        score = one.total / self._length**self._length_penalty
+        token_ids, logprobs = _collect_tokens(self._extended(continuation))
+        score = continuation.total / self._length**self._length_penalty
         self._finished.append(Hypothesis(score, token_ids, logprobs, reason))
         # The sort is stable: among equal scores, the hypothesis that ended first is kept.
         self._finished.sort(key=lambda hypothesis: hypothesis.score, reverse=True)
@@ -201,30 +203,35 @@ class BeamSearch:
         )
 
     def _make_next_beams(self, continuing: list[_Continuation]) -> NextBeams:
-        parents = {one.beam for one in continuing}
+        parents = {continuation.beam for continuation in continuing}
         free = iter(sorted(set(range(self.width)) - parents))
         next_beams = NextBeams({}, [], [beam for beam in self._beams if beam not in parents])
         beams: dict[int, _Beam] = {}
-        for one in continuing:
-            token_id = self._proposals[one.beam].token_ids[one.place]
-            beam = one.beam
+        for continuation in continuing:
+            token_id = self._proposals[continuation.beam].token_ids[continuation.place]
+            beam = continuation.beam
             if beam in next_beams.kept:
                 beam = next(free)
-                next_beams.forks.append(Fork(one.beam, beam, token_id))
+                next_beams.forks.append(Fork(continuation.beam, beam, token_id))
             else:
                 next_beams.kept[beam] = token_id
-            beams[beam] = self._extended(one)
+            beams[beam] = self._extended(continuation)
         self._beams, self._proposals = beams, {}
         return next_beams
 
-    def _extended(self, one: _Continuation) -> _Beam:
-        proposal = self._proposals[one.beam]
+    def _extended(self, continuation: _Continuation) -> _Beam:
+        proposal = self._proposals[continuation.beam]
         logprobs = None
         if proposal.top is not None:
             logprobs = TokenLogprobs.list_best(
-                proposal.token_ids[one.place], proposal.logprobs[one.place], proposal.top
+                proposal.token_ids[continuation.place], proposal.logprobs[continuation.place], proposal.top
             )
-        return _Beam(one.total, proposal.token_ids[one.place], logprobs, self._beams[one.beam])
+        return _Beam(
+            continuation.total,
+            proposal.token_ids[continuation.place],
+            logprobs,
+            self._beams[continuation.beam],
+        )
 
 
 def _collect_tokens(beam: _Beam) -> tuple[tuple[int, ...], tuple[TokenLogprobs, ...] | None]:

@@ -37,7 +37,7 @@ class Beams:
         search.propose(sequence.index, proposal)
         if not search.is_ready:
             return []
-        beams = {one.index: one for one in self._lifecycle.unfinished.find(sequence.request.request_id)}
+        beams = {beam.index: beam for beam in self._lifecycle.unfinished.find(sequence.request.request_id)}
         for beam in beams.values():
             charge_output(beam)
         next_beams = search.advance(min(beam.max_tokens for beam in beams.values()))
@@ -70,8 +70,8 @@ class Beams:
         for beam in beams.values():
             self._lifecycle.finish(beam)
         deltas = [
-            TokenDelta(one.token_ids, one.finish_reason, one.logprobs, index)
-            for index, one in enumerate(best)
+            TokenDelta(answer.token_ids, answer.finish_reason, answer.logprobs, index)
+            for index, answer in enumerate(best)
         ]
         deltas[0] = replace(deltas[0], num_cached=first.num_cached)
         return [StepOutput(first.request.request_id, delta) for delta in deltas]

@@ -12,7 +12,7 @@ A tenant that is alone in the engine may use the whole step.
 
 from collections.abc import Set
 
-from slora.core.cost_model import Costs, StepWork
+from slora.core.cost_model import CostModel, StepWork
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
@@ -25,7 +25,7 @@ _STEP_COSTS = 2
 _MIN_TOKENS = 64
 
 
-def short_prefill_s(costs: Costs) -> float:
+def short_prefill_s(costs: CostModel) -> float:
     """Returns how many seconds of prefill a step may contain if other requests may be waiting for its end."""
     return max(_STEP_COSTS * costs.step_s, costs.prefill_s(_MIN_TOKENS))
 
@@ -96,7 +96,7 @@ class BackgroundBudget:
     interactive: the interactive work of the step; None if no interactive request runs.
     """
 
-    def __init__(self, costs: Costs, num_tokens: int, interactive: StepWork | None) -> None:
+    def __init__(self, costs: CostModel, num_tokens: int, interactive: StepWork | None) -> None:
         self._costs = costs
         self._num_tokens = num_tokens
         if interactive is not None:
@@ -162,7 +162,13 @@ class LoadBudget:
     """
 
     def __init__(
-        self, costs: Costs, full_page_bytes: int, pool_pages: int, fixed: int | None, *, beside: bool = False
+        self,
+        costs: CostModel,
+        full_page_bytes: int,
+        pool_pages: int,
+        fixed: int | None,
+        *,
+        beside: bool = False,
     ) -> None:
         self.num_pages = self.num_background_pages = 0
         self._costs = costs

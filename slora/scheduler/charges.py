@@ -8,7 +8,7 @@ adapter and computing the mask of a token cost as many prompt tokens as could be
 from collections.abc import Iterable
 from itertools import islice
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.core.engine_config import SchedulerConfig
 from slora.core.engine_state import ANSWER_TOKENS, Backlog
 from slora.scheduler.sequence import Sequence
@@ -37,13 +37,13 @@ def charge_rejected(sequence: Sequence, num_tokens: int) -> None:
     sequence.tenant.charge(_PROMPT_PRICE * num_tokens)
 
 
-def charge_mask(sequence: Sequence, costs: Costs) -> None:
+def charge_mask(sequence: Sequence, costs: CostModel) -> None:
     """Charges the CPU time of the last mask."""
     if sequence.mask_s:
         sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(sequence.mask_s))
 
 
-def charge_load(sequence: Sequence, num_bytes: int, costs: Costs) -> None:
+def charge_load(sequence: Sequence, num_bytes: int, costs: CostModel) -> None:
     """Charges a sequence for loading its adapter into the pool."""
     sequence.usage.adapter_bytes += num_bytes
     sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))
@@ -56,7 +56,11 @@ _MAX_MEASURED = 512
 
 
 def estimate_backlog(
-    unfinished: Iterable[Sequence], num_waiting: int, num_running: int, costs: Costs, config: SchedulerConfig
+    unfinished: Iterable[Sequence],
+    num_waiting: int,
+    num_running: int,
+    costs: CostModel,
+    config: SchedulerConfig,
 ) -> Backlog:
     """Estimates the work of the sequences. unfinished: all of them, oldest first.
 

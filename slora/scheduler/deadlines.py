@@ -7,7 +7,7 @@ running search can be ended. Times are seconds on the scheduler's clock.
 
 import heapq
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.lifecycle import UnfinishedRequests
 from slora.scheduler.sequence import Sequence
@@ -19,7 +19,7 @@ class Deadlines:
     This time assumes that the request has made no progress since it was last examined.
     """
 
-    def __init__(self, costs: Costs, unfinished: UnfinishedRequests) -> None:
+    def __init__(self, costs: CostModel, unfinished: UnfinishedRequests) -> None:
         self._costs = costs
         self._unfinished = unfinished
         self._heap: list[tuple[float, Sequence, float]] = []

@@ -24,9 +24,10 @@ Background sequences get drafts only in steps without interactive sequences.
 """
 
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from itertools import takewhile
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.core.engine_config import SchedulerConfig
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.charges import charge_rejected
@@ -43,29 +44,19 @@ _MAX_DELAY = 1.25
 _INDEXED_PER_STEP = 1024
 
 
+@dataclass(slots=True, eq=False)
 class _Candidate:
-    """A decode row that may get a draft.
+    """A decode row that may get a draft."""
 
-    number: the place of its chunk in the plan. position: the index from which the drafted tokens are copied.
-    rate: the estimated probability that a drafted token is accepted if all drafted tokens before it were accepted.
-    most: maximum number of tokens to draft. row_s: seconds of one drafted row.
-    expected: number of tokens that the sequence is expected to gain in this step.
-    """
-
-    __slots__ = ("expected", "is_probe", "most", "num_tokens", "number", "position", "rank", "rate", "row_s")
-
-    def __init__(
-        self, number: int, rank: int, position: int, rate: float, most: int, row_s: float, *, is_probe: bool
-    ) -> None:
-        self.number = number
-        self.rank = rank
-        self.position = position
-        self.rate = rate
-        self.most = most
-        self.row_s = row_s
-        self.is_probe = is_probe
-        self.num_tokens = 0
-        self.expected = 1.0
+    number: int  # The place of its chunk in the plan.
+    rank: int
+    position: int  # The index from which the drafted tokens are copied.
+    rate: float  # The estimated probability that a token is accepted if all drafted tokens before it were accepted.
+    most: int  # Maximum number of tokens to draft.
+    row_s: float  # Seconds of one drafted row.
+    is_probe: bool
+    num_tokens: int = 0
+    expected: float = 1.0  # Number of tokens that the sequence is expected to gain in this step.
 
 
 class Drafting:
@@ -74,7 +65,7 @@ class Drafting:
     num_drafts, num_draft_tokens, num_accepted_tokens: totals since the engine started.
     """
 
-    def __init__(self, config: SchedulerConfig, paging: UnifiedPaging, costs: Costs) -> None:
+    def __init__(self, config: SchedulerConfig, paging: UnifiedPaging, costs: CostModel) -> None:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
@@ -219,18 +210,18 @@ def _choose_lengths(
     growing, allowed_s, seconds = candidates, _MAX_DELAY * step_s, step_s
     while growing:
         paying = []
-        for one in growing:
-            gain = one.rate ** (one.num_tokens + 1)
-            pays = one.is_probe or gain * token_s > _MIN_GAIN * one.row_s
-            if one.num_tokens < one.most and pays:
-                paying.append(one)
-                one.expected += gain
+        for candidate in growing:
+            gain = candidate.rate ** (candidate.num_tokens + 1)
+            pays = candidate.is_probe or gain * token_s > _MIN_GAIN * candidate.row_s
+            if candidate.num_tokens < candidate.most and pays:
+                paying.append(candidate)
+                candidate.expected += gain
         if not has_others:
-            allowed_s = _MAX_DELAY * step_s * min(one.expected for one in candidates)
-        for one in paying:
-            seconds += one.row_s
+            allowed_s = _MAX_DELAY * step_s * min(candidate.expected for candidate in candidates)
+        for candidate in paying:
+            seconds += candidate.row_s
             if not num_free or seconds > allowed_s:
                 return
             num_free -= 1
-            one.num_tokens += 1
+            candidate.num_tokens += 1
         growing = paying

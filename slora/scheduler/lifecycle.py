@@ -324,7 +324,7 @@ class Lifecycle:
         )
         self._swapping.check_invariants(waiting)
         self._adapters.check_invariants(waiting, num_running_steps)
-        assert num_running_steps or not any(one.num_pending for one in self.unfinished), (
+        assert num_running_steps or not any(sequence.num_pending for sequence in self.unfinished), (
             "a token is pending although no step runs"
         )
         self._check_beams()
@@ -332,7 +332,7 @@ class Lifecycle:
         for sequence in running:
             held = tuple(resident.version for resident in sequence.residents)
             assert held == sequence.request.versions, "a sequence runs without one of its adapters"
-        for resident in [one for s in running for one in s.residents] + list(
+        for resident in [resident for s in running for resident in s.residents] + list(
             self._adapters.loading_residents()
         ):
             users[resident.version] += 1

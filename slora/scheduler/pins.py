@@ -212,7 +212,7 @@ class Pins:
 
     def remove(self, version: AdapterVersion) -> None:
         """Ends the pin of a deleted adapter."""
-        self.replace([one for one in self._pins if one != version])
+        self.replace([pinned for pinned in self._pins if pinned != version])
 
     def load_missing(self, plan: StepPlan, now: float, fetched: Iterable[Fetched | FetchFailed]) -> None:
         """Loads missing adapters that are on the host and have room in the pool, within the step's load budget.

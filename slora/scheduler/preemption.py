@@ -35,7 +35,9 @@ class Preemption:
     def upcoming(self) -> list[Sequence]:
         """The next interactive sequences of the queue. The list is made once per step, at the first access."""
         if self._next is None:
-            self._next = [one for one in self._queue.upcoming(LOOK_AHEAD) if not one.is_background]
+            self._next = [
+                sequence for sequence in self._queue.upcoming(LOOK_AHEAD) if not sequence.is_background
+            ]
         return self._next
 
     def make_room(self, num_pages: int, sequence: Sequence, *, evict_pinned: bool = False) -> bool:
@@ -71,14 +73,14 @@ class Preemption:
         if sequence.is_starving and not sequence.is_background:
             return True
         return self._batch.runs_alone(sequence) or all(
-            one is sequence or (one.tenant.min_pages > 0 and one.tenant is not sequence.tenant)
-            for one in self._batch
+            other is sequence or (other.tenant.min_pages > 0 and other.tenant is not sequence.tenant)
+            for other in self._batch
         )
 
     @property
     def has_starving(self) -> bool:
         """Whether a starving sequence runs or is next. If so, no adapter is loaded for a pin or for prewarming."""
-        return any(one.is_starving and not one.is_background for one in (*self._batch, *self.upcoming))
+        return any(other.is_starving and not other.is_background for other in (*self._batch, *self.upcoming))
 
     def choose_victim(self, num_pages: int, tenant: TenantAccount) -> Sequence:
         """Returns the sequence to preempt so that `tenant` gets `num_pages`.
@@ -115,7 +117,7 @@ class Preemption:
 
         Returns False if none runs.
         """
-        background = [one for one in self._batch if one.is_background]
+        background = [other for other in self._batch if other.is_background]
         if background:
             self.preempt(self._queue.choose_victim(background), plan)
         return bool(background)
@@ -133,9 +135,11 @@ class Preemption:
         sequence = self._queue.peek()
         if sequence is None:
             return False
-        others = [one for one in self._batch if one.search is not sequence.search or one.search is None]
+        others = [
+            other for other in self._batch if other.search is not sequence.search or other.search is None
+        ]
         if sequence.tenant.max_pages is not None:  # A tenant at its ceiling can use only its own pages.
-            others = [one for one in others if one.tenant is sequence.tenant] or others
+            others = [other for other in others if other.tenant is sequence.tenant] or others
         if not others:
             return False
         self.preempt(self._queue.choose_victim(others), plan)
@@ -148,6 +152,6 @@ class Preemption:
 
     def next_adapters(self) -> list[Resident]:
         """The idle adapters of the next sequences."""
-        versions = {version for one in self.upcoming for version in one.request.versions}
+        versions = {version for sequence in self.upcoming for version in sequence.request.versions}
         found = (self._paging.residency.find(version) for version in versions)
         return [resident for resident in found if resident is not None and not resident.num_users]

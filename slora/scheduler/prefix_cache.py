@@ -102,7 +102,7 @@ class PrefixCache:
         """Returns the adapters of a request that are part of its blocks' keys."""
         if self._is_public:
             return request.adapters
-        return tuple(one for one in request.adapters if self._changes_kv(one.version))
+        return tuple(adapter for adapter in request.adapters if self._changes_kv(adapter.version))
 
     def _first_needed(self, num_blocks: int) -> int:
         block_tokens = self._footprint.block_tokens

@@ -27,13 +27,13 @@ class RunningBatch:
     @property
     def num_pages_needed_soon(self) -> int:
         """Pages that the running sequences still need for their current tokens, plus one page for each sequence."""
-        return sum(1 + one.blocks.pages_missing(len(one.token_ids)) for one in self._sequences)
+        return sum(1 + sequence.blocks.pages_missing(len(sequence.token_ids)) for sequence in self._sequences)
 
     def runs_alone(self, sequence: Sequence) -> bool:
         """Whether no other sequence runs. Beams of the same search do not count, because they advance only together."""
         return all(
-            one is sequence or (one.search is not None and one.search is sequence.search)
-            for one in self._sequences
+            other is sequence or (other.search is not None and other.search is sequence.search)
+            for other in self._sequences
         )
 
     def assign_row(self, sequence: Sequence) -> None:

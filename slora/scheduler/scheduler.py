@@ -46,7 +46,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.core.engine_config import SchedulerConfig
 from slora.core.engine_state import AdapterPlace, Backlog, ServiceSpan
 from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
@@ -100,7 +100,7 @@ class Scheduler:
         self,
         config: SchedulerConfig,
         source: AdapterSource,
-        costs: Costs,
+        costs: CostModel,
         grammars: GrammarSource | None = None,
     ) -> None:
         """grammars: the source of compiled grammars. None if no request uses structured output."""
@@ -156,7 +156,7 @@ class Scheduler:
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         """Returns the numbers of running sequences and of waiting sequences, each by tenant."""
         running = Counter(sequence.tenant.name for sequence in self._batch)
-        return running, Counter(one.tenant.name for one in self._lifecycle.unfinished) - running
+        return running, Counter(sequence.tenant.name for sequence in self._lifecycle.unfinished) - running
 
     def estimate_backlog(self) -> Backlog:
         return estimate_backlog(
@@ -166,7 +166,7 @@ class Scheduler:
     @property
     def wanted_adapters(self) -> frozenset[AdapterVersion]:
         """The adapters that are in the pool, and those that are fetched for requests or prewarms."""
-        resident = (one.version for one in self.paging.residency)
+        resident = (adapter.version for adapter in self.paging.residency)
         return frozenset(chain(resident, self.adapters.waited_for, self.prewarming.requested))
 
     @property
@@ -239,10 +239,14 @@ class Scheduler:
 
     def purge_tenant(self, name: str, error: Exception) -> list[StepOutput]:
         """Ends the tenant's requests with `error`, and drops its adapters and prefixes. Called between two steps."""
-        unfinished = [one for one in self._lifecycle.unfinished if one.tenant.name == name]
-        ended = {one.request.request_id: self._lifecycle.fail(one, error) for one in unfinished}
+        unfinished = [sequence for sequence in self._lifecycle.unfinished if sequence.tenant.name == name]
+        ended = {
+            sequence.request.request_id: self._lifecycle.fail(sequence, error) for sequence in unfinished
+        }
         self.adapters.purge(name)
-        for version in [one.version for one in self.paging.residency if one.version.tenant == name]:
+        for version in [
+            adapter.version for adapter in self.paging.residency if adapter.version.tenant == name
+        ]:
             self.remove_adapter(version)
         for account in self.paging.tenants.find_both(name):
             self.paging.kv.remove_tenant(account)
@@ -413,7 +417,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts that no page is lost and that every reference has an owner."""
-        self.paging.check_invariants(page for one in self._batch for page in one.blocks.held_pages)
+        self.paging.check_invariants(page for sequence in self._batch for page in sequence.blocks.held_pages)
         self.pins.check_invariants()
         self._lifecycle.check_invariants(self._num_running_steps)
 
@@ -509,7 +513,7 @@ class Scheduler:
         if self._config.scheduling == "fcfs":
             return PrefillBudget(num_tokens, num_tokens)
         prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
-        prefilling = {one.tenant for one in prompts if self.adapters.are_ready(one.residents)}
+        prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
         following = self._lifecycle.queue.peek(prefilling)
         if following is not None and self._admission.has_place(following):
             prefilling.add(following.tenant)
@@ -620,9 +624,9 @@ class Scheduler:
         return self._lifecycle.fail(sequence, error)
 
     def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
-        for one in sampled:
-            assert one.token_id is not None, "a token whose logits were not finite is not appended"
-            sequence.append(one.token_id)
+        for token in sampled:
+            assert token.token_id is not None, "a token whose logits were not finite is not appended"
+            sequence.append(token.token_id)
             charge_output(sequence)
         now = self.paging.pool.now
         if sequence.last_token_at is not None:
@@ -640,7 +644,7 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._lifecycle.finish(sequence)
-        entries = tuple(one.logprobs for one in sampled if one.logprobs is not None)
+        entries = tuple(token.logprobs for token in sampled if token.logprobs is not None)
         token_ids = tuple(sequence.token_ids[-len(sampled) :])
         delta = TokenDelta(token_ids, reason, entries or None, sequence.index)
         if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:

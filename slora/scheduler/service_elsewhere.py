@@ -23,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.core.engine_state import ServiceSpan
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.waiting_queues import FairQueue
@@ -45,7 +45,7 @@ class _Allowance(NamedTuple):
 class ServiceElsewhere:
     """Adds the service of other engines to the counters of this engine's tenants."""
 
-    def __init__(self, tenants: TenantAccounts, queue: FairQueue, costs: Costs) -> None:
+    def __init__(self, tenants: TenantAccounts, queue: FairQueue, costs: CostModel) -> None:
         self._tenants = tenants
         self._queue = queue
         self._costs = costs

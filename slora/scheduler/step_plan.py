@@ -121,7 +121,7 @@ class StepPlan:
     def drop_finished(self) -> None:
         """Removes the sequences that have ended since the plan was made."""
         self.chunks[:] = [chunk for chunk in self.chunks if not chunk.sequence.is_finished]
-        self.rows_to_write[:] = [one for one in self.rows_to_write if not one.is_finished]
+        self.rows_to_write[:] = [sequence for sequence in self.rows_to_write if not sequence.is_finished]
 
     def remove(self, sequence: Sequence) -> bool:
         """Removes a preempted sequence from the plan.
@@ -130,7 +130,7 @@ class StepPlan:
         plan was to copy or swap content into one of them.
         """
         self.chunks[:] = [chunk for chunk in self.chunks if chunk.sequence is not sequence]
-        self.rows_to_write[:] = [one for one in self.rows_to_write if one is not sequence]
+        self.rows_to_write[:] = [other for other in self.rows_to_write if other is not sequence]
         own, count = set(sequence.blocks.held_pages), len(self.copies) + len(self.swaps_in)
         for pairs in (self.copies, self.swaps_in):
             pairs[:] = [pair for pair in pairs if pair[1] not in own]

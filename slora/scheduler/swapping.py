@@ -3,7 +3,7 @@
 This module chooses the pages; the runner copies them. A planned copy takes effect only after its step has run.
 """
 
-from slora.core.cost_model import Costs
+from slora.core.cost_model import CostModel
 from slora.memory.kv_cache import KVCache
 from slora.memory.swap_space import SwapSpace
 from slora.scheduler.sequence import Sequence, SwappedBlocks
@@ -17,7 +17,7 @@ class Swapping:
     num_pages_out, num_pages_in: pages swapped since the engine started.
     """
 
-    def __init__(self, space: SwapSpace, kv: KVCache, costs: Costs, way: str) -> None:
+    def __init__(self, space: SwapSpace, kv: KVCache, costs: CostModel, way: str) -> None:
         self.num_pages_out = 0
         self.num_pages_in = 0
         self._space = space
@@ -98,7 +98,7 @@ class Swapping:
     def check_invariants(self, waiting: list[Sequence]) -> None:
         swapped = [sequence.swapped for sequence in waiting if sequence.swapped is not None]
         self._space.check_invariants(
-            [*self._pages_to_free, *(page for one in swapped for page in one.host_pages)]
+            [*self._pages_to_free, *(page for sequence in swapped for page in sequence.host_pages)]
         )
 
     def _is_cheaper(self, sequence: Sequence, num_pages: int) -> bool:

@@ -69,10 +69,14 @@ class FifoQueue:
             return None
         if self._heap[0][1].tenant not in skipped:
             return self._heap[0][1]
-        return min((one for one in self._members if one.tenant not in skipped), key=_order, default=None)
+        return min(
+            (sequence for sequence in self._members if sequence.tenant not in skipped),
+            key=_order,
+            default=None,
+        )
 
     def upcoming(self, count: int) -> list[Sequence]:
-        return [one for _, one in self._heap[: 2 * count] if one in self._members][:count]
+        return [sequence for _, sequence in self._heap[: 2 * count] if sequence in self._members][:count]
 
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         return max(running, key=_order)
@@ -150,7 +154,7 @@ class FairQueue:
         """Returns the first sequence of each tenant, in the tenants' order, then the second of each, and so on."""
         heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_tenant_order)[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
-        return list(islice((one for one in rows if one in self._members), count))
+        return list(islice((sequence for sequence in rows if sequence in self._members), count))
 
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         """Chooses a tenant that holds at least its share of the pages. Returns its sequence with the fewest computed
@@ -168,7 +172,7 @@ class FairQueue:
             s.tenant: s.tenant.num_pages - s.tenant.num_cached for s in candidates
         }
         # Background requests do not count in the shares of interactive ones.
-        waiting = {one for one in self._heaps if one.is_background == candidates[0].is_background}
+        waiting = {account for account in self._heaps if account.is_background == candidates[0].is_background}
         weights = sum(tenant.share.weight for tenant in held.keys() | waiting)
         page_share = sum(held.values()) / weights  # Pages per unit of weight.
         over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
@@ -181,7 +185,7 @@ class FairQueue:
             return above_floor, priority, True, tenant in over_share, -sequence.num_computed, sequence
 
         tenant = max(candidates, key=tenant_preemption_order).tenant
-        return max((one for one in candidates if one.tenant is tenant), key=_preemption_order)
+        return max((sequence for sequence in candidates if sequence.tenant is tenant), key=_preemption_order)
 
     def measure_class(self, priority: int) -> tuple[float, float]:
         """Returns the least counter of the waiting tenants of a priority class, and the sum of their weights.

@@ -23,8 +23,7 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.runner.fault_isolation import PageTransferFailed
-from slora.runner.runner import RunningStep
+from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST

@@ -16,8 +16,7 @@ from slora.core.request import EngineRequest, FinishReason, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.models.model_spec_reader import read_model_spec
-from slora.runner.fault_isolation import PageTransferFailed
-from slora.runner.runner import RunningStep
+from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import COSTS, Answer, drive, make_source, step

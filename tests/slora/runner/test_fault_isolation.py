@@ -8,7 +8,8 @@ from slora.core.errors import DeviceFailed
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.tenant_account import TenantAccount
-from slora.runner.fault_isolation import FaultIsolation, PageTransferFailed, StepResult
+from slora.runner.fault_isolation import FaultIsolation, StepResult
+from slora.runner.runner import PageTransferFailed
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 

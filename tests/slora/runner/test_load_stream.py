@@ -26,9 +26,14 @@ class NotedStream:
     def mark(self) -> None:
         self.calls.append("mark")
 
-    def copy(self, work: Callable[[], None]) -> None:
+    def copy(self, work: Callable[[], None]) -> "NotedStream":
+        """Returns itself as the event that occurs when the copies are done."""
         self.calls.append("copy")
         work()
+        return self
+
+    def synchronize(self) -> None:
+        """The copies are done."""
 
     def wait(self) -> None:
         self.calls.append("wait")
