@@ -1,50 +1,97 @@
-"""What the API process knows of a request in progress: everything that it needs to continue it on another engine.
-
-sent ---- the engine reports the usage ----> settled
-  |  ^
-  |  +--------- sent again ----------+
-  +---- engine lost, or it drains ---+---- given up ----> settled (the usage is unknown)
-"""
+"""What the API process knows of a request in progress: everything that it needs to continue it on another engine."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from slora.core.request import EmittedTokens, EngineRequest, TokenDelta
-
-__all__ = ["OpenAnswer"]
+from slora.core.request import EmittedTokens, EngineRequest, RequestTiming, RequestUsage, TokenDelta
 
 # The engine refuses deadlines that are not above 0. This deadline has passed when the engine looks at it.
 _PASSED_S = 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class OpenAnswer:
-    """A request and the tokens of its answer that have arrived.
+class Settlement:
+    """Settles the usage of one request once, whichever engines compute it. It listens to the engines.
 
-    owner: the name of the engine that has it and will report its usage; None if no engine has it.
-    is_settled: whether the usage has been reported.
-    is_closed: whether no more tokens are wanted.
-    refusal: why it must not be sent again.
-    num_runs: how often it was sent.
-    has_begun: whether the owner has begun to compute it. Before, the request waits in the owner's queue.
-    num_losses: number of engines that died after they had begun to compute it, since the last new token.
-    choices: the tokens of each choice; None for a choice that has ended.
-    num_scored: prompt log-probabilities that have arrived. num_to_skip: those that a new run will repeat.
+    sent ---- the engine reports the usage ----> settled
+      |  ^
+      |  +--------- sent again ----------+
+      +---- engine lost, or it drains ---+---- given up ----> settled (the usage is unknown)
     """
 
-    request: EngineRequest
-    owner: str | None = None
+    # Called once, with the usage of the whole answer; None if it is unknown.
+    report: Callable[[RequestUsage | None, RequestTiming | None], None]
+    # Called once, when the usage is settled and no more tokens are wanted.
+    forget: Callable[[], None]
+    owner: str | None = None  # The engine that has the request and will report its usage.
+    has_begun: bool = False  # Whether the owner computes it. Before, the request waits in the owner's queue.
+    num_losses: int = 0  # Engines that died after they had begun to compute it, since the last new token.
+    is_closed: bool = False  # Whether no more tokens are wanted.
     is_settled: bool = False
-    is_closed: bool = False
-    refusal: Exception | None = None
-    num_runs: int = 0
-    has_begun: bool = False
-    num_losses: int = 0
-    choices: list[list[int] | None] = field(default_factory=list)
+
+    def begin_run(self, engine: str) -> None:
+        self.owner, self.has_begun = engine, False
+
+    def hear_begin(self, engine: str) -> None:
+        if engine == self.owner:
+            self.has_begun = True
+
+    def hear_usage(
+        self,
+        engine: str,
+        usage: RequestUsage | None,
+        timing: RequestTiming | None,
+        *,
+        is_lost: bool,
+        is_complete: bool,
+    ) -> bool:
+        """Hears the usage of one run. Returns False if the usage of another run is reported instead.
+
+        usage: None if the engine was lost or has released the request. timing: None also if the engine never had the
+            request, or refused it.
+        is_lost: whether the engine died. is_complete: whether all tokens have arrived.
+        """
+        if engine != self.owner:
+            return False
+        self.owner = None
+        if self.is_settled:
+            return False
+        self.num_losses += self.has_begun and is_lost
+        if timing is not None:
+            self._settle(usage, timing)
+        elif self.is_closed or is_complete:
+            self._settle(None, None)
+        return True
+
+    def close(self) -> None:
+        """Called when no more tokens are wanted. An engine that still has the request reports its usage later."""
+        self.is_closed = True
+        if self.is_settled:
+            self.forget()
+        elif self.owner is None:
+            self._settle(None, None)
+
+    def _settle(self, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
+        self.is_settled = True
+        if self.is_closed:
+            self.forget()
+        self.report(usage, timing)
+
+
+@dataclass(slots=True, eq=False)
+class OpenAnswer:
+    """A request and the tokens of its answer that have arrived."""
+
+    request: EngineRequest
+    settlement: Settlement
+    refusal: Exception | None = None  # Why it must not be sent again.
+    num_runs: int = 0  # How often it was sent.
+    choices: list[list[int] | None] = field(default_factory=list)  # The tokens of each; None after its end.
     num_tokens: int = 0
     num_cached: int = 0
-    num_scored: int = 0
-    num_to_skip: int = 0
+    num_scored: int = 0  # Prompt log-probabilities that have arrived.
+    num_to_skip: int = 0  # Those of them that a new run will repeat.
     arrived_at: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
@@ -61,7 +108,7 @@ class OpenAnswer:
         has arrived before.
         """
         request, sampling = self.request, self.request.sampling
-        self.owner, self.has_begun = owner, False
+        self.settlement.begin_run(owner)
         self.num_runs += 1
         if self.num_runs == 1:
             return request
@@ -86,7 +133,7 @@ class OpenAnswer:
             if tokens is not None:
                 tokens.extend(delta.token_ids)
                 self.num_tokens += len(delta.token_ids)
-                self.num_losses = 0
+                self.settlement.num_losses = 0
                 if delta.finish_reason is not None:
                     self.choices[delta.index] = None
         return deltas

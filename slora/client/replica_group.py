@@ -26,7 +26,7 @@ from slora.client.merged_states import (
     merge_purges,
     merge_stats,
 )
-from slora.client.open_answer import OpenAnswer
+from slora.client.open_answer import OpenAnswer, Settlement
 from slora.client.router import RoutedWork, Router, count_answer_tokens
 from slora.core.engine_address import EngineAddress
 from slora.core.engine_state import (
@@ -193,9 +193,9 @@ class ReplicaGroup:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         running = self._answers.get(request.request_id)
-        if running is not None and not running.is_closed:
+        if running is not None and not running.settlement.is_closed:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
-        answer = self._answers[request.request_id] = OpenAnswer(request)
+        answer = self._open_answer(request)
         try:
             while not answer.is_complete:
                 try:
@@ -206,13 +206,25 @@ class ReplicaGroup:
                 except EngineUnavailable as error:
                     await self._prepare_retry(answer, error)
         finally:
-            self._close(answer)
+            answer.settlement.close()
+
+    def _open_answer(self, request: EngineRequest) -> OpenAnswer:
+        def report(usage: RequestUsage | None, timing: RequestTiming | None) -> None:
+            self._on_usage(request.request_id, usage, timing)
+
+        def forget() -> None:
+            # A line of a batch may have been sent again with the same id.
+            if self._answers.get(request.request_id) is answer:
+                del self._answers[request.request_id]
+
+        answer = self._answers[request.request_id] = OpenAnswer(request, Settlement(report, forget))
+        return answer
 
     def end_choice(self, request_id: str, index: int) -> None:
         answer = self._answers.get(request_id)
         if answer is not None:
             answer.end_choice(index)
-            if (owner := self._by_name.get(answer.owner or "")) is not None:
+            if (owner := self._by_name.get(answer.settlement.owner or "")) is not None:
                 owner.client.end_choice(request_id, index)
 
     def listen_for_usage(self, listener: UsageListener) -> None:
@@ -344,9 +356,9 @@ class ReplicaGroup:
     async def _prepare_retry(self, answer: OpenAnswer, error: EngineUnavailable) -> None:
         """Returns when the request can be sent again. Raises `error` if it must not be."""
         # An answer still has an owner if this process ends. The engines then record the usage.
-        if answer.num_runs == 0 or answer.owner is not None or self._resume_s == 0:
+        if answer.num_runs == 0 or answer.settlement.owner is not None or self._resume_s == 0:
             raise error
-        if answer.num_losses >= MAX_LOSSES:
+        if answer.settlement.num_losses >= MAX_LOSSES:
             raise EngineUnavailable(
                 f"{MAX_LOSSES} engines died while they processed this request, which may be the cause, so it is not "
                 "sent to another one"
@@ -400,8 +412,8 @@ class ReplicaGroup:
 
     def _note_begin(self, replica: _Replica, request_id: str) -> None:
         answer = self._answers.get(request_id)
-        if answer is not None and answer.owner == replica.name:
-            answer.has_begun = True
+        if answer is not None:
+            answer.settlement.hear_begin(replica.name)
 
     def _pass_on_service(self, replica: _Replica, service: Served) -> None:
         """Tells the other engines what an engine has charged to tenants.
@@ -415,34 +427,8 @@ class ReplicaGroup:
     def _receive_usage(
         self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None
     ) -> None:
-        """Receives the usage of one run. usage: None if the engine was lost or has released the request. timing: None
-        also if the engine never had the request, or refused it.
-        """
-        answer = self._answers.get(request_id)
-        if answer is not None and answer.owner == replica.name:
-            answer.owner = None
-            if not answer.is_settled:
-                answer.num_losses += answer.has_begun and usage is None and not replica.client.is_leaving
-                if timing is not None or answer.is_closed or answer.is_complete:
-                    self._settle(answer, usage if timing is not None else None, timing)
-                return
-        replica.client.acknowledge_usage(request_id)  # The usage of another run is reported instead.
-
-    def _close(self, answer: OpenAnswer) -> None:
-        """Called when no more tokens are wanted. An engine that still has the request reports its usage later."""
-        answer.is_closed = True
-        if answer.is_settled:
-            self._drop(answer)
-        elif answer.owner is None:
-            self._settle(answer, None, None)
-
-    def _settle(self, answer: OpenAnswer, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
-        answer.is_settled = True
-        if answer.is_closed:
-            self._drop(answer)
-        self._on_usage(answer.request.request_id, usage, timing)
-
-    def _drop(self, answer: OpenAnswer) -> None:
-        # A line of a batch may have been sent again with the same id.
-        if self._answers.get(answer.request.request_id) is answer:
-            del self._answers[answer.request.request_id]
+        answer, is_lost = self._answers.get(request_id), usage is None and not replica.client.is_leaving
+        if answer is None or not answer.settlement.hear_usage(
+            replica.name, usage, timing, is_lost=is_lost, is_complete=answer.is_complete
+        ):
+            replica.client.acknowledge_usage(request_id)

@@ -146,7 +146,7 @@ class Bench:
         """Begins the last request when it has arrived. Returns when the group knows that."""
         await wait_until(lambda: bool(engine.added))
         engine.server.deliver_begun([engine.added[-1].request_id])
-        await wait_until(lambda: self.group._answers[request_id].has_begun)
+        await wait_until(lambda: self.group._answers[request_id].settlement.has_begun)
 
     async def close(self) -> None:
         self.running.cancel()
