@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, StepOutput, TokenDelta
 
-__all__ = ["OpenStreams"]
-
 # Maximum number of deltas that a reader gets at once. They make about 16 KiB of server-sent events.
 _MAX_READY = 64
 

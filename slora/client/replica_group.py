@@ -44,8 +44,6 @@ from slora.core.prefix_key import extend_keys, root_key
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["MAX_LOSSES", "ReplicaGroup"]
-
 _log = logging.getLogger(__name__)
 
 _Reply = TypeVar("_Reply")

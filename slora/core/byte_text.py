@@ -1,7 +1,5 @@
 """Formats byte counts for people."""
 
-__all__ = ["format_bytes"]
-
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 

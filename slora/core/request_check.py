@@ -26,19 +26,6 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams
 
-__all__ = [
-    "check_adapters",
-    "check_embedded_tokens",
-    "check_max_tokens",
-    "check_pooling",
-    "check_request",
-    "check_sampling",
-    "check_terms",
-    "check_token_ids",
-    "find_answer_room",
-    "find_stop_token_ids",
-]
-
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:
     check_adapters(request.adapters, info)

@@ -13,23 +13,6 @@ from typing import Any, Protocol
 
 from slora.core.errors import ConfigError
 
-__all__ = [
-    "Auto",
-    "ByteSize",
-    "Choice",
-    "Directory",
-    "Kind",
-    "OnOff",
-    "Seconds",
-    "SettingRefused",
-    "SettingSpec",
-    "Text",
-    "Whole",
-    "check_settings",
-    "setting",
-    "setting_specs",
-]
-
 _PREFIX = "SLORA_"
 # Decimal and binary multiples, as docker and vLLM read them.
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}

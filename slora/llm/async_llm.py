@@ -36,8 +36,6 @@ from slora.llm.request_builder import (
 from slora.runner.process_group import start_group
 from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
 
-__all__ = ["AsyncLLM"]
-
 
 class AsyncLLM:
     """A model with its page pool. Further settings are passed as keywords; `EngineConfig` lists them.

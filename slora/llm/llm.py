@@ -32,8 +32,6 @@ from slora.llm.request_builder import (
 from slora.runner.process_group import start_group
 from slora.text.answer import Answer, Completion, CompletionDelta
 
-__all__ = ["LLM"]
-
 
 class LLM:
     """A model with its page pool, for use by one thread.

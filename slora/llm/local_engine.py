@@ -33,8 +33,6 @@ from slora.engine.engine import Engine
 from slora.engine.worker import EngineWorker, Stop, Wake
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["LocalEngine"]
-
 _log = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")

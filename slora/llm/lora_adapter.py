@@ -21,8 +21,6 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.tensor_file import StoredTensor
 
-__all__ = ["AdapterPath", "LoraAdapter", "TensorAdapter"]
-
 AdapterPath = str | os.PathLike[str]
 # Safetensors' names of the dtypes that LoRA weights may have, keyed by their names in torch and numpy (ml_dtypes).
 _DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -50,21 +50,6 @@ from slora_adapters.peft.peft_directory import assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-__all__ = [
-    "AdapterLike",
-    "Adapters",
-    "Messages",
-    "Params",
-    "Prompt",
-    "PromptAdapters",
-    "RequestBuilder",
-    "Vector",
-    "as_conversations",
-    "as_prompts",
-    "read_content",
-    "read_embedding",
-]
-
 Prompt = str | Sequence[int]
 # One conversation: a list of turns {"role": ..., "content": ...}.
 Messages = Sequence[Mapping[str, Any]]

@@ -7,15 +7,6 @@ from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE,
 from slora.core.errors import ConfigError
 from slora_kernels.layout import ModelShape
 
-__all__ = [
-    "MAX_SLOTS",
-    "choose_pool_bytes",
-    "count_pages",
-    "count_swap_pages",
-    "find_full_page_bytes",
-    "find_max_model_len",
-]
-
 # Maximum number of adapters in the pool.
 MAX_SLOTS = 1024
 

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field, replace
 
 from slora.core.errors import ConfigError
 
-__all__ = ["DEVICES", "Device", "cut_device", "find_device"]
-
 _MIB = 1 << 20
 _COMPUTE_PARTS, _MEMORY_PARTS = 7, 8
 # The driver reports this share of the nominal memory of a MIG slice.

@@ -10,8 +10,6 @@ from slora.models.model_config import ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ModelShape
 
-__all__ = ["ModelSize", "measure_activations", "measure_model"]
-
 _FLOAT_BYTES = 4
 # Bytes per logit during sampling: one copy in the model's dtype, some in float32, and a sorted one with indices.
 _SAMPLING_BYTES = 24

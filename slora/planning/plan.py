@@ -30,9 +30,6 @@ from slora.planning.roofline import Roofline
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape, lay_out_adapter
 
-__all__ = ["SAFE_UTILIZATION", "AdapterSize", "Adapters", "Load", "Memory", "Plan", "Question", "Service"]
-__all__ += ["compare_slices", "make_plan"]
-
 _GIB, _MIB = 1 << 30, 1 << 20
 # Memory of the driver, the CUDA context and libraries.
 _RESERVED_BYTES = 5 * _GIB // 4

@@ -7,8 +7,6 @@ from slora.core.errors import ConfigError
 from slora.planning.devices import DEVICES
 from slora.planning.plan import SAFE_UTILIZATION, Plan, Question, make_plan
 
-__all__ = ["find_remedies"]
-
 # The numbers of GPUs that hosts have.
 _MANY_RANKS = (2, 4, 8)
 # Other settings are suggested if they raise the capacity by this factor.

@@ -17,8 +17,6 @@ from slora.planning.model_size import ModelSize
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import ModelShape
 
-__all__ = ["EFFICIENCIES", "Roofline"]
-
 # Shares of the data sheet's bandwidth and FLOP/s that the engine reaches.
 WEIGHT_READS = 0.72
 QUANTIZED_READS = 0.6  # Not measured on a GPU yet.

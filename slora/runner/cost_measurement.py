@@ -20,8 +20,6 @@ from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 
-__all__ = ["measure_costs"]
-
 _log = logging.getLogger(__name__)
 
 _ROWS = 8

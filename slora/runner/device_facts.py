@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["DeviceFacts", "explain_few_gpus"]
-
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:

@@ -18,8 +18,6 @@ from slora.models.float8_support import check_float8_kv
 from slora.runner.device_facts import DeviceFacts
 from slora.runner.served_model import limit_torch_threads, load_kernels, resolve_device
 
-__all__ = ["find_device"]
-
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
     """Returns the facts about the device. Raises ConfigError if the engine cannot run with these settings."""

@@ -31,8 +31,6 @@ from slora.runner.rank_process import CommandChannel, RankSettings
 from slora.runner.served_model import find_device, limit_torch_threads
 from slora_adapters.peft.packing import ByteArray
 
-__all__ = ["start_group"]
-
 _log = logging.getLogger(__name__)
 
 # Maximum time that a rank may take to finish its present command.

@@ -23,8 +23,6 @@ from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
-__all__ = ["ServedModel", "find_device", "limit_torch_threads", "load_kernels", "resolve_device"]
-
 
 class ServedModel:
     """Loads the rank's part of the model. Raises ConfigError if it can't be served.

@@ -26,8 +26,6 @@ from torch import Tensor
 from slora.models.step_batch import StepBatch
 from slora_kernels.batch import AttentionBatch, LoraTiles
 
-__all__ = ["StepGraphs", "capture_cuda"]
-
 Work = Callable[[], Tensor]
 
 # Padding rows cost little in a decode step, because all rows share the read of the weights.

@@ -11,8 +11,6 @@ from collections import Counter
 from slora.core.engine_state import ServedCounts
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
-__all__ = ["OTHERS", "ServedRequests"]
-
 # The name under which all names without a counter of their own are counted.
 OTHERS = "other"
 
