@@ -20,7 +20,7 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
 from slora.models.model_config import ModelConfig
 from slora.models.rotary import cos_sin_tables
-from slora.models.side_stream import CudaSideStream, SideStream
+from slora.models.side_stream import SideStream
 from slora.models.step_batch import StepBatch
 from slora.weights.expert_linear import ExpertLinear
 from slora.weights.linear import Linear, multiply
@@ -78,7 +78,7 @@ class Decoder:
         partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
         self._shape = partition.rank_shape
         self._tokens = partition.tokens(collectives.rank)
-        self._side: SideStream | None = CudaSideStream(self.device) if self.device.type == "cuda" else None
+        self._side = SideStream(self.device) if self.device.type == "cuda" else None
         loader = _WeightLoader(config, reader, max_model_len, partition, collectives.rank)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
         self._embedding = loader.vocabulary(embedding_name)

@@ -8,33 +8,18 @@ record them.
 """
 
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
-
-__all__ = ["CudaSideStream", "SideStream"]
 
 _Result = TypeVar("_Result")
 
 
-class SideStream(Protocol):
-    """Runs forked work in parallel with later work. Each fork is joined before the next fork."""
+class SideStream:
+    """A CUDA stream beside the device's current stream. It can also be used while a CUDA graph records that stream.
 
-    def fork(self, work: Callable[[], _Result]) -> _Result:
-        """Launches work that waits for all earlier work and runs in parallel with later work.
-
-        Until `join`, do not read the result of the work, and do not write to its inputs.
-        """
-
-    def join(self) -> None:
-        """Makes all later work wait for the forked work."""
-
-
-class CudaSideStream:
-    """A `SideStream` beside the device's current stream. It can also be used while a CUDA graph records that stream.
-
-    Memory that the work allocates is freed before the next fork, and that fork waits for the last reader of this
-    memory. So the allocator can reuse the memory safely without `record_stream`.
+    Each fork is joined before the next fork. Memory that the work allocates is freed before the next fork, and that
+    fork waits for the last reader of this memory. So the allocator can reuse it safely without `record_stream`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -43,6 +28,10 @@ class CudaSideStream:
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def fork(self, work: Callable[[], _Result]) -> _Result:
+        """Launches work that waits for all earlier work and runs in parallel with later work.
+
+        Until `join`, do not read the result of the work, and do not write to its inputs.
+        """
         self._forked.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._forked)
         with torch.cuda.stream(self._stream):
@@ -51,4 +40,5 @@ class CudaSideStream:
         return result
 
     def join(self) -> None:
+        """Makes all later work wait for the forked work."""
         torch.cuda.current_stream(self._device).wait_event(self._done)
