@@ -325,7 +325,10 @@ class EngineServer:
             case Abort(request_id, index):
                 self._worker.post(Abort(peer.engine_id(request_id), index))
             case Call() as call:
-                self._worker.post(call, partial(_reply_in, asyncio.get_running_loop(), peer, frame["number"]))
+                number = frame.get("number")
+                if not isinstance(number, int):
+                    raise InvalidMessage(f"the peer sent a {type(call).__name__} without a number")
+                self._worker.post(call, partial(_reply_in, asyncio.get_running_loop(), peer, number))
             case Command() as command:
                 self._worker.post(command)
             case Release(request_ids):
