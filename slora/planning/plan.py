@@ -193,12 +193,9 @@ class _Planner:
             question.device,
             self._size,
             self._shape,
-            config.kv_format,
-            self._page_bytes,
-            config.block_tokens,
+            config,
             adapted=self._modules,
             prompt_tokens=load.prompt_tokens,
-            num_ranks=self._num_ranks,
         )
         self.config, self._num_pages, self._max_model_len = self._size_pool()
         self._num_adapters = -(-adapters.count // question.device.count)  # of one engine

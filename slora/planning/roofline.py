@@ -12,6 +12,8 @@ docs/performance.md compares predictions with these measurements.
 from dataclasses import dataclass
 
 from slora.core.cost_model import StepWork
+from slora.core.engine_config import EngineConfig
+from slora.memory.pool_sizing import find_full_page_bytes
 from slora.planning.devices import Device
 from slora.planning.model_size import ModelSize
 from slora_kernels.kv_format import KVFormat
@@ -83,24 +85,22 @@ class Roofline:
         device: Device,
         size: ModelSize,
         shape: ModelShape,
-        kv_format: KVFormat,
-        full_page_bytes: int,
-        block_tokens: int,
+        config: EngineConfig,
         *,
         adapted: tuple[str, ...],
         prompt_tokens: float,
-        num_ranks: int = 1,
     ) -> "Roofline":
         """Computes the times of a device and a model.
 
+        size, shape: those of one tensor-parallel rank's part.
         adapted: paths of the modules that adapters change. prompt_tokens: mean length of prompts, for attention.
-        num_ranks: number of tensor-parallel ranks. `size` and `shape` are those of one rank's part.
         """
+        full_page_bytes, num_ranks = find_full_page_bytes(shape, config), config.tensor_parallel_size
         flops = device.flops * MATRIX_PRODUCTS * (_FLOAT32_SHARE if shape.element_bytes > 2 else 1.0)
         # A token of a prompt attends to half of the prompt on average: two products with each of its K and V.
         attention = 4.0 * shape.num_layers * shape.num_heads * shape.head_dim * prompt_tokens / 2
         reads = QUANTIZED_READS if size.is_quantized else WEIGHT_READS
-        kv_reads = KV_FP8_READS if kv_format is KVFormat.FP8 else KV_READS
+        kv_reads = KV_FP8_READS if config.kv_format is KVFormat.FP8 else KV_READS
         sites = sum(
             any(shape.linears[m].path in adapted for m in shape.groups[group])
             for layer in range(shape.num_layers)
@@ -114,7 +114,7 @@ class Roofline:
             weights_s=size.step_bytes / (device.bandwidth * reads),
             token_s=(size.token_flop + attention) / flops + sent_bytes / device.sum_bandwidth,
             logits_s=size.head_flop / flops,
-            context_token_s=full_page_bytes / block_tokens / (device.bandwidth * kv_reads),
+            context_token_s=full_page_bytes / config.block_tokens / (device.bandwidth * kv_reads),
             lora_s=sites * _LORA_SITE_S,
             adapter_byte_s=1 / (device.bandwidth * ADAPTER_READS),
             page_copy_s=full_page_bytes / copied,

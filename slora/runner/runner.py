@@ -370,10 +370,8 @@ class Runner:
             return None
         return StepGraphs(
             lambda batch: self._model.forward(batch, self.memory, self.kernels),
-            config.max_num_seqs,
+            config,
             self.max_model_len,
-            config.block_tokens,
-            config.max_composed_adapters,
             self.device,
             capture_cuda(self.device),
         )

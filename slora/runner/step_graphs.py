@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from slora.core.engine_config import EngineConfig
 from slora.models.step_batch import StepBatch
 from slora_kernels.batch import AttentionBatch, LoraTiles
 
@@ -90,27 +91,25 @@ class StepGraphs:
 
     forward: the model's forward pass, which returns hidden states [B', H].
     capture: runs a function once, and returns a function that replays its work on the same tensors.
-    max_rows: maximum number of sequences in a step.
+    config: has the maximum numbers of sequences in a step and of layers of LoRA work.
     max_context_len: maximum number of tokens in a sequence. It sets the width of the block tables.
-    max_layers: maximum number of layers of LoRA work.
     """
 
     def __init__(
         self,
         forward: Callable[[StepBatch], Tensor],
-        max_rows: int,
+        config: EngineConfig,
         max_context_len: int,
-        block_tokens: int,
-        max_layers: int,
         device: torch.device,
         capture: Callable[[Work], Work],
     ) -> None:
+        max_rows, num_blocks = config.max_num_seqs, -(-max_context_len // config.block_tokens)
         self._forward = forward
         self._capture = capture
         self._row_counts = [*(rows for rows in _ROWS if rows < max_rows), max_rows]
         self._sequence_counts = [*(count for count in _SEQUENCES if count < max_rows), max_rows]
         self._max_context = max_context_len
-        self._buffers = _make_buffers(max_rows, -(-max_context_len // block_tokens), max_layers, device)
+        self._buffers = _make_buffers(max_rows, num_blocks, config.max_composed_adapters, device)
         self._replays: dict[StepShape, Work] = {}
 
     def find_shape(self, batch: StepBatch) -> StepShape | None:

@@ -23,7 +23,6 @@ from slora.runner.rank import NO_GROUP, RankGroup
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
-from slora_kernels.kv_format import KVFormat
 from tests.slora.models.hub_configs import HUB
 from tests.support.driving import COSTS, make_source
 from tests.support.model_kit import ModelKit
@@ -124,13 +123,8 @@ def test_steps_of_a_group_pay_for_its_sums_and_are_not_recorded(llama_8b: Path) 
     for num_ranks in (1, 2):
         config = EngineConfig(llama_8b, tensor_parallel_size=num_ranks)
         shape = spec.partition("bfloat16", num_ranks).rank_shape
-        size, page_bytes = measure_model(spec, config), shape.num_layers * shape.page_bytes(16)
-        rooflines.append(
-            Roofline.of(
-                DEVICES["H100"], size, shape, KVFormat.MODEL, page_bytes, 16,
-                adapted=(), prompt_tokens=128, num_ranks=num_ranks,
-            )
-        )  # fmt: skip
+        size = measure_model(spec, config)
+        rooflines.append(Roofline.of(DEVICES["H100"], size, shape, config, adapted=(), prompt_tokens=128))
     one, two = rooflines
     assert two.weights_s < 0.6 * one.weights_s and two.token_s < one.token_s
     assert (one.sums_s, two.sums_s > 0) == (0.0, True)
@@ -213,11 +207,10 @@ def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(
     spec = read_model_spec(llama_8b)
     shape = spec.shape("bfloat16")
     page_bytes = shape.num_layers * shape.page_bytes(16)
-    size = measure_model(spec, EngineConfig(llama_8b))
+    config = EngineConfig(llama_8b)
+    size = measure_model(spec, config)
     paths = tuple(linear.path for linear in shape.linears)
-    roofline = Roofline.of(
-        DEVICES["H200"], size, shape, KVFormat.MODEL, page_bytes, 16, adapted=paths, prompt_tokens=128
-    )
+    roofline = Roofline.of(DEVICES["H200"], size, shape, config, adapted=paths, prompt_tokens=128)
     rows = json.loads(_RESULTS.read_text(encoding="utf-8"))["tables"]["end to end bdf0a68"]
     measured = [row for row in rows if row["kind"] == "decode" and row["graphs"]]
     assert [row["adapters"] for row in measured] == [0, 1, 8, 32]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
@@ -41,7 +42,8 @@ class Bench:
         self.launches: list[Launch] = []
         self.kernels = TritonKernels(self._launch)
         self.num_captures = 0
-        self.graphs = StepGraphs(self.forward, 4, MAX_CONTEXT, 16, 2, torch.device("cpu"), self._capture)
+        config = EngineConfig(kit.directory, max_num_seqs=4, block_tokens=16, max_composed_adapters=2)
+        self.graphs = StepGraphs(self.forward, config, MAX_CONTEXT, torch.device("cpu"), self._capture)
 
     def forward(self, batch: StepBatch) -> Tensor:
         return self.runner._model.forward(batch, self.runner.memory, self.kernels)
