@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from bench.workload import ModelSize, make_adapter, write_model
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import TENSORS_NAME, parse_adapter

@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from bench.made_weights import MadeWeights
 from slora.memory.device_memory import DeviceMemory
 from slora.models.decoder import Decoder
+from slora.models.families import read_model_config
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.model_config import ModelConfig
 from slora.models.step_batch import StepBatch, cut_rows, max_rows
 from slora_kernels.batch import AttentionBatch, KVGeometry, LoraTiles, TileLimits
 from slora_kernels.gpu.launch import Launch
@@ -73,7 +73,7 @@ class MetaModel:
     def __init__(self, fields: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> None:
         with tempfile.TemporaryDirectory() as directory:
             Path(directory, "config.json").write_text(json.dumps(fields), encoding="utf-8")
-            self._config = ModelConfig.from_directory(Path(directory))
+            self._config = read_model_config(Path(directory))
         self.shape = self._config.shape(dtype.itemsize)
         self._geometry = KVGeometry(
             self.shape.num_layers,

@@ -22,7 +22,7 @@ from bench.workload import prompts
 from slora import SamplingParams
 from slora.client.client import RemoteEngine
 from slora.core.request import EngineRequest
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.loader_config import LoaderConfig
 
 _BATCH, _TOKENS = 64, 64

@@ -30,8 +30,8 @@ from torch import Tensor
 
 from bench.dry_step import MetaModel, StepCount, StepShape
 from bench.table import Row, print_table, write_json
-from slora.weights.linear import multiply
-from slora.weights.packed_weight import PackedWeight, multiply_freely, pack_weight
+from slora.models.weights.linear import multiply
+from slora.models.weights.packed_weight import PackedWeight, multiply_freely, pack_weight
 from slora_kernels.cpu_isa import VARIABLE, check_cpu_isa
 
 _LLAMA = {

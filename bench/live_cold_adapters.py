@@ -21,7 +21,7 @@ from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from slora.weights.weight_reader import LinearPart
+from slora.models.weights.weight_reader import LinearPart
 
 _STD = 0.02
 

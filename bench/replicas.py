@@ -33,7 +33,7 @@ from slora.core.engine_state import Backlog, EngineReport
 from slora.core.messages import Report
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import slora.models.decoder
+import slora.models.weights.linear
 import slora.runner.runner
-import slora.weights.linear
 from bench.step_clock import REST, StepClock, Timed
 from bench.stepped_engine import SteppedEngine
 from bench.table import Row
@@ -87,7 +87,7 @@ def timed_functions(kernels: str) -> list[Timed]:
     owner = kernel_class(kernels)
     return [
         *(Timed(owner, name, part) for name, part in _KERNELS.items()),
-        Timed(slora.weights.linear, "multiply", BASE),
+        Timed(slora.models.weights.linear, "multiply", BASE),
         Timed(slora.models.decoder, "multiply", HEAD),
         Timed(slora.runner.runner, "sample", SAMPLE),
         Timed(Decoder, "forward", MODEL),

@@ -34,8 +34,8 @@ from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from slora.grammar.lark_grammar import GrammarLibrary
-from slora.models.model_spec_reader import read_model_spec
-from slora.text.spelling import read_spelling
+from slora.models.model_spec import read_model_spec
+from slora.text.tokenizer import Tokenizer as TextTokenizer
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.process.progress_bar import track_progress
 from slora_kernels.torch.token_masks import mask_logits
@@ -147,7 +147,7 @@ def batch_rows(model: Path, rounds: int) -> Iterator[Row]:
 
 
 def part_rows(model: Path, num_steps: int) -> Iterator[Row]:
-    library = GrammarLibrary(read_spelling(model, SMALL.vocab), [EOS])
+    library = GrammarLibrary(TextTokenizer.from_directory(model).spell_vocabulary(SMALL.vocab), [EOS])
     started = time.perf_counter()
     grammars = [library.compile(StructuredOutput.json_schema(make_schema(number))) for number in range(BATCH)]
     yield {

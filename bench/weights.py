@@ -29,10 +29,10 @@ import torch
 from safetensors.torch import save_file
 
 from slora.models.decoder import Decoder
-from slora.models.model_config import ModelConfig
-from slora.weights.checkpoint import Checkpoint
-from slora.weights.linear import QuantizedWeight
-from slora.weights.weight_reader import WeightReader
+from slora.models.families import read_model_config
+from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.linear import QuantizedWeight
+from slora.models.weights.weight_reader import WeightReader
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, VOCAB = 2048, 8192, 16, 4, 16000
 SHARDS = 4
@@ -165,7 +165,7 @@ def contender(
     """Puts (seconds, peak over weights, 0 if nothing was loaded) into the queue `results`."""
     torch.set_num_threads(os.cpu_count() or 1)
     files = sorted(directory.glob("*.safetensors"))
-    config = ModelConfig.from_directory(directory)
+    config = read_model_config(directory)
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # the peak starts from here
     start = time.perf_counter()

@@ -27,8 +27,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine import process
 from slora.engine.engine import Engine
 from slora.models.decoder import Decoder
-from slora.models.model_spec import ModelSpec
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter

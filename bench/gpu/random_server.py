@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from bench.gpu.random_engine import SIZES, EngineSize
 from bench.workload import ModelSize, make_adapter
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter

@@ -43,7 +43,7 @@ TESTS = (
     "tests/kernels",
     "tests/slora/sampling/test_sampler.py::test_a_gpus_kernels_choose_the_same_tokens",
     "tests/slora/memory/test_page_locked_memory.py",
-    "tests/slora/weights/test_quantization.py::test_answers_are_those_of_the_rounded_weights_with_and_without_adapters",
+    "tests/slora/models/weights/test_quantization.py::test_answers_are_those_of_the_rounded_weights_with_and_without_adapters",
     "tests/slora/engine/test_fp8_kv.py::test_log_probabilities_are_close_to_those_without_fp8",
     "tests/slora/engine/test_composition.py::test_triton_kernels_add_adapters_up_as_peft_does",
     "tests/slora/engine/test_adapted_embeddings.py::test_triton_kernels_answer_as_peft_does",

@@ -43,7 +43,7 @@ from slora.runner.runner import PageTransferFailed, Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
-from slora.text.spelling import read_spelling
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
@@ -134,7 +134,7 @@ class Engine:
         )
         self._source = source
         self._grammars = GrammarCompiler(
-            lambda: read_spelling(config.model, model.vocab_size),
+            lambda: Tokenizer.from_directory(config.model).spell_vocabulary(model.vocab_size),
             model.eos_token_ids,
             notify,
         )

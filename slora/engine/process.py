@@ -60,7 +60,7 @@ from slora.engine.engine import Engine
 from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.host_memory import PageLockedMemory
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.runner.process_group import start_group
 from slora.runner.rank import RankGroup
 from slora.runner.served_model import resolve_device

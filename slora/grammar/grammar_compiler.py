@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -20,19 +21,30 @@ from slora.core.sampling_params import (
     StructuredOutput,
 )
 from slora.core.tenant_cache import TenantCache
-from slora.grammar.grammar_source import Compiled, Refused
-from slora.grammar.token_spelling import TokenSpelling
+from slora.grammar.matcher import TokenSpelling
 
 if TYPE_CHECKING:
-    from slora.grammar.lark_grammar import GrammarLibrary
-
-__all__ = ["GrammarCompiler"]
+    from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
 
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    tenant: str
+    output: StructuredOutput
+    grammar: "LarkGrammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    tenant: str
+    output: StructuredOutput
+    error: RequestRefused
+
+
 class GrammarCompiler:
-    """Compiles and caches grammars, as `GrammarSource` specifies.
+    """Compiles and caches grammars. All methods are called from one thread, and none blocks for long.
 
     read_spelling: reads the vocabulary. Raises ConfigError if its tokens do not spell bytes.
     notify: called on the compiling thread after each compilation. None: `request` compiles on the caller's thread.
@@ -57,6 +69,11 @@ class GrammarCompiler:
             self._thread.submit(self._load)
 
     def request(self, tenant: str, output: StructuredOutput) -> None:
+        """Starts to compile the grammar of a form. `poll` returns the result.
+
+        If the form is already being compiled for the tenant, no second compilation starts. Then `poll` returns a single
+        result for both calls.
+        """
         with self._lock:
             if (tenant, output) in self._in_flight:
                 return
@@ -72,6 +89,7 @@ class GrammarCompiler:
             self._finish(tenant, output)
 
     def poll(self) -> list[Compiled | Refused]:
+        """Returns the results since the last call."""
         if not self._done:  # The common case needs no lock.
             return []
         with self._lock:

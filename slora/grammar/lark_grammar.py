@@ -18,11 +18,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import OutputKind, StructuredOutput
+from slora.grammar.matcher import TokenSpelling
 from slora.grammar.schema_form import find_keyword, prepare_schema
-from slora.grammar.token_spelling import TokenSpelling
 from slora_kernels.layout import Int32Array
-
-__all__ = ["GrammarLibrary", "LarkGrammar", "LarkMatcher"]
 
 # By default, the library computes forced tokens ahead of the answer. The engine does not use them, and with a long
 # constant in the grammar this took 70 ms for one mask.

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
 
-__all__ = ["find_keyword", "prepare_schema"]
-
 Schema = dict[str, Any]
 
 # At most one line break with its indentation, or some blanks, between two tokens of JSON.
@@ -75,23 +73,28 @@ class _Unions:
         """Replaces `oneOf` by `anyOf` if the branches exclude one another."""
         branches = [*self._flatten(node["oneOf"], 0)]
         resolved = [self._resolve(branch) for branch in branches]
-        required = _find_required([one for one in resolved if one is not None])
+        required = _find_required([form for form in resolved if form is not None])
         if None in resolved or required is None:
             return
         del node["oneOf"]
         node.pop("discriminator", None)
         node["anyOf"] = [
-            self._require(branch, one or {}, names)
-            for branch, one, names in zip(branches, resolved, required, strict=True)
+            self._require(branch, form or {}, names)
+            for branch, form, names in zip(branches, resolved, required, strict=True)
         ]
 
     def _flatten(self, branches: list[Any], depth: int) -> Iterator[Any]:
         """Yields the branches. A branch that is only a union itself is replaced by its branches."""
         for branch in branches:
-            one = self._resolve(branch)
-            is_union = one is not None and one.keys() <= {"oneOf", "discriminator", "title", "description"}
-            if one is not None and is_union and isinstance(one.get("oneOf"), list) and depth < _MAX_HOPS:
-                yield from self._flatten(one["oneOf"], depth + 1)
+            union = self._resolve(branch)
+            is_union = union is not None and union.keys() <= {
+                "oneOf",
+                "discriminator",
+                "title",
+                "description",
+            }
+            if union is not None and is_union and isinstance(union.get("oneOf"), list) and depth < _MAX_HOPS:
+                yield from self._flatten(union["oneOf"], depth + 1)
             else:
                 yield branch
 
@@ -169,7 +172,7 @@ def _list_tags(branch: Schema) -> dict[str, frozenset[str]]:
     for name, value in properties.items():
         listed = value if isinstance(value, dict) else {}
         values = [listed["const"]] if "const" in listed else listed.get("enum")
-        if isinstance(values, list) and all(isinstance(one, str | int) for one in values):
+        if isinstance(values, list) and all(isinstance(value, str | int) for value in values):
             tags[name] = frozenset(map(json.dumps, values))
     return tags
 

@@ -29,7 +29,7 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams, refuse_surrogate
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.text.answer import Answer
 from slora.text.chat_template import compile_chat_template
 from slora.text.generation_defaults import (

@@ -5,7 +5,6 @@ are loaded. One forward pass computes prefill chunks and decode rows of many seq
 tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,46 +13,19 @@ from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
 from slora.models.collectives import ALONE, Collectives
-from slora.models.expert_choice import ExpertChoice
-from slora.models.expert_parts import find_expert_parts
+from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, SparseMlp
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.mlp import DenseMlp, Mlp, SharedExpert, SparseMlp
-from slora.models.model_config import ModelConfig
-from slora.models.rotary import cos_sin_tables
+from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.side_stream import SideStream
 from slora.models.step_batch import StepBatch
-from slora.weights.expert_linear import ExpertLinear
-from slora.weights.linear import Linear, multiply
-from slora.weights.packed_weight import pack_weight
-from slora.weights.weight_reader import LinearPart, WeightReader
-from slora_kernels.batch import AttentionRule, QueryKeyNorm
-from slora_kernels.layout import LoraSite
+from slora.models.weights.linear import Linear, multiply
+from slora.models.weights.packed_weight import pack_weight
+from slora.models.weights.weight_reader import WeightReader
+from slora_kernels.batch import KVGeometry
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
 
 _LARGE_HEAD_BYTES = 512 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderLayer:
-    """Weights of one layer. cos_sin: the rotary table of this layer.
-
-    attention_post_norm, mlp_post_norm: applied before the output is added to the residual; None if the family has none.
-    """
-
-    attention_rule: AttentionRule
-    cos_sin: Tensor
-    query_key_norm: QueryKeyNorm | None
-    attention_norm: Tensor
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor
-    mlp_post_norm: Tensor | None
-    qkv: Linear
-    output: Linear
-    mlp: Mlp
-
-    def packed(self) -> "DecoderLayer":
-        return replace(self, qkv=self.qkv.packed(), output=self.output.packed(), mlp=self.mlp.packed())
 
 
 class Decoder:
@@ -79,7 +51,7 @@ class Decoder:
         self._shape = partition.rank_shape
         self._tokens = partition.tokens(collectives.rank)
         self._side = SideStream(self.device) if self.device.type == "cuda" else None
-        loader = _WeightLoader(config, reader, max_model_len, partition, collectives.rank)
+        loader = LayerLoader(config, reader, max_model_len, partition, collectives.rank)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
         self._embedding = loader.vocabulary(embedding_name)
         # Rounded to the model's dtype, as transformers does: sqrt(3072) is 55.5 in bfloat16.
@@ -93,7 +65,7 @@ class Decoder:
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
         head = self._embedding if tied else loader.vocabulary(head_name)
         reader.skip_prefixes(
-            config.skipped_prefixes + tuple(f"model.{one}" for one in config.skipped_prefixes)
+            config.skipped_prefixes + tuple(f"model.{prefix}" for prefix in config.skipped_prefixes)
         )
         reader.read()
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
@@ -102,6 +74,9 @@ class Decoder:
         # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
         # much memory.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
+
+    def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
+        """Our own code needs no check at start: tests compare it with transformers."""
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""
@@ -230,103 +205,44 @@ class _Forward:
         return self._deltas.compute(lambda: linear.apply(x, self._kernels), x, linear.site)
 
 
-class _WeightLoader:
-    """Finds a layer's tensors by their Hugging Face names and fuses the linears that read the same input.
+@dataclass(frozen=True, slots=True)
+class ExpertChoice:
+    """The choice for T tokens, each computed by k of E experts. There are S = T * k rows, sorted by expert.
 
-    Reads the parts of one rank of the partition.
+    A token's result does not depend on the order of the tokens, because its k outputs are added in the order of their
+    weights. All tensors have sizes that depend only on the number of tokens, and nothing is read by the host. So the
+    steps of a GPU can be recorded.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        reader: WeightReader,
-        max_model_len: int,
-        partition: Partition,
-        rank: int,
-    ) -> None:
-        self._config = config
-        self._reader = reader
-        self._partition = partition
-        self._rank = rank
-        self._cos_sin = cos_sin_tables(config, max_model_len, reader.device)
+    weights: Tensor  # float32 [T, k], descending.
+    row_of_choice: Tensor  # int64 [T, k], the row that belongs to each weight.
+    token_of_row: Tensor  # int64 [S].
+    starts: Tensor  # int32 [E + 1], the first row of each expert, and S.
 
-    def norm(self, name: str, width: int) -> Tensor:
-        """The weight of a norm. With norm_offset it is float32, because 1 + a small number needs more than 16 bits."""
-        weight = self._reader.vector(f"{name}.weight", width)
-        return 1.0 + weight.float() if self._config.norm_offset else weight
-
-    def vocabulary(self, name: str) -> Tensor:
-        """The rank's rows of an embedding or a head, padded to the same number on all ranks."""
-        config, tokens = self._config, self._partition.tokens(self._rank)
-        num_held = self._partition.rank_shape.vocab_size
-        return self._reader.matrix(name, config.vocab_size, config.hidden_size, tokens, num_held)
-
-    def layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"
-        window = config.window_of_layer[index]
-        qkv, output, *mlp_sites = self._partition.rank_shape.layer_sites(index)
-        is_sparse = config.experts is not None and index in config.experts.layers
-
-        def norm(place: str) -> Tensor:
-            return self.norm(f"{prefix}.{place}_layernorm", config.hidden_size)
-
-        return DecoderLayer(
-            attention_rule=AttentionRule(config.attention_scale, window, config.attention_softcap),
-            cos_sin=self._cos_sin[config.rope_of_layer[index]],
-            query_key_norm=self._query_key_norm(f"{prefix}.self_attn") if config.qk_norm else None,
-            attention_norm=norm("input"),
-            attention_post_norm=norm("post_attention") if config.post_norms else None,
-            # Without post norms, the norm before the MLP is stored as post_attention_layernorm.
-            mlp_norm=norm("pre_feedforward" if config.post_norms else "post_attention"),
-            mlp_post_norm=norm("post_feedforward") if config.post_norms else None,
-            qkv=self._linear(qkv, biased=config.qkv_bias),
-            output=self._linear(output, biased=config.output_bias),
-            mlp=self._experts(prefix, mlp_sites) if is_sparse else self._mlp(mlp_sites),
+    @staticmethod
+    def of(logits: Tensor, config: ExpertConfig) -> "ExpertChoice":
+        """Chooses the experts with the greatest router logits [T, E]."""
+        weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(config.chosen, dim=-1)
+        if config.normalizes:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        # The sort is stable, so the rows of an expert are in the order of the tokens.
+        sorted_experts, choices = experts.flatten().sort(stable=True)
+        rows = torch.arange(len(choices), device=choices.device)
+        bounds = torch.arange(config.count + 1, device=choices.device)
+        return ExpertChoice(
+            weights=weights,
+            row_of_choice=torch.empty_like(choices).scatter_(0, choices, rows).view_as(experts),
+            token_of_row=choices // config.chosen,
+            starts=torch.searchsorted(sorted_experts, bounds, out_int32=True),
         )
 
-    def _mlp(self, sites: Sequence[LoraSite]) -> DenseMlp:
-        gate_up, down = (self._linear(site, biased=self._config.mlp_bias) for site in sites)
-        return DenseMlp(gate_up, down)
+    def spread(self, x: Tensor) -> Tensor:
+        """x [T, H] -> [S, H]: a copy of each token for each of its experts."""
+        return x[self.token_of_row]
 
-    def _experts(self, layer: str, shared_sites: Sequence[LoraSite]) -> SparseMlp:
-        """layer: prefix of the layer's tensors. shared_sites: the sites of the shared expert, if there is one."""
-        config, reader = self._config, self._reader
-        assert config.experts is not None
-        experts, hidden = config.experts, config.hidden_size
-        cut = self._partition.cut(experts.width, self._rank)
-        parts = find_expert_parts(reader, layer, experts, hidden, cut)
-        shared = None
-        if shared_sites:
-            *mlp_sites, gate_site = shared_sites
-            gate = reader.matrix(f"{parts.block}.shared_expert_gate.weight", 1, hidden)
-            shared = SharedExpert(self._mlp(mlp_sites), Linear(gate, None, gate_site))
-        return SparseMlp(
-            router=reader.matrix(f"{parts.block}.gate.weight", experts.count, hidden),
-            gate_up=ExpertLinear(reader.linear(parts.gate_up), experts.count),
-            down=ExpertLinear(reader.linear(parts.down), experts.count),
-            shared=shared,
-        )
-
-    def _query_key_norm(self, prefix: str) -> QueryKeyNorm:
-        head_dim = self._config.head_dim
-        query, key = (self.norm(f"{prefix}.{name}", head_dim) for name in ("q_norm", "k_norm"))
-        return QueryKeyNorm(query, key, self._config.rms_norm_eps)
-
-    def _linear(self, site: LoraSite, *, biased: bool) -> Linear:
-        reader = self._reader
-        parts = [self._part(site.first_module + offset) for offset in range(len(site.widths))]
-        weight = reader.linear(parts)
-        biases = [self._bias(part) for part in parts] if biased else []
-        # One rank adds the bias of a linear whose outputs are partial sums.
-        adds_bias = self._rank == 0 or len(parts[0].columns) == parts[0].shape[1]
-        return Linear(weight, torch.cat(biases) if biases and adds_bias else None, site)
-
-    def _part(self, module_id: int) -> LinearPart:
-        module = self._partition.shape.modules[module_id]
-        part = self._partition.part(module_id, self._rank)
-        name = module.path.replace(self._config.root, self._config.stored_root, 1)
-        return LinearPart(f"{name}.weight", (module.out_width, module.in_width), part.outputs, part.inputs)
-
-    def _bias(self, part: LinearPart) -> Tensor:
-        bias = self._reader.vector(f"{part.name.removesuffix('.weight')}.bias", part.shape[0])
-        return torch.cat([bias[rows.start : rows.stop] for rows in part.rows])
+    def combine(self, rows: Tensor) -> Tensor:
+        """rows [S, H] -> [T, H]: the weighted sum of each token's rows, rounded once."""
+        mixed = rows[self.row_of_choice[:, 0]] * self.weights[:, :1]
+        for choice in range(1, self.weights.shape[1]):
+            mixed += rows[self.row_of_choice[:, choice]] * self.weights[:, choice, None]
+        return mixed.to(rows.dtype)

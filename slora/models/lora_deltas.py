@@ -49,8 +49,8 @@ class LoraDeltas:
         shrunk, out = self._run_beside(
             lambda: [self._kernels.shrink(x, self._pages, site, step) for step in self._steps], base
         )
-        for step, one in zip(self._steps, shrunk, strict=True):
-            self._kernels.expand(out, one, self._pages, site, step)
+        for step, rows in zip(self._steps, shrunk, strict=True):
+            self._kernels.expand(out, rows, self._pages, site, step)
         return out
 
     def compute_apart(

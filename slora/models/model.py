@@ -2,8 +2,7 @@
 
 import importlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol, cast, runtime_checkable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,9 +17,10 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_config import ModelConfig
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepBatch
-from slora.weights.checkpoint import Checkpoint
-from slora.weights.quantization import FORMS
-from slora.weights.weight_reader import WeightReader
+from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.linear import FORMS
+from slora.models.weights.weight_reader import WeightReader
+from slora_kernels.batch import KVGeometry
 from slora_kernels.ops import Kernels
 
 
@@ -38,19 +38,8 @@ class Model(Protocol):
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
 
-
-@runtime_checkable
-class ReferenceModel(Model, Protocol):
-    """A model that can also compute without our pages and kernels, for comparison."""
-
-    def reference_logits(self, token_ids: list[int]) -> Tensor:
-        """Returns the float32 logits [vocab_size] of the token that follows `token_ids`."""
-
-    def lengths(self) -> dict[str, int]:
-        """Lengths in tokens at which the model's arithmetic may change (windows, chunks, floors), by config field."""
-
-    def shorten_lengths(self, longest: int, short: int) -> AbstractContextManager[None]:
-        """Returns a context in which each of `lengths` above `longest` is set to `short`."""
+    def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
+        """Called once before the model is served. Raises ConfigError if a computation through pages would be wrong."""
 
 
 # The type of `load_model`, for callers that create a model's weights instead of reading them.

@@ -1,18 +1,25 @@
 """The facts about a model that engine, API and loader need, for our decoder and for transformers models alike.
 
-This module does not import torch, because the API and loader processes also import it.
+For a model that our decoder does not support, `slora.models.model_structure` derives the facts with torch. A process
+that has not imported torch runs that module in a subprocess. This module does not import torch itself.
 """
 
+import importlib
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 from slora.core.errors import ConfigError
+from slora.models.config_fields import read_config
+from slora.models.families import FAMILIES, read_model_config
 from slora.models.model_config import ModelConfig
 from slora_kernels.layout import ModelShape
 from slora_kernels.partition import Partition, refuse_uneven_width
-
-__all__ = ["ELEMENT_BYTES", "REFUSED_EXIT_CODE", "ModelSpec"]
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Exit code of the program slora.models.model_structure when it refused the model and printed the reason on standard
@@ -22,25 +29,21 @@ REFUSED_EXIT_CODE = 3
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """The facts about one model.
-
-    max_positions: number of tokens for which the model has positions.
-    window_of_layer: how many tokens a token of the layer sees, itself included; None: all earlier tokens.
-    rope_switch: the longest sequence, in tokens, that uses longrope's short factors. None if nothing switches.
-    dtype: the checkpoint's own dtype. sizes: the model's sizes, with elements of 4 bytes.
-    decoder: the config of our own decoder. None if transformers computes the model.
-    attention_paths: the attention modules of a transformers model, one per layer.
-    """
+    """The facts about one model."""
 
     family: str
-    max_positions: int
-    window_of_layer: tuple[int | None, ...]
-    rope_switch: int | None
-    dtype: str
+    max_positions: int  # Number of tokens for which the model has positions.
+    window_of_layer: tuple[
+        int | None, ...
+    ]  # Tokens that a token sees, itself included. None: all earlier tokens.
+    rope_switch: (
+        int | None
+    )  # The longest sequence that uses longrope's short factors. None if nothing switches.
+    dtype: str  # The checkpoint's own dtype.
     eos_token_ids: tuple[int, ...]
-    sizes: ModelShape
-    attention_paths: tuple[str, ...] = ()
-    decoder: ModelConfig | None = None
+    sizes: ModelShape  # With elements of 4 bytes.
+    attention_paths: tuple[str, ...] = ()  # The attention modules of a transformers model, one per layer.
+    decoder: ModelConfig | None = None  # None if transformers computes the model.
 
     @staticmethod
     def from_config(config: ModelConfig) -> "ModelSpec":
@@ -92,7 +95,7 @@ class ModelSpec:
         try:
             if self.decoder is not None and self.decoder.experts is not None:
                 experts = self.decoder.experts
-                refuse_uneven_width("experts", experts.facts.width_field, experts.width, num_ranks)
+                refuse_uneven_width("experts", experts.width_field, experts.width, num_ranks)
             return Partition(self.shape(dtype), num_ranks)
         except ValueError as error:
             raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error
@@ -103,3 +106,66 @@ class ModelSpec:
         if dtype not in ELEMENT_BYTES:
             raise ConfigError(f"dtype is {dtype!r}; it must be one of {', '.join(ELEMENT_BYTES)}")
         return dtype
+
+
+MODEL_IMPLS = ("auto", "slora", "transformers")
+# Building modules without data takes seconds, and so does importing torch. A busy machine needs much longer.
+_SUBPROCESS_TIMEOUT_S = 300
+# Classes of transformers whose head does not write text.
+_OTHER_HEAD = re.compile(
+    r".*For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)"
+)
+
+
+def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
+    """Reads the model in `directory`. Raises ConfigError naming the file and field, or what can't be served.
+
+    model_impl: `slora` for our decoder, `transformers` for transformers' classes. `auto` uses our decoder for the
+    families that it supports, and transformers for all others.
+    """
+    if model_impl not in MODEL_IMPLS:
+        raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
+    config = read_config(directory)
+    _refuse_other_heads(directory, config)
+    if model_impl == "slora" or (model_impl == "auto" and str(config.get("model_type")) in FAMILIES):
+        return ModelSpec.from_config(read_model_config(directory))
+    # A process that has imported torch reads the spec itself. Other processes must not import torch.
+    if "torch" not in sys.modules:
+        return _read_spec_in_subprocess(directory)
+    module = importlib.import_module("slora.models.model_structure")
+    return cast(ModelSpec, module.read_transformers_spec(directory))
+
+
+def _refuse_other_heads(directory: Path, config: Mapping[str, Any]) -> None:
+    names = config.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and _OTHER_HEAD.fullmatch(name):
+            raise ConfigError(
+                f"{directory / 'config.json'}: architectures is [{name[:128]!r}], a model with a head for "
+                "classification, which is not served; use the model for text that it was trained from (...ForCausalLM)"
+            )
+
+
+def _read_spec_in_subprocess(directory: Path) -> ModelSpec:
+    command = [sys.executable, "-P", "-m", "slora.models.model_structure", str(directory)]
+    try:
+        answer = subprocess.run(
+            command,
+            capture_output=True,
+            timeout=_SUBPROCESS_TIMEOUT_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{directory}: reading the model's module tree took more than {_SUBPROCESS_TIMEOUT_S} s"
+        ) from error
+    if answer.returncode != 0:
+        if answer.returncode == REFUSED_EXIT_CODE and answer.stdout.strip():
+            raise ConfigError(answer.stdout.strip())
+        last_line = (answer.stderr.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ConfigError(
+            f"{directory}: the program that reads the model's module tree ended with {answer.returncode}: {last_line}"
+        )
+    return ModelSpec.from_plain(json.loads(answer.stdout))

@@ -13,6 +13,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,11 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from slora.core.errors import ConfigError
-from slora.models.attention_masks import MaskRecord, describe_mask_difference
-from slora.models.batch_index_trace import BatchIndexTrace
-from slora.models.config_fields import read_json_object
-from slora.models.config_lengths import find_lengths
-from slora.models.model_config import read_eos_token_ids
+from slora.models.config_fields import read_config as read_json_config
+from slora.models.config_fields import read_eos_token_ids
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
+from slora.models.model_traces import BatchIndexTrace, MaskRecord, describe_mask_difference, find_lengths
 from slora_kernels.layout import LinearShape, ModelShape
-
-__all__ = ["AttentionCall", "ModelStructure", "find_structure", "ignore_padding", "read_transformers_spec"]
 
 _ATTENTION = "slora_probe"
 _MASKED_ATTENTION = "slora_mask_probe"
@@ -60,12 +57,15 @@ _COUNTS = (
 # of the batch, so one request would change the answers of others.
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# Arguments of attention functions, other than query, key and value, that do not change the result.
-_HARMLESS = ("position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k")
+# Arguments of attention functions, other than query, key and value, that paged attention obeys or that change nothing.
+_ARGUMENTS = (
+    "scaling", "sliding_window", "softcap",
+    "position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionCall:
+class _AttentionCall:
     """The attention module of one layer, and the sizes with which the model calls it."""
 
     module: str
@@ -75,26 +75,11 @@ class AttentionCall:
     window: int | None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStructure:
-    """The structure of a model.
-
-    calls: the attention calls, one per layer, in order. linears: names and sizes of the linears within a layer.
-    layers_path: path of the module list that holds the layers.
-    """
-
-    calls: tuple[AttentionCall, ...]
-    layers_path: str
-    linears: tuple[LinearShape, ...]
-    embedding_path: str
-    head_path: str
-
-
 class _ForwardTrace:
     """Records one forward pass: the attention calls in order, and the input shapes of each linear."""
 
     def __init__(self) -> None:
-        self.calls: list[AttentionCall] = []
+        self.calls: list[_AttentionCall] = []
         self.linear_calls: dict[str, list[tuple[int, ...]]] = {}
         self.indices = BatchIndexTrace(_TOKENS)
         self._names: dict[int, str] = {}
@@ -117,20 +102,19 @@ class _ForwardTrace:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        softcap: float | None = None,
-        **others: Any,
+        **options: Any,
     ) -> tuple[Tensor, None]:
         name = self._names.get(id(module), type(module).__name__)
-        _refuse_attention(name, module, query, key, value, attention_mask, others)
+        _refuse_attention(name, module, query, key, value, attention_mask, options)
         if any(map(self.indices.is_traced, (query, key, value))):
             raise ConfigError(
                 f"{name}: paged attention can't serve it, because its queries, keys or values depend "
                 "on the index of a token in the batch instead of its position in the sequence"
             )
         _, num_heads, num_tokens, head_dim = query.shape
-        self.calls.append(AttentionCall(name, num_heads, key.shape[1], head_dim, sliding_window or None))
+        self.calls.append(
+            _AttentionCall(name, num_heads, key.shape[1], head_dim, options.get("sliding_window") or None)
+        )
         return query.new_empty(1, num_tokens, num_heads, head_dim), None
 
     def record_linear(self, name: str, x: Tensor, output: object) -> None:
@@ -150,71 +134,74 @@ class _ForwardTrace:
         return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
 
 
-class _MaskTrace:
-    """Records the mask of each layer, in order, in one forward pass with transformers' plain attention."""
-
-    def __init__(self) -> None:
-        self.record = MaskRecord()
-        self.given: list[Tensor | None] = []
-
-    def attend(
-        self,
-        _: nn.Module,
-        query: Tensor,
-        __: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        **___: Any,
-    ) -> tuple[Tensor, None]:
-        self.given.append(attention_mask)
-        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
-
-
 def read_transformers_spec(directory: Path) -> ModelSpec:
-    """Reads the facts about the model in `directory` for engine, API and loader. Raises ConfigError."""
-    config = read_config(directory)
-    # The dtype is read before the structure is found, because building the model in another dtype changes its config.
+    """Runs the model in `directory` on the meta device, and returns what engine, API and loader need to know.
+
+    Raises ConfigError with the reason if the model can't be served.
+    """
+    config = _read_config(directory)
+    title = f"{directory}: model_type {config.model_type!r}"
+    # The dtype is read before the model is built, because building it in another dtype changes its config.
     dtype = config.dtype if config.dtype is not None else torch.float32
-    structure = find_structure(config, directory)
-    first = structure.calls[0]
+    trace = _ForwardTrace()
+    AttentionInterface.register(_ATTENTION, trace.attend)
+    model = _build(config, title)
+    trace.hook_linears(model)
+    with _refusing(f"{title} can't be run with paged attention"), trace.indices:
+        _run(model)
+    calls = trace.calls
+    layers_path = _layers_path(model, calls, title)
+    linears = tuple(_linears(model, layers_path, trace))
+    if not linears:
+        raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
+    max_positions = _size(config, "max_position_embeddings", directory)
+    _refuse_masks(model, calls, max_positions, title)
     return ModelSpec(
         family=str(config.model_type),
-        max_positions=_size(config, "max_position_embeddings", directory),
-        window_of_layer=tuple(call.window for call in structure.calls),
+        max_positions=max_positions,
+        window_of_layer=tuple(call.window for call in calls),
         rope_switch=None,
         dtype=str(dtype).removeprefix("torch."),
-        eos_token_ids=read_eos_token_ids(read_json_object(directory / "config.json"), directory),
+        eos_token_ids=read_eos_token_ids(read_json_config(directory), directory),
         sizes=ModelShape(
-            num_layers=len(structure.calls),
-            num_heads=first.num_heads,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
+            num_layers=len(calls),
+            num_heads=calls[0].num_heads,
+            num_kv_heads=calls[0].num_kv_heads,
+            head_dim=calls[0].head_dim,
             hidden_size=_size(config, "hidden_size", directory),
             vocab_size=_size(config, "vocab_size", directory),
             element_bytes=4,
-            linears=structure.linears,
-            groups=tuple((linear,) for linear in range(len(structure.linears))),
-            layers_path=structure.layers_path,
-            embedding_path=structure.embedding_path,
-            head_path=structure.head_path,
+            linears=linears,
+            groups=tuple((linear,) for linear in range(len(linears))),
+            layers_path=layers_path,
+            embedding_path=_path_of(model, model.get_input_embeddings()),
+            head_path=_path_of(model, model.get_output_embeddings()),
         ),
-        attention_paths=tuple(call.module for call in structure.calls),
+        attention_paths=tuple(call.module for call in calls),
     )
 
 
-def read_config(directory: Path) -> PreTrainedConfig:
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    """Turns any error of transformers' code into ConfigError, on one line after `what`."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:_MOST_ERROR_CHARS] or type(error).__name__
+        raise ConfigError(f"{what}: {reason}") from error
+
+
+def _read_config(directory: Path) -> PreTrainedConfig:
     """Reads config.json. Raises ConfigError if transformers can't read it, or if this server does not support it."""
     path = directory / "config.json"
     if not path.is_file():
         raise ConfigError(f"no model at {directory}: there is no {path.name}")
-    try:
+    # Config classes validate themselves and raise many types of errors, which name the field.
+    with _refusing(f"{path}: transformers can't read it"):
         config = AutoConfig.from_pretrained(directory)
         _refuse_fields(config, config.get_text_config(), path)
-    except ConfigError:
-        raise
-    except Exception as error:
-        # Config classes validate themselves and raise many types of errors, which name the field.
-        raise ConfigError(f"{path}: transformers can't read it: {_one_line(error)}") from error
     return config
 
 
@@ -245,50 +232,12 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         )
 
 
-def find_structure(config: PreTrainedConfig, directory: Path) -> ModelStructure:
-    """Runs the model once on the meta device. Raises ConfigError with the reason if the model can't be served."""
-    record = _ForwardTrace()
-    AttentionInterface.register(_ATTENTION, record.attend)
-    model = _build(config, directory)
-    record.hook_linears(model)
-    try:
-        with record.indices:
-            _run(model)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{_title(config, directory)} can't be run with paged attention: {_one_line(error)}"
-        ) from error
-    layers_path = _layers_path(model, record.calls, _title(config, directory))
-    linears = tuple(_linears(model, layers_path, len(record.calls), record))
-    if not linears:
-        raise ConfigError(
-            f"{_title(config, directory)} has no linear in its layers that an adapter could change"
-        )
-    _refuse_masks(model, record.calls, config, directory)
-    return ModelStructure(
-        calls=tuple(record.calls),
-        layers_path=layers_path,
-        linears=linears,
-        embedding_path=_path_of(model, model.get_input_embeddings()),
-        head_path=_path_of(model, model.get_output_embeddings()),
-    )
-
-
-def _build(config: PreTrainedConfig, directory: Path) -> PreTrainedModel:
+def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:
     # Built in bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in
     # any dtype.
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, attn_implementation=_ATTENTION, dtype=torch.bfloat16
-            )
-    except Exception as error:
-        raise ConfigError(
-            f"{_title(config, directory)} can't be built with paged attention by transformers {_version()}: "
-            f"{_one_line(error)}"
-        ) from error
+    what = f"{title} can't be built with paged attention by transformers {transformers.__version__}"
+    with _refusing(what), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION, dtype=torch.bfloat16)
     ignore_padding(model)
     return model.eval()
 
@@ -304,37 +253,29 @@ def _run(model: PreTrainedModel) -> None:
 
 
 def _refuse_masks(
-    model: PreTrainedModel, calls: list[AttentionCall], config: PreTrainedConfig, directory: Path
+    model: PreTrainedModel, calls: list[_AttentionCall], max_positions: int, title: str
 ) -> None:
     """Raises ConfigError for a layer whose mask differs from the mask that its attention call describes."""
-    masks = _MaskTrace()
-    AttentionInterface.register(_MASKED_ATTENTION, masks.attend)
-    AttentionMaskInterface.register(_MASKED_ATTENTION, masks.record.make_mask)
+    record = MaskRecord()
+    AttentionInterface.register(_MASKED_ATTENTION, record.attend)
+    AttentionMaskInterface.register(_MASKED_ATTENTION, record.make_mask)
     model.set_attn_implementation(_MASKED_ATTENTION)
-    try:
-        with torch.inference_mode():
-            tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-            # Without an explicit mask, transformers reads the positions to look for packed sequences.
-            model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
-    except Exception as error:
-        raise ConfigError(
-            f"{_title(config, directory)} can't be run to read its attention masks: {_one_line(error)}"
-        ) from error
-    lengths = find_lengths(config).values()
-    max_positions = _size(config, "max_position_embeddings", directory)
-    for call, mask in zip(calls, masks.given, strict=True):
-        function = None if mask is None else masks.record.find_function(mask)
+    with _refusing(f"{title} can't be run to read its attention masks"), torch.inference_mode():
+        tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+        # Without an explicit mask, transformers reads the positions to look for packed sequences.
+        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+    lengths = find_lengths(model.config).values()
+    for call, mask in zip(calls, record.given, strict=True):
+        refusal = f"{call.module}: paged attention can't serve it, because"
+        if mask is None:
+            raise ConfigError(f"{refusal} it is given no mask by the model")
+        function = record.find_function(mask)
         if function is None:
-            what = (
-                "is given no mask by the model" if mask is None else "is given a mask that the model changed"
-            )
-            raise ConfigError(f"{call.module}: paged attention can't serve it, because it {what}")
-        try:
+            raise ConfigError(f"{refusal} it is given a mask that the model changed")
+        with _refusing(f"{refusal} its mask can't be read"):
             difference = describe_mask_difference(function, call.window, lengths, max_positions)
-        except Exception as error:
-            difference = f"its mask can't be read: {error}"
         if difference is not None:
-            raise ConfigError(f"{call.module}: paged attention can't serve it, because {difference}")
+            raise ConfigError(f"{refusal} {difference}")
 
 
 def _refuse_attention(
@@ -347,7 +288,7 @@ def _refuse_attention(
     others: dict[str, Any],
 ) -> None:
     """Raises ConfigError for an attention call that is not plain causal attention over the sequence's own tokens."""
-    extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _HARMLESS)
+    extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _ARGUMENTS)
     problems = (
         (not getattr(module, "is_causal", True), "it is not causal"),
         (attention_mask is not None, "it needs its own mask"),
@@ -362,7 +303,7 @@ def _refuse_attention(
             raise ConfigError(f"{name}: paged attention can't serve it, because {what}")
 
 
-def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str) -> str:
+def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str) -> str:
     """Returns the path of the module list whose members each made one attention call, in order."""
     if not calls:
         raise ConfigError(f"{title} never calls an attention function")
@@ -383,24 +324,15 @@ def _layers_path(model: PreTrainedModel, calls: list[AttentionCall], title: str)
     )
 
 
-def _linears(
-    model: PreTrainedModel, layers_path: str, num_layers: int, record: _ForwardTrace
-) -> Iterator[LinearShape]:
+def _linears(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> Iterator[LinearShape]:
     """Yields the linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
     for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
-        shape = linear_shape(module, path)
-        names = [f"{layers_path}.{layer}.{path}" for layer in range(num_layers)]
-        if shape is not None and all(record.can_adapt(name) for name in names):
-            yield shape
-
-
-def linear_shape(module: nn.Module, path: str) -> LinearShape | None:
-    """Returns the shape of a linear module, or None if peft does not adapt `module` as a linear."""
-    if isinstance(module, nn.Linear):
-        return LinearShape(path, module.in_features, module.out_features)
-    if isinstance(module, Conv1D):
-        return LinearShape(path, module.nx, module.nf)
-    return None
+        names = (f"{layers_path}.{layer}.{path}" for layer in range(len(trace.calls)))
+        if not isinstance(module, nn.Linear | Conv1D) or not all(map(trace.can_adapt, names)):
+            continue
+        is_conv = isinstance(module, Conv1D)
+        sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
+        yield LinearShape(path, *sizes)
 
 
 def ignore_padding(model: PreTrainedModel) -> None:
@@ -440,18 +372,6 @@ def _size(config: PreTrainedConfig, name: str, directory: Path) -> int:
     if not isinstance(value, int) or value < 1:
         raise ConfigError(f"{directory / 'config.json'}: {name} is {value!r}; give a positive number")
     return value
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:_MOST_ERROR_CHARS] or type(error).__name__
-
-
-def _title(config: PreTrainedConfig, directory: Path) -> str:
-    return f"{directory}: model_type {config.model_type!r}"
-
-
-def _version() -> str:
-    return str(transformers.__version__)
 
 
 def main() -> int:

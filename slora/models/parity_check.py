@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -30,8 +31,9 @@ from slora.core.sampling_params import SamplingParams
 from slora.memory.device_memory import DeviceMemory
 from slora.memory.tenant_account import TenantAccount
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.model import Model, ReferenceModel
+from slora.models.model import Model
 from slora.models.model_spec import ModelSpec
+from slora.models.model_traces import find_lengths, shorten_lengths
 from slora.models.step_batch import StepBatch
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
@@ -39,7 +41,8 @@ from slora_kernels.batch import KVGeometry
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.ops import Kernels
 
-__all__ = ["check_parity", "compute_paged_logits"]
+if TYPE_CHECKING:
+    from slora.models.transformers_decoder import TransformersDecoder
 
 # Limits of the root mean square of the difference, relative to the standard deviation of the logits. Over ten
 # architectures of two layers, rounding gave at most 2e-6 in float32 and 0.02 in bfloat16. Deeper models accumulate
@@ -52,26 +55,20 @@ _SHORT_LENGTH = 11
 _MARGIN_TOKENS = 9
 
 
-def check_parity(
-    model: ReferenceModel,
-    spec: ModelSpec,
-    geometry: KVGeometry,
-    kernels: Kernels,
-    device: torch.device,
-) -> None:
+def check_parity(model: "TransformersDecoder", geometry: KVGeometry, kernels: Kernels) -> None:
     """Compares the logits. Raises ConfigError if they differ, or if the model fails while it computes them."""
-    lengths = model.lengths()
+    lengths, spec = find_lengths(model.module.config), model.spec
     crossed = [length for length in lengths.values() if length <= _MAX_REAL_LENGTH]
     unquantized = replace(geometry, kv_format=KVFormat.MODEL)
     prompts = _make_prompts(spec, max([_PROMPT_LENGTHS[0], *(length + _MARGIN_TOKENS for length in crossed)]))
-    _compare(model, spec, unquantized, kernels, device, prompts, "")
+    _compare(model, unquantized, kernels, prompts, "")
     far = [name for name, length in lengths.items() if length > _MAX_REAL_LENGTH]
     if far:
         condition = (
             f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} reduced to {_SHORT_LENGTH} tokens"
         )
-        with model.shorten_lengths(_MAX_REAL_LENGTH, _SHORT_LENGTH):
-            _compare(model, spec, unquantized, kernels, device, prompts, condition)
+        with shorten_lengths(model.module, _MAX_REAL_LENGTH, _SHORT_LENGTH):
+            _compare(model, unquantized, kernels, prompts, condition)
 
 
 def _make_prompts(spec: ModelSpec, longest: int) -> list[list[int]]:
@@ -84,17 +81,16 @@ def _make_prompts(spec: ModelSpec, longest: int) -> list[list[int]]:
 
 
 def _compare(
-    model: ReferenceModel,
-    spec: ModelSpec,
+    model: "TransformersDecoder",
     geometry: KVGeometry,
     kernels: Kernels,
-    device: torch.device,
     prompts: list[list[int]],
     condition: str,
 ) -> None:
+    spec = model.spec
     try:
         expected = [model.reference_logits(prompt).double() for prompt in prompts]
-        runs = compute_paged_logits(model, spec, geometry, kernels, device, prompts)
+        runs = compute_paged_logits(model, spec, geometry, kernels, model.device, prompts)
     except Exception as error:
         # The model's code belongs to transformers and may raise any exception.
         raise ConfigError(

@@ -7,13 +7,20 @@ next token on.
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from slora.core.errors import ConfigError
 from slora.models.config_fields import ConfigFields
-from slora.models.known_fields import refuse_unknown_rope_fields
-from slora.models.layer_types import FULL, SLIDING
-from slora.models.model_family import ROPE_TYPES, Family
+
+# The types of layers in config.json. Some families have a rope for each type.
+FULL, SLIDING = "full_attention", "sliding_attention"
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
+# The fields of a table that describes one rope. A type of rope reads only some of them.
+_ROPE_FIELDS = (
+    "attention_factor", "beta_fast", "beta_slow", "factor", "finetuned", "high_freq_factor", "long_factor",
+    "low_freq_factor", "mscale", "mscale_all_dim", "original_max_position_embeddings", "partial_rotary_factor",
+    "rope_theta", "rope_type", "short_factor", "truncate", "type",
+)  # fmt: skip
+_LENGTH, _PART = "original_max_position_embeddings", "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +46,13 @@ class YarnScaling:
 
     Below beta_slow turns, the wavelength is multiplied by `factor`. Above beta_fast turns, it is kept. In between, it
     is interpolated.
-
-    truncate: the bounds are rounded to whole dimensions.
     """
 
     factor: float
     beta_fast: float
     beta_slow: float
     original_max_positions: int
-    truncate: bool
+    truncate: bool  # The bounds are rounded to whole dimensions.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,78 +72,88 @@ RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotary embedding.
-
-    rotary_dim: number of a head's first dimensions that are rotated. attention_factor: multiplies cosines and sines.
-    """
+    """One rotary embedding."""
 
     theta: float
-    rotary_dim: int
+    rotary_dim: int  # Number of a head's first dimensions that are rotated.
     scaling: RopeScaling | None = None
-    attention_factor: float = 1.0
+    attention_factor: float = 1.0  # Multiplies cosines and sines.
 
 
-def read_ropes(
-    fields: ConfigFields, family: Family, head_dim: int, layer_types: tuple[str, ...]
-) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """The different ropes of a model, and for each layer the index of its rope."""
-    if not family.rope_by_layer_type:
-        return (_read_only_rope(fields, family, head_dim),), (0,) * len(layer_types)
-    by_type = {kind: _read_typed_rope(fields, family, head_dim, kind) for kind in sorted(set(layer_types))}
-    ropes = tuple(dict.fromkeys(by_type.values()))
-    return ropes, tuple(ropes.index(by_type[kind]) for kind in layer_types)
+def read_rope(fields: ConfigFields, head_dim: int, _: str) -> Rope:
+    """Reads the rope of a model whose layers all have the same one."""
+    values = _only_table(fields)
+    return _read_rope(values, fields, _kind_of(values), _read_whole_head(values, fields, head_dim))
 
 
-def _read_only_rope(fields: ConfigFields, family: Family, head_dim: int) -> Rope:
-    name = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
-    values = fields.table(name)
-    for kind in (FULL, SLIDING):
-        if isinstance(values.get(kind), dict):
-            raise fields.refusal(name, "; all layers of this model_type use the same rope")
-    theta = fields.number("rope_theta", 10000.0)
-    return _read_rope(fields.within(name, values), fields, family, head_dim, theta)
+def read_phi3_rope(fields: ConfigFields, head_dim: int, _: str) -> Rope:
+    """Like `read_rope`, for Phi-3: only a part of a head may be rotated, and there are two types of rope.
 
-
-def _read_typed_rope(fields: ConfigFields, family: Family, head_dim: int, kind: str) -> Rope:
-    """Reads the rope of one layer type. transformers 5 writes a table per type. transformers 4 wrote rope_theta and
-    rope_scaling for full attention only.
+    Phi-3's first checkpoints name longrope su or yarn. The original context length at the top of the config takes
+    precedence over the one inside the rope table.
     """
+    values = _only_table(fields, _LENGTH)
+    named = _kind_of(values)
+    kind = "longrope" if named in ("su", "yarn") else named
+    if kind in _ROPE_TYPES and kind not in ("default", "longrope"):
+        raise _type_refusal(values, "; this model_type supports only default, longrope")
+    return _read_rope(values, fields, kind, _read_rotary_dim(values, fields, head_dim))
+
+
+def read_rope_of_type(fields: ConfigFields, head_dim: int, layer_type: str) -> Rope:
+    """Reads the rope of one type of layer. transformers 5 writes a table per type. transformers 4 wrote rope_theta and
+    rope_scaling for full attention, and rope_local_base_freq for the other layers.
+    """
+    fields.ignore("rope_theta", "rope_local_base_freq", "rope_scaling")
     tables = fields.table("rope_parameters")
     if tables and not tables.keys() & {FULL, SLIDING}:
         raise fields.refusal("rope_parameters", f"; it must hold a table for {FULL} and one for {SLIDING}")
-    name = f"rope_parameters.{kind}"
-    values: dict[str, Any] = fields.within("rope_parameters", tables).table(kind)
-    scaling = fields.table("rope_scaling") if kind == FULL else {}
+    own = fields.within("rope_parameters", tables).table(layer_type)
+    scaling = fields.table("rope_scaling") if layer_type == FULL else {}
     if scaling and "rope_type" not in scaling:
         complaint = "; rope_type is missing, and transformers ignores a rope_scaling without it"
         raise fields.refusal("rope_scaling", complaint)
-    values = {**values, **scaling}
-    theta = fields.number("rope_theta" if kind == FULL else "rope_local_base_freq")
-    return _read_rope(fields.within(name, values), fields, family, head_dim, theta)
+    values = fields.within(f"rope_parameters.{layer_type}", {**own, **scaling})
+    values.assume(rope_theta=fields.number("rope_theta" if layer_type == FULL else "rope_local_base_freq"))
+    return _read_rope(values, fields, _kind_of(values), _read_whole_head(values, fields, head_dim))
 
 
-def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim: int, theta: float) -> Rope:
-    """Reads one rope. theta: used if `values` has no rope_theta of its own."""
-    theta = values.number("rope_theta", theta)
-    rotary_dim = _rotary_dim(values, top, family, head_dim)
-    refuse_unknown_rope_fields(values)
-    named = values.text("rope_type", values.text("type", "default"))
-    kind = family.rope_aliases.get(named, named)
-    if kind not in family.rope_types and kind in ROPE_TYPES:
-        raise _rope_type_refusal(values, f"; this model_type supports only {', '.join(family.rope_types)}")
+def _only_table(fields: ConfigFields, *shared: str) -> ConfigFields:
+    """Returns the table that describes the rope. The fields `shared` of the config take precedence over its own."""
+    fields.ignore("rope_parameters")
+    name = "rope_scaling" if fields.table("rope_scaling") else "rope_parameters"
+    table = fields.table(name)
+    if any(isinstance(table.get(kind), dict) for kind in (FULL, SLIDING)):
+        raise fields.refusal(name, "; all layers of this model_type use the same rope")
+    values = fields.part(name, shared)
+    values.assume(rope_theta=fields.number("rope_theta", 10000.0))
+    return values
+
+
+def _kind_of(values: ConfigFields) -> str:
+    return values.text("rope_type", values.text("type", "default"))
+
+
+def _read_rope(values: ConfigFields, top: ConfigFields, kind: str, rotary_dim: int) -> Rope:
+    """Reads one rope. values: the table that describes it. top: the config of the decoder."""
+    values.ignore(*_ROPE_FIELDS)
+    values.refuse_unread()
+    theta = values.number("rope_theta")
     match kind:
         case "default":
             return Rope(theta, rotary_dim)
         case "linear":
             return Rope(theta, rotary_dim, LinearScaling(values.number("factor")))
         case "llama3":
-            return Rope(theta, rotary_dim, _llama3(values, top))
+            return Rope(theta, rotary_dim, _llama3(values, _read_length(values, top)))
         case "yarn":
-            yarn = _yarn(values, top)
+            yarn = _yarn(values, top, _read_length(values, top))
             return Rope(theta, rotary_dim, yarn, _yarn_attention_factor(values, yarn.factor))
         case "longrope":
-            longrope = _longrope(values, top, -(-rotary_dim // 2))
-            return Rope(theta, rotary_dim, longrope, _longrope_attention_factor(values, top, longrope))
+            original, num_waves = _read_length(values, top), -(-rotary_dim // 2)
+            short, long = (values.numbers(name, num_waves) for name in ("short_factor", "long_factor"))
+            longrope = LongRopeScaling(short, long, original)
+            return Rope(theta, rotary_dim, longrope, _longrope_attention_factor(values, top, original))
         case "dynamic":
             complaint = (
                 "; it is not exact with a prefix cache, because every token beyond "
@@ -147,40 +162,39 @@ def _read_rope(values: ConfigFields, top: ConfigFields, family: Family, head_dim
             )
         case _:
             complaint = "; this version serves default, linear, llama3, yarn and longrope"
-    raise _rope_type_refusal(values, complaint)
+    raise _type_refusal(values, complaint)
 
 
-def _rope_type_refusal(values: ConfigFields, complaint: str) -> ConfigError:
+def _read_length(values: ConfigFields, top: ConfigFields) -> int:
+    return values.whole(_LENGTH, top.whole("max_position_embeddings"), least=2)
+
+
+def _type_refusal(values: ConfigFields, complaint: str) -> ConfigError:
     return values.refusal("rope_type" if "rope_type" in values else "type", complaint)
 
 
-def _rotary_dim(values: ConfigFields, top: ConfigFields, family: Family, head_dim: int) -> int:
-    place = values if "partial_rotary_factor" in values else top
-    part = place.number("partial_rotary_factor", 1.0)
-    rotary_dim = int(head_dim * part)
-    if part != 1.0 and not family.partial_rotation:
-        raise place.refusal("partial_rotary_factor", "; this model_type rotates whole heads")
+def _read_whole_head(values: ConfigFields, top: ConfigFields, head_dim: int) -> int:
+    for place in (values, top):
+        if place.number(_PART, 1.0) != 1.0:
+            raise place.refusal(_PART, "; this model_type rotates whole heads")
+    return head_dim
+
+
+def _read_rotary_dim(values: ConfigFields, top: ConfigFields, head_dim: int) -> int:
+    place = values if _PART in values else top
+    rotary_dim = int(head_dim * place.number(_PART, 1.0))
     if not 0 < rotary_dim <= head_dim:
-        raise place.refusal("partial_rotary_factor", f"; it must leave 1 to {head_dim} dimensions of a head")
+        raise place.refusal(_PART, f"; it must leave 1 to {head_dim} dimensions of a head")
+    top.ignore(_PART)
     return rotary_dim
 
 
-def _original_max_positions(values: ConfigFields, top: ConfigFields) -> int:
-    """Returns the original context length.
-
-    A value at the top level of the config (Phi-3) takes precedence over a value inside the rope table.
-    """
-    name = "original_max_position_embeddings"
-    place = top if name in top else values
-    return place.whole(name, top.whole("max_position_embeddings"), least=2)
-
-
-def _llama3(values: ConfigFields, top: ConfigFields) -> Llama3Scaling:
+def _llama3(values: ConfigFields, original: int) -> Llama3Scaling:
     scaling = Llama3Scaling(
         values.number("factor"),
         values.number("low_freq_factor"),
         values.number("high_freq_factor"),
-        _original_max_positions(values, top),
+        original,
     )
     if scaling.high_freq_factor <= scaling.low_freq_factor:
         raise values.refusal(
@@ -189,8 +203,7 @@ def _llama3(values: ConfigFields, top: ConfigFields) -> Llama3Scaling:
     return scaling
 
 
-def _yarn(values: ConfigFields, top: ConfigFields) -> YarnScaling:
-    original = _original_max_positions(values, top)
+def _yarn(values: ConfigFields, top: ConfigFields, original: int) -> YarnScaling:
     return YarnScaling(
         factor=values.number("factor", top.whole("max_position_embeddings") / original),
         beta_fast=values.number("beta_fast", 32.0),
@@ -214,18 +227,9 @@ def _yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-def _longrope(values: ConfigFields, top: ConfigFields, num_waves: int) -> LongRopeScaling:
-    return LongRopeScaling(
-        values.numbers("short_factor", num_waves),
-        values.numbers("long_factor", num_waves),
-        _original_max_positions(values, top),
-    )
-
-
-def _longrope_attention_factor(values: ConfigFields, top: ConfigFields, longrope: LongRopeScaling) -> float:
+def _longrope_attention_factor(values: ConfigFields, top: ConfigFields, original: int) -> float:
     given = values.optional_number("attention_factor")
     if given is not None:
         return given
-    original = longrope.original_max_positions
     factor = values.number("factor", top.whole("max_position_embeddings") / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
 from slora.memory.residency import Resident
-from slora.sampling.prompt_logprobs import PromptRows, find_prompt_rows
-from slora.sampling.prompt_pooling import PooledRows, find_pooled_rows
+from slora.sampling.prompt_rows import PooledRows, PromptRows, find_pooled_rows, find_prompt_rows
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits

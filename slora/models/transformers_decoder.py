@@ -8,7 +8,7 @@ for each model at start.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
-from slora.models.config_lengths import find_lengths, shorten_lengths
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
+from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
-from slora.weights.linear import multiply
-from slora_kernels.batch import Activation, AttentionRule, AttentionStep
+from slora.models.weights.linear import multiply
+from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.torch_kernels import apply_activation
@@ -185,15 +185,13 @@ def _attend_paged(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None = None,
-    scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface. `model_structure` has refused models that pass other arguments."""
     attention: _LayerAttention = getattr(module, _LayerAttention.ATTRIBUTE)
+    scaling = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, sliding_window or None, softcap or None)
+    rule = AttentionRule(scale, options.get("sliding_window") or None, options.get("softcap") or None)
     return attention.attend(query, key, value, rule), None
 
 
@@ -215,6 +213,11 @@ class TransformersDecoder:
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
         self._install_lora_hooks()
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """transformers' own module."""
+        return self._model
 
     @property
     def can_embed(self) -> bool:
@@ -275,11 +278,9 @@ class TransformersDecoder:
             self._model.set_attn_implementation(_ATTENTION)
         return logits[0, -1].float()
 
-    def lengths(self) -> dict[str, int]:
-        return find_lengths(self._model.config)
-
-    def shorten_lengths(self, longest: int, short: int) -> AbstractContextManager[None]:
-        return shorten_lengths(self._model, longest, short)
+    def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
+        """Raises ConfigError if paged attention changes the logits."""
+        check_parity(self, geometry, kernels)
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora.models.expert_config import ExpertConfig
-from slora.models.model_config import ModelConfig
+from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ModelShape
 

@@ -28,17 +28,15 @@ from slora.memory.residency import AdapterLoad
 from slora.memory.tenant_account import TenantAccount
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.model import LoadModel, ReferenceModel, load_model
+from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
-from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.learned_costs import LearnedCosts, bound_costs
 from slora.runner.rank import NO_GROUP, Allocate, Compute, ComputeLogits, RankGroup, ScoreRows, Transfer, Zero
 from slora.runner.served_model import ServedModel
 from slora.runner.step_graphs import StepGraphs, capture_cuda
-from slora.sampling.prompt_logprobs import compute_prompt_logprobs
-from slora.sampling.prompt_pooling import pool_hidden_states
+from slora.sampling.prompt_rows import compute_prompt_logprobs, pool_hidden_states
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.sampling.token_masks import TokenMasks
@@ -152,8 +150,7 @@ class Runner:
         self._model, self._shape, self._geometry = served.model, served.shape, served.geometry
         self.full_page_bytes = served.full_page_bytes
         _warm_up(self.kernels, self._geometry)
-        if isinstance(self._model, ReferenceModel):
-            check_parity(self._model, model, self._geometry, self.kernels, self.device)
+        self._model.check(self._geometry, self.kernels)
         self.num_slots = MAX_SLOTS
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         # The token that was last sampled in each row of the sampling table.

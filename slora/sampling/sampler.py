@@ -1,9 +1,18 @@
 """The sampler: chooses the next token of every sequence in a step. No row's result depends on other rows.
 
-First the logits are processed (`logits_processing`), and tokens that a grammar forbids are masked. Then each row takes
-the argmax token or samples one (`Kernels.sample`). The parameters of each row are in the `SamplingTable`. The random
-number is a hash of the request's seed and the token's position. So a request gets the same tokens alone, in any batch
-and after a preemption, provided the model gives the same logits.
+First the logits get the request's biases, banned tokens and penalties, and tokens that a grammar forbids are masked.
+Then each row takes the argmax token or samples one (`Kernels.sample`). The parameters of each row are in the
+`SamplingTable`. The random number is a hash of the request's seed and the token's position. So a request gets the same
+tokens alone, in any batch and after a preemption, provided the model gives the same logits.
+
+The order is the same as in vLLM (v1/sample/sampler.py: min_tokens and logit_bias, then penalties). The operations that
+transformers also has are in transformers' order (generation/utils.py, _get_logits_processor: sequence_bias, then
+repetition_penalty):
+
+    l + bias                                     logit_bias; minus infinity for stop tokens below min_tokens
+    l / repetition, or l * repetition if l < 0   for tokens in prompt or answer (CTRL, arXiv 1909.05858)
+    l - frequency * count                        count: occurrences of the token in the answer (OpenAI's formula)
+    l - presence * [count > 0]
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +26,6 @@ from torch import Tensor
 
 from slora.core.request import TokenLogprobs
 from slora.core.sampling_params import MAX_LOGPROBS
-from slora.sampling.logits_processing import process_logits
 from slora.sampling.sampling_table import Column, SamplingFeature, SamplingRows, SamplingTable
 from slora.sampling.token_masks import TokenMasks
 from slora.scheduler.beam_search import Proposal
@@ -163,11 +171,11 @@ class LogprobRows:
         rows = zip(found, self.tokens.tolist(), self.labels, self.labelled.tolist(), strict=True)
         return [
             TokenLogprobs(
-                one.logprob, ((token, one.logprob), *_without(token, zip(ids, values, strict=False)))
+                best.logprob, ((token, best.logprob), *_without(token, zip(ids, values, strict=False)))
             )
             if ids
-            else one
-            for one, token, ids, values in rows
+            else best
+            for best, token, ids, values in rows
         ]
 
 
@@ -245,3 +253,80 @@ def _propose(logits: Tensor, processed: Tensor, rows: SamplingRows) -> list[_Pro
         columns = (top.indices, top.values - normaliser, plain.gather(1, top.indices) - normaliser)
         found.append(_ProposalRows(places.tolist(), *(download(column) for column in columns)))
     return found
+
+
+def process_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> Tensor:
+    """Returns processed logits [B, vocab_size]. `logits` itself is not changed, and is returned if no row needs
+    processing.
+
+    logits: float32 if any row needs processing.
+    """
+    biased, penalised = rows.rows_with(SamplingFeature.LOGIT_BIAS), rows.rows_with(SamplingFeature.PENALTIES)
+    if biased is None and penalised is None:
+        return logits
+    logits = logits.clone()
+    if biased is not None:
+        index = upload(biased, logits.device)
+        tokens, values = table.logit_biases(rows, biased)
+        logits[index] = logits[index].scatter_add_(1, tokens, values)
+    if penalised is not None:
+        index = upload(penalised, logits.device)
+        apply_penalties(
+            logits,
+            index,
+            table.token_counts(rows, penalised),
+            rows.float_column(Column.REPETITION, index),
+            rows.float_column(Column.PRESENCE, index),
+            rows.float_column(Column.FREQUENCY, index),
+        )
+    return logits
+
+
+def apply_penalties(
+    logits: Tensor,
+    index: Tensor,
+    token_counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Applies the penalties in place to rows `index` int64 [N] of `logits` [B, V].
+
+    token_counts: int32 [N, V]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
+    repetition, presence, frequency: [N, 1].
+
+    On a CPU, only tokens with a count are computed: a few hundred in a vocabulary of many thousands. On a GPU, all
+    tokens are computed, because selecting some would require a transfer of their number to the host.
+    """
+    columns = repetition, presence, frequency
+    if logits.device.type != "cpu":
+        apply_penalties_to_all_tokens(logits, index, token_counts, *columns)
+        return
+    rows, tokens = token_counts.nonzero(as_tuple=True)
+    places = (index[rows], tokens)
+    logits[places] = _compute_penalised(
+        logits[places], token_counts[rows, tokens], *(c.squeeze(1)[rows] for c in columns)
+    )
+
+
+def apply_penalties_to_all_tokens(
+    logits: Tensor,
+    index: Tensor,
+    token_counts: Tensor,
+    repetition: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+) -> None:
+    """Like `apply_penalties`, but computes all tokens of each row. The results of both are equal bit for bit."""
+    values = logits[index]
+    logits[index] = torch.where(
+        token_counts > 0, _compute_penalised(values, token_counts, repetition, presence, frequency), values
+    )
+
+
+def _compute_penalised(
+    values: Tensor, token_counts: Tensor, repetition: Tensor, presence: Tensor, frequency: Tensor
+) -> Tensor:
+    counts = token_counts >> 1
+    scaled = torch.where(values < 0, values * repetition, values / repetition)
+    return scaled - frequency * counts - presence * (counts > 0)

@@ -61,7 +61,7 @@ def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
 
     A first token is never deferred: its mask was computed when the grammar was compiled.
     """
-    longest = max(sequences, key=lambda one: one.num_deferrals)
+    longest = max(sequences, key=lambda sequence: sequence.num_deferrals)
     order = sorted(range(len(sequences)), key=lambda place: sequences[place].mask_s)
     is_written, spent_s = [False] * len(sequences), 0.0
     for place in order:

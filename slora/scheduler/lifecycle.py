@@ -19,7 +19,7 @@ from slora.core.engine_config import SchedulerConfig
 from slora.core.errors import AdapterFetchFailed, ContextTooLong, RequestRefused
 from slora.core.request import EndedRequest, RequestUsage, StepOutput
 from slora.core.sampling_params import StructuredOutput
-from slora.grammar.grammar_source import GrammarSource, Refused
+from slora.grammar.grammar_compiler import GrammarCompiler, Refused
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.beam_search import BeamSearch
@@ -36,7 +36,7 @@ from slora_adapters.version import AdapterVersion
 
 
 class GrammarWaiting:
-    def __init__(self, grammars: GrammarSource | None) -> None:
+    def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
         self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
 
@@ -128,7 +128,7 @@ class Lifecycle:
         paging: UnifiedPaging,
         adapters: AdapterLoading,
         swapping: Swapping,
-        grammars: GrammarSource | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         self.queue: WaitingQueue = FairQueue() if config.scheduling == "fair" else FifoQueue()
         self.batch = RunningBatch(config.max_num_seqs)

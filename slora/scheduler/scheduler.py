@@ -51,7 +51,7 @@ from slora.core.engine_config import SchedulerConfig
 from slora.core.engine_state import AdapterPlace, Backlog, ServiceSpan
 from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.core.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
-from slora.grammar.grammar_source import GrammarSource
+from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.swap_space import SwapSpace
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
@@ -101,7 +101,7 @@ class Scheduler:
         config: SchedulerConfig,
         source: AdapterSource,
         costs: CostModel,
-        grammars: GrammarSource | None = None,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         """grammars: the source of compiled grammars. None if no request uses structured output."""
         self.num_deadlines_missed = 0

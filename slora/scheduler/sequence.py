@@ -29,8 +29,7 @@ from typing import Any, NamedTuple
 
 from slora.core.request import EmittedTokens, EngineRequest, PoolingKind, RequestTiming, TokenLogprobs
 from slora.core.sampling_params import choice_seed
-from slora.grammar.grammar_source import Matcher
-from slora.grammar.token_filter import TokenFilter
+from slora.grammar.matcher import Matcher, TokenFilter
 from slora.memory.kv_cache import BlockTable
 from slora.memory.residency import Resident
 from slora.memory.tenant_account import TenantAccount
@@ -142,7 +141,7 @@ class AdapterSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PooledPrompt:
-    """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_pooling` adds to it.
+    """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_rows` adds to it.
 
     next_token: the first token whose hidden state is still needed. Tokens before it may be computed again, after a
         preemption for example, but are not added again.

@@ -24,8 +24,6 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["RESERVED_NAMES", "Messages", "compile_chat_template", "cut_at_mark", "mark_end", "render_chat"]
-
 # The variables and functions of every template. A request cannot replace them.
 RESERVED_NAMES = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now"}

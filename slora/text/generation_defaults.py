@@ -19,8 +19,6 @@ from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import Reason
 from slora_adapters.peft.extras import GENERATION_NAME
 
-__all__ = ["GenerationDefaults", "find_unsupported_fields", "read_generation_defaults", "read_model_defaults"]
-
 _log = logging.getLogger(__name__)
 
 # Counts above this limit fit neither int32 tensors nor any context.

@@ -7,6 +7,10 @@ token, in order, even if the string is empty. The cost of a token does not grow 
 Three stages hold text back. `ByteLevel` holds the bytes of an incomplete character. `ByteFallback` holds a run of byte
 tokens until another token ends it, because one invalid byte turns every byte of its run into U+FFFD. `BPEDecoder` holds
 one token, because it decodes the last token differently.
+
+`tokenizers.decoders.DecodeStream` costs half as much for a token, 1 to 3 us less, but it raises an error or gives
+other text for invalid bytes of a tokenizer with byte fallback, its cost grows with the text if the decoder does not
+support streaming, and it knows neither the width nor the bytes of a token.
 """
 
 import codecs
@@ -20,8 +24,6 @@ from typing import Any, Protocol, Self
 from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.decoders import BPEDecoder, Decoder, Metaspace, Replace, Strip, WordPiece
-
-__all__ = ["DecoderChain", "IncrementalDecoder", "TokenWidths"]
 
 _log = logging.getLogger(__name__)
 

@@ -23,8 +23,6 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from slora.core.errors import ConfigError
 
-__all__ = ["SPECIAL_NAMES", "ResolvedTokenizer", "resolve_tokenizer"]
-
 _log = logging.getLogger(__name__)
 
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -15,6 +15,7 @@ import jinja2
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora.core.errors import ConfigError, RequestRefused
+from slora.grammar.matcher import TokenSpelling
 from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
@@ -182,6 +183,25 @@ class Tokenizer:
         Returns None if the bytes depend on further tokens.
         """
         return self._decoder_chain.spell(token_id, is_first=is_first)
+
+    def spell_vocabulary(self, vocab_size: int) -> TokenSpelling:
+        """Reads the spelling of every token, for structured output. Takes half a second for 128,000 tokens.
+
+        vocab_size: the model's vocabulary size, which may exceed the tokenizer's.
+
+        Raises ConfigError if the tokenizer's decoder does not map each token to bytes.
+        """
+        pieces, not_first = [], []
+        for token_id in range(vocab_size):
+            first, later = (self.spell(token_id, is_first=is_first) for is_first in (True, False))
+            if first is None or later is None:
+                raise ConfigError(
+                    "the tokenizer's decoder joins tokens to text in a way that structured output does not support"
+                )
+            pieces.append(later)
+            if first != later:
+                not_first.append(token_id)
+        return TokenSpelling(pieces, not_first)
 
     def token_text(self, token_id: int) -> str:
         """The text of one token, special tokens included, as logprobs show it."""

@@ -25,8 +25,6 @@ from transformers.utils import logging
 from slora.core.errors import ConfigError
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, ResolvedTokenizer
 
-__all__ = ["read_tokenizer"]
-
 
 def read_tokenizer(directory: Path) -> ResolvedTokenizer:
     """Reads the tokenizer. Raises ConfigError if transformers can't read it or if it does not use a tokenizer.json."""

@@ -16,8 +16,6 @@ from transformers.utils import logging as transformers_logging
 
 from slora.core.errors import NotComparable
 
-__all__ = ["PeftReference", "compute_forced_logits", "find_rope_switch"]
-
 _NAME = "default"
 _PREFIX = "base_model.model."
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.weights import packed_weight
-from slora.weights.linear import multiply
+from slora.models.weights import packed_weight
+from slora.models.weights.linear import multiply
 from slora_kernels.batch import AttentionRule, KVGeometry
 from slora_kernels.layout import llama_shape
 from slora_kernels.ops import Kernels

@@ -12,10 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora.models.model import Model, ReferenceModel, load_model
-from slora.models.model_spec import ModelSpec
-from slora.models.model_spec_reader import read_model_spec
-from slora.models.parity_check import check_parity, compute_paged_logits
+from slora.models.model import Model, load_model
+from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.parity_check import compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -99,7 +98,6 @@ def _serve(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> li
         dtype=torch.float32,
         kv_format=KVFormat.MODEL,
     )
-    if isinstance(model, ReferenceModel):
-        check_parity(model, spec, geometry, kernels, _CPU)
+    model.check(geometry, kernels)
     runs = compute_paged_logits(model, spec, geometry, kernels, _CPU, prompts, num_rows)
     return list(runs.values())

@@ -10,7 +10,7 @@ from slora.core.cost_model import CostModel
 from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora.engine.engine import Engine
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import AdapterSource, DirectorySource
 from slora_adapters.peft.peft_directory import read_adapter

@@ -18,7 +18,7 @@ from slora.client.client import RemoteEngine
 from slora.client.replica_group import ReplicaGroup
 from slora.core.messages import Message, unpack
 from slora.core.request import TokenDelta
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.peft.bundle import bundle

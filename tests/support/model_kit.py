@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_kernels.kv_format import KVFormat
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (

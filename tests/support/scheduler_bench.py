@@ -34,7 +34,7 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams
 from slora.memory.residency import AdapterLoad
-from slora.sampling.prompt_pooling import find_pooled_rows
+from slora.sampling.prompt_rows import find_pooled_rows
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import PooledPrompt, Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from slora.core.errors import ConfigError
-from slora.weights.base_fingerprint import fingerprint
+from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_api.core.threads import control_thread
 

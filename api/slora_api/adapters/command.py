@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from slora.core.errors import ConfigError
-from slora.weights.base_fingerprint import fingerprint
+from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.extras import EXTRA_FIELDS
 from slora_adapters.peft.hub_reference import HubReference

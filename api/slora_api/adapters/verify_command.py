@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.core.errors import ConfigError, NotComparable, RequestRefused
-from slora.verify.verification import ModuleCheck, Verification
-from slora.verify.verifier import VerificationRequest, verify_adapter
+from slora.verify.verification import ModuleCheck, Verification, VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
 __all__ = ["verify"]

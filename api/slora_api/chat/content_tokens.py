@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterable
 
-from slora.text.token_aligner import AlignedToken
+from slora.text.answer import AlignedToken
 
 __all__ = ["ContentTokens"]
 

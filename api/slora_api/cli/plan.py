@@ -12,8 +12,7 @@ from slora.core.byte_text import format_bytes
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.core.setting import ByteSize, SettingRefused, setting_specs
-from slora.models.model_spec import ModelSpec
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.planning.devices import Device, cut_device, find_device
 from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service, compare_slices, make_plan
 from slora.planning.remedies import find_remedies

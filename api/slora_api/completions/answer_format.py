@@ -16,8 +16,7 @@ from itertools import accumulate
 from typing import Any, Protocol
 
 from slora.core.request import FinishReason, TokenLogprobs
-from slora.text.answer import Completion, CompletionDelta
-from slora.text.token_aligner import AlignedToken
+from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.chat.chat_parts import ChatParts
 from slora_api.chat.reasoning_counter import ReasoningCounter

@@ -8,8 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from slora.text.answer import Answer, Completion, CompletionDelta
-from slora.text.token_aligner import AlignedToken
+from slora.text.answer import AlignedToken, Answer, Completion, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.completions.completion_stream import TOKENS_AT_ONCE
 from slora_api.core.threads import tenant_thread

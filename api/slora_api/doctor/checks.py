@@ -30,8 +30,8 @@ from slora.core.engine_config import (
 )
 from slora.core.errors import ConfigError, SloraError
 from slora.models.model_spec import ELEMENT_BYTES
+from slora.models.weights.checkpoint import Checkpoint
 from slora.runner.device_facts import DeviceFacts, explain_few_gpus
-from slora.weights.checkpoint import Checkpoint
 from slora_adapters.database.database_facts import read_database_facts
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.process.full_disk import RESERVE_BYTES, has_space

@@ -13,8 +13,7 @@ from typing import Any
 
 from slora.core.request import FinishReason
 from slora.core.sampling_params import SamplingParams
-from slora.text.answer import Completion, CompletionDelta
-from slora.text.token_aligner import AlignedToken
+from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_ids import make_call_id
 from slora_api.chat.content_tokens import ContentTokens

@@ -16,7 +16,7 @@ import numpy as np
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
-from slora.grammar.token_spelling import TokenSpelling
+from slora.grammar.matcher import TokenSpelling
 from slora_api.sandbox.sandbox import serve_requests
 
 __all__ = ["main"]

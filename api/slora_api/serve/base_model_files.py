@@ -3,7 +3,7 @@
 import time
 
 from slora.core.errors import ConfigError
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.text.generation_defaults import read_model_defaults
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.limits import AdapterLimits

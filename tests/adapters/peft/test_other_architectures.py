@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.models.model_structure import read_transformers_spec
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.limits import AdapterLimits

@@ -24,7 +24,7 @@ from slora.core.errors import (
     StepFailed,
 )
 from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from tests.adapters.hand_made import SHAPE
 from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD, HostileUpload, as_parts, kinds, proper
 from tests.api.conftest import Kit

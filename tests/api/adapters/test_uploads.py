@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from slora.core.request import EngineRequest, TokenDelta
-from slora.weights.base_fingerprint import fingerprint
+from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds

@@ -10,7 +10,7 @@ import pytest
 
 from slora.core.sampling_params import StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary
-from slora.grammar.token_spelling import TokenSpelling
+from slora.grammar.matcher import TokenSpelling
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.chat_grammar import ChatGrammar

@@ -13,8 +13,7 @@ from pydantic import TypeAdapter
 
 from slora.core.request import FinishReason, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
-from slora.text.answer import Choice, Completion, CompletionDelta
-from slora.text.token_aligner import AlignedToken
+from slora.text.answer import AlignedToken, Choice, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.reasoning_counter import ReasoningCounter

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from demo.tasks import ADAPTERS, TASKS, unseen_sentences
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
 from slora_api.serve.demo import (
     DemoTenant,

@@ -11,7 +11,7 @@ from slora.core.errors import AdapterFetchFailed, ConfigError, ContextTooLong, R
 from slora.core.request import EngineRequest, FinishReason, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.runner.runner import Runner
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import COSTS, Answer, drive, make_engine, make_source, step

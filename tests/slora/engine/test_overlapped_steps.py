@@ -15,7 +15,7 @@ from slora.core.errors import DeviceFailed, RequestFailed
 from slora.core.request import EngineRequest, FinishReason, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import KERNELS

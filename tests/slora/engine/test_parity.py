@@ -11,7 +11,7 @@ import torch
 
 from slora import LLM, SamplingParams
 from slora.core.request import EngineRequest, single_adapter
-from slora.models.model_config import ModelConfig
+from slora.models.families import read_model_config
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
@@ -108,7 +108,7 @@ def test_longrope_uses_short_factors_up_to_its_switch_and_long_ones_beyond(
     kits: Kits, report: Callable[[str], None], kernels: str
 ) -> None:
     kit = kits("phi3_longrope")
-    switch = ModelConfig.from_directory(kit.directory).rope_switch
+    switch = read_model_config(kit.directory).rope_switch
     assert switch == 48
     rng = random.Random(7)
     # Answers have 20 tokens. With these prompt lengths, an answer ends before the switch, at it or one token after it,

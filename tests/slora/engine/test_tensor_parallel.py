@@ -24,7 +24,7 @@ from slora.core.errors import ConfigError, DeviceFailed
 from slora.core.request import EngineRequest, single_adapter
 from slora.engine.engine import Engine
 from slora.memory.device_memory import DeviceMemory
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.runner.rank import Rank, Transfer
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
@@ -32,7 +32,7 @@ from slora.scheduler.sequence import Sequence
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
-from tests.slora.weights.test_quantization import STORED, write_stored
+from tests.slora.models.weights.test_quantization import STORED, write_stored
 from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
 from tests.support.model_kit import ModelKit, make_kit

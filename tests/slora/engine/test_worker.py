@@ -13,7 +13,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.tenant_account import TenantAccount
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import make_engine, make_source

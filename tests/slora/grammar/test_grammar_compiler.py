@@ -6,9 +6,8 @@ import pytest
 
 from slora.core.errors import ConfigError
 from slora.core.sampling_params import StructuredOutput
-from slora.grammar.grammar_compiler import GrammarCompiler
-from slora.grammar.grammar_source import Compiled, Refused
-from slora.grammar.token_spelling import TokenSpelling
+from slora.grammar.grammar_compiler import Compiled, GrammarCompiler, Refused
+from slora.grammar.matcher import TokenSpelling
 
 EOS = 256
 SPELLING = TokenSpelling([*(bytes([byte]) for byte in range(EOS)), b""])

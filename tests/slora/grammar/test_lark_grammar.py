@@ -15,7 +15,6 @@ from pydantic import BaseModel, Field, TypeAdapter
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
-from slora.text.spelling import spell_tokens
 from slora.text.tokenizer import Tokenizer
 from tests.slora.grammar.random_schemas import RECURSIVE, SCHEMAS
 from tests.support.tiny_tokenizers import TOKENIZERS
@@ -28,7 +27,7 @@ VOCAB_SIZE = 400  # a model may have more ids than its tokenizer
 def make_library(name: str) -> tuple[GrammarLibrary, Tokenizer]:
     tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
     assert tokenizer.decode([EOS]) == ""
-    return GrammarLibrary(spell_tokens(tokenizer, VOCAB_SIZE), [EOS]), tokenizer
+    return GrammarLibrary(tokenizer.spell_vocabulary(VOCAB_SIZE), [EOS]), tokenizer
 
 
 # A schema with 5 ** 10 combinations of properties.
@@ -133,13 +132,13 @@ def test_the_text_of_a_tokenizer_that_strips_a_space_has_the_form(name: str) -> 
 def test_a_tokenizer_whose_tokens_cannot_be_decoded_one_by_one_is_refused(name: str) -> None:
     tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
     with pytest.raises(ConfigError, match="structured output does not support"):
-        spell_tokens(tokenizer, tokenizer.vocab_size)
+        tokenizer.spell_vocabulary(tokenizer.vocab_size)
 
 
 def test_each_token_spells_what_it_adds_to_a_text() -> None:
     for name in ("byte_level", "byte_fallback", "gemma_like", "metaspace", "word_piece", "undecoded"):
         tokenizer = Tokenizer(TOKENIZERS[name](), {}, None)
-        spelling = spell_tokens(tokenizer, tokenizer.vocab_size)
+        spelling = tokenizer.spell_vocabulary(tokenizer.vocab_size)
         rng, num_checked = random.Random(name), 0
         for _ in range(200):
             ids = rng.choices(

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora.core.sampling_params import SamplingParams
-from slora.grammar.token_filter import TokenFilter
+from slora.grammar.matcher import TokenFilter
 from slora_kernels.torch.token_masks import mask_logits
 
 VOCAB = 70

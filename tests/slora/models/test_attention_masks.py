@@ -8,7 +8,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from slora.models.attention_masks import MaskRecord, describe_mask_difference
+from slora.models.model_traces import MaskRecord, describe_mask_difference
 
 LENGTHS, MAX_POSITIONS = (100, 4096), 131072
 

@@ -1,6 +1,6 @@
 import torch
 
-from slora.models.batch_index_trace import BatchIndexTrace
+from slora.models.model_traces import BatchIndexTrace
 
 NUM_TOKENS = 13
 

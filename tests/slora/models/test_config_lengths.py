@@ -2,7 +2,7 @@ import pytest
 from torch import nn
 from transformers import Gemma3TextConfig, Llama4TextConfig, Qwen2Config
 
-from slora.models.config_lengths import find_lengths, shorten_lengths
+from slora.models.model_traces import find_lengths, shorten_lengths
 
 
 def test_lengths_are_fields_that_count_tokens() -> None:

@@ -7,9 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from slora import LLM, SamplingParams
-from slora.models.expert_choice import ExpertChoice
-from slora.models.expert_config import ExpertConfig
-from slora.models.model_family import FAMILIES
+from slora.models.decoder import ExpertChoice
+from slora.models.model_config import ExpertConfig
 from slora_adapters.errors import AdapterInvalid
 from tests.support.cpu_kernels import KERNELS
 from tests.support.peft_adapters import make_adapter
@@ -17,9 +16,7 @@ from tests.support.tiny_models import make_model, write_model
 
 
 def make_experts(count: int, chosen: int, *, normalizes: bool) -> ExpertConfig:
-    facts = FAMILIES["qwen3_moe"].experts
-    assert facts is not None
-    return ExpertConfig(facts, count, chosen, 8, normalizes, None, frozenset({0}))
+    return ExpertConfig(count, chosen, 8, "moe_intermediate_size", normalizes, frozenset({0}))
 
 
 @pytest.mark.parametrize("normalizes", [True, False])

@@ -9,11 +9,9 @@ from hypothesis import strategies as st
 from transformers import AutoConfig, PreTrainedConfig
 
 from slora.core.errors import ConfigError
-from slora.models.expert_config import ExpertConfig
-from slora.models.model_config import ModelConfig
-from slora.models.model_family import FAMILIES
-from slora.models.model_spec import ModelSpec
-from slora.models.model_spec_reader import MODEL_IMPLS, read_model_spec
+from slora.models.families import FAMILIES, read_model_config
+from slora.models.model_config import ExpertConfig, ModelConfig
+from slora.models.model_spec import MODEL_IMPLS, ModelSpec, read_model_spec
 from slora.models.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from tests.slora.models.hub_configs import HUB
 from tests.support.tiny_models import MODELS, make_config
@@ -55,7 +53,7 @@ def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig
     (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     if generation is not None:
         (directory / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
-    return ModelConfig.from_directory(directory)
+    return read_model_config(directory)
 
 
 def assert_agree(ours: ModelConfig, theirs: PreTrainedConfig) -> None:
@@ -103,16 +101,16 @@ def assert_experts_agree(ours: ExpertConfig, theirs: PreTrainedConfig) -> None:
 def test_configs_saved_by_transformers_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     theirs = make_config(name)
     theirs.save_pretrained(tmp_path)
-    assert_agree(ModelConfig.from_directory(tmp_path), theirs)
+    assert_agree(read_model_config(tmp_path), theirs)
 
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_known_models_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(HUB[name]), encoding="utf-8")
-    ours, theirs = ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path)
+    ours, theirs = read_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert_agree(ours, theirs)
     theirs.save_pretrained(tmp_path)
-    saved = ModelConfig.from_directory(tmp_path)
+    saved = read_model_config(tmp_path)
     assert replace(saved, eos_token_ids=ours.eos_token_ids) == ours, "as saved by transformers 5"
 
 
@@ -122,10 +120,9 @@ def test_missing_config_fields_of_each_family_get_the_defaults_of_transformers(
 ) -> None:
     fields = {"vocab_size": 99, "hidden_size": 512, "num_attention_heads": 32}
     fields |= {"num_hidden_layers": 7, "intermediate_size": 96}
-    part = FAMILIES[family].config_field
-    config = {"model_type": family, **(fields if part is None else {part: fields})}
+    config = {"model_type": family, **({"text_config": fields} if family == "gemma3" else fields)}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert_agree(ModelConfig.from_directory(tmp_path), AutoConfig.from_pretrained(tmp_path))
+    assert_agree(read_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 
 @pytest.mark.parametrize("scaling", [{}, LLAMA3_ROPE, {"rope_type": "linear", "factor": 4.0}])
@@ -155,7 +152,7 @@ def test_the_rope_type_name_of_the_first_phi_3_checkpoints_is_longrope(tmp_path:
         (tmp_path / "config.json").write_text(
             json.dumps({**fields, "rope_scaling": scaling}), encoding="utf-8"
         )
-        read_as.append(ModelConfig.from_directory(tmp_path))
+        read_as.append(read_model_config(tmp_path))
     assert read_as[0] == read_as[1] == read_as[2]
     assert read_as[0].rope_switch == 4096
 
@@ -178,10 +175,10 @@ def test_null_disables_a_default_only_for_optional_features(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text(
         json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}), encoding="utf-8"
     )
-    assert ModelConfig.from_directory(tmp_path).final_softcap == 30.0
+    assert read_model_config(tmp_path).final_softcap == 30.0
     fields = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": None}
     (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_activation": None}), encoding="utf-8")
-    config = ModelConfig.from_directory(tmp_path)
+    config = read_model_config(tmp_path)
     assert config.final_softcap is None
     assert config.activation == "gelu_tanh"
 
@@ -472,7 +469,7 @@ def test_a_config_of_any_content_is_either_accepted_or_refused(
         json.dumps({**LLAMA, "model_type": family, **changes, **rope}), encoding="utf-8"
     )
     try:
-        ModelConfig.from_directory(directory)
+        read_model_config(directory)
     except ConfigError as error:
         assert "config.json" in str(error)
 
@@ -505,15 +502,25 @@ def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict
         {"author": "x", "languages": ["en", "de"], "source_url": "https://example.org", "license": "mit"},
     ],
 )
-def test_unknown_fields_that_only_describe_the_checkpoint_are_accepted(
-    tmp_path: Path, changes: dict[str, Any]
+def test_unknown_fields_that_only_describe_the_checkpoint_are_accepted_and_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, changes: dict[str, Any]
 ) -> None:
-    assert read(tmp_path, **changes) == read(tmp_path)
+    config = read(tmp_path, **changes)
+    (record,) = caplog.records
+    assert record.getMessage().endswith(f"fields are unknown and not used: {', '.join(sorted(changes))}")
+    assert config == read(tmp_path)
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"norm_name": "rms"}, {"model_version": {"a": 1}}, {"position_embedding_version": 2}, {"scale_path": 3}],
+    [
+        {"norm_name": "rms"},
+        {"model_version": {"a": 1}},
+        {"position_embedding_version": 2},
+        {"scale_path": 3},
+        {"scoring_func": "sigmoid"},
+        {"mixers": ["ssm", "attention"]},
+    ],
 )
 def test_unknown_fields_that_may_describe_the_arithmetic_are_refused(
     tmp_path: Path, changes: dict[str, Any]
@@ -528,7 +535,7 @@ def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: P
         json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}), encoding="utf-8"
     )
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be at most 10000"):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "3", "\xff"])
@@ -539,12 +546,12 @@ def test_a_config_file_that_is_not_a_json_object_is_refused_by_name(
     (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=name):
-        ModelConfig.from_directory(tmp_path)
+        read_model_config(tmp_path)
 
 
 def test_a_directory_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no model at .*nowhere"):
-        ModelConfig.from_directory(tmp_path / "nowhere")
+        read_model_config(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("model_impl", MODEL_IMPLS)

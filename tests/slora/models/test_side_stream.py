@@ -11,9 +11,9 @@ from torch import Tensor
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.step_batch import StepBatch
+from slora.models.weights.linear import Linear
 from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
-from slora.weights.linear import Linear
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from tests.support.driving import make_engine, make_source

@@ -12,7 +12,7 @@ from transformers import CONFIG_MAPPING
 
 from slora import LLM, SamplingParams
 from slora.core.errors import ConfigError
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit

@@ -13,7 +13,7 @@ from slora.core.cost_model import StepWork
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.engine.engine import Engine
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.planning.devices import DEVICES, Device
 from slora.planning.model_size import measure_model
 from slora.planning.plan import Adapters, Load, Plan, Question, compare_slices, make_plan

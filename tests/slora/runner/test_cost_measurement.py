@@ -10,7 +10,7 @@ import torch
 
 from slora.core.cost_model import StepWork
 from slora.core.engine_config import EngineConfig
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.runner import cost_measurement
 from slora.runner.cost_measurement import _Timings
 from slora.runner.runner import Runner

@@ -14,7 +14,7 @@ from transformers import (
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.tenant_account import TenantAccount
-from slora.sampling.logits_processing import apply_penalties, apply_penalties_to_all_tokens, process_logits
+from slora.sampling.sampler import apply_penalties, apply_penalties_to_all_tokens, process_logits
 from slora.sampling.sampling_table import SamplingTable
 from slora.scheduler.sequence import Sequence
 

@@ -11,7 +11,7 @@ import pytest
 from slora.core.errors import ContextTooLong
 from slora.core.request import FinishReason, StepOutput
 from slora.core.sampling_params import SamplingParams
-from slora.grammar.token_filter import TokenFilter
+from slora.grammar.matcher import TokenFilter
 from slora.scheduler.sequence import Sequence
 from tests.slora.scheduler.test_scheduler import PAGES, VERSIONS
 from tests.support.scheduler_bench import STOP_TOKEN, SchedulerBench

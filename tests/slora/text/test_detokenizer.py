@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from slora.text.detokenizer import Detokenizer
-from slora.text.stop_matcher import StopString
+from slora.text.detokenizer import Detokenizer, StopString
 from slora.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import TOKENIZERS, byte_level
 

@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.text.stop_matcher import StopMatcher, StopString
+from slora.text.detokenizer import StopMatcher, StopString
 
 SOME = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4)
 

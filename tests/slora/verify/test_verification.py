@@ -12,10 +12,9 @@ from peft import LoraConfig
 from safetensors.numpy import load_file
 
 from slora import LoraAdapter
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from slora.verify.peft_reference import PeftReference
-from slora.verify.verification import TOLERANCES, Verification
-from slora.verify.verifier import VerificationRequest, verify_adapter
+from slora.verify.verification import TOLERANCES, Verification, VerificationRequest, verify_adapter
 from slora_api.cli.main import main
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
@@ -176,7 +175,7 @@ class OtherPeft(PeftReference):
 def test_a_difference_is_printed_with_its_place_and_exit_code_one(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slora.verify.verifier.PeftReference", OtherPeft)
+    monkeypatch.setattr("slora.verify.verification.PeftReference", OtherPeft)
     prompt = ["--prompt", "The quick brown fox jumps over", "--prompt", "fox", "--max-tokens", "4"]
     command = ["adapter", "verify", str(kit.adapters["patterns"]), "--model", str(kit.directory)]
     assert main([*command, *prompt, "--device", "cpu"]) == 1

@@ -2,7 +2,8 @@
 
 Weights are allocated first, fused as the decoder needs them. Then a few threads read all files in parallel, in blocks
 of rows. Blocks that can't be read in place (another dtype, a GPU, quantization) pass through one small buffer per
-thread. Files are not memory-mapped, so their pages never count as memory of this process.
+thread. Files are not memory-mapped, so their pages never count as memory of this process: for 1.2 GB in bfloat16, the
+safetensors library's tensors raise the peak from 1.2 to 2.4 GB, and its slices also take twice the CPU time.
 
 The decoder decides which tensors exist and how they are fused; this module knows no model.
 """
@@ -19,12 +20,21 @@ from torch import Tensor
 
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
-from slora.weights.checkpoint import Checkpoint
-from slora.weights.linear import QuantizedWeight
-from slora.weights.safetensors_file import StoredTensor
-from slora.weights.weight_blocks import RowBlock, read_blocks, read_into
-from slora.weights.weight_source import DTYPES, QUANTIZED, ScaleBlock, WeightSource, expand_scales
-from slora.weights.weight_target import PlainTarget, QuantizedTarget, WeightTarget
+from slora.models.weights.checkpoint import Checkpoint, StoredTensor
+from slora.models.weights.linear import QuantizedWeight
+from slora.models.weights.weight_blocks import (
+    DTYPES,
+    QUANTIZED,
+    PlainTarget,
+    QuantizedTarget,
+    RowBlock,
+    ScaleBlock,
+    WeightSource,
+    WeightTarget,
+    expand_scales,
+    read_blocks,
+    read_into,
+)
 from slora_adapters.process.progress_bar import show_progress
 
 _log = logging.getLogger(__name__)
@@ -128,8 +138,8 @@ class WeightReader:
         self._known_names.add(name)
         if name not in self._checkpoint:
             return True
-        one, two = self._checkpoint.find(name), self._checkpoint.find(other)
-        return one.dtype == two.dtype and one.shape == two.shape and _same_bytes(one, two)
+        tensor, same = self._checkpoint.find(name), self._checkpoint.find(other)
+        return tensor.dtype == same.dtype and tensor.shape == same.shape and _same_bytes(tensor, same)
 
     def skip_prefixes(self, prefixes: tuple[str, ...]) -> None:
         """Skips tensors with these prefixes, which belong to parts of the model that are not served."""
@@ -222,15 +232,12 @@ def _not_floating(stored: StoredTensor) -> ConfigError:
     )
 
 
-def _same_bytes(one: StoredTensor, two: StoredTensor) -> bool:
-    with one.path.open("rb") as file_one, two.path.open("rb") as file_two:
-        for done in range(0, one.num_bytes, _BLOCK_BYTES):
-            count = min(_BLOCK_BYTES, one.num_bytes - done)
-            parts = [
-                os.pread(file.fileno(), count, tensor.offset + done)
-                for file, tensor in ((file_one, one), (file_two, two))
-            ]
-            if parts[0] != parts[1]:
+def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    with first.path.open("rb") as first_file, second.path.open("rb") as second_file:
+        for done in range(0, first.num_bytes, _BLOCK_BYTES):
+            count = min(_BLOCK_BYTES, first.num_bytes - done)
+            content = os.pread(first_file.fileno(), count, first.offset + done)
+            if content != os.pread(second_file.fileno(), count, second.offset + done):
                 return False
     return True
 

@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.weights import packed_weight
-from slora.weights.linear import multiply
-from slora.weights.packed_weight import pack_weight
+from slora.models.weights import packed_weight
+from slora.models.weights.linear import multiply
+from slora.models.weights.packed_weight import pack_weight
 from slora_kernels.torch import row_blocks
 
 

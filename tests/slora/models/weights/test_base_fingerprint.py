@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 
 from slora.core.errors import ConfigError
-from slora.weights.base_fingerprint import fingerprint
+from slora.models.weights.checkpoint import fingerprint
 from tests.support.tiny_models import make_model
 
 TENSORS = {"a": torch.arange(5000.0).view(50, 100), "b": torch.ones(4), "empty": torch.zeros(0, 3)}

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slora import LLM, SamplingParams
 from slora.core.errors import ConfigError
-from slora.models.model_spec_reader import read_model_spec
+from slora.models.model_spec import read_model_spec
 from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict

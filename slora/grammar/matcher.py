@@ -1,17 +1,52 @@
-"""The matcher of `allowed_token_ids` and `bad_words`. Given the tokens generated so far, it tells which may come next.
+"""What structured output shares with the scheduler: the matcher of an answer, and the spelling of a vocabulary.
 
-As in vLLM, a sequence of `bad_words` is prevented by forbidding its last token after all of its other tokens.
+`GrammarLibrary` makes the matchers of grammars. `TokenFilter` is the matcher of `allowed_token_ids` and `bad_words`. As
+in vLLM, a sequence of `bad_words` is prevented by forbidding its last token after all of its other tokens.
 """
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from slora.core.sampling_params import SamplingParams
 from slora_kernels.layout import Int32Array
 
-__all__ = ["TokenFilter"]
+
+class Matcher(Protocol):
+    """The state of one answer within its grammar: which tokens may come next."""
+
+    @property
+    def error(self) -> str | None:
+        """The reason why no token can come next. None if some token can, or before the first call of `write_mask`."""
+
+    def copy(self) -> "Matcher":
+        """Returns an independent matcher in the same state."""
+
+    def accept(self, token_id: int) -> None:
+        """Appends a token to the answer. The last mask must have allowed it, and it must not be a stop token."""
+
+    def write_mask(self, words: Int32Array) -> None:
+        """Writes the mask of the next token into words int32 [ceil(vocab_size / 32)].
+
+        Bit t % 32 of word t // 32 is 1 if token t is allowed. Stop tokens are allowed where the answer may end. If no
+        token is allowed, all bits are 0 and `error` has the reason. Repeating the call has no effect.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSpelling:
+    """The bytes of each token within a text.
+
+    pieces: one entry for each id of the model's vocabulary. Empty for ids that no answer may contain: special tokens
+        and ids without a token.
+    not_first: ids that spell something else at the start of a text, where the decoder strips a space.
+    """
+
+    pieces: Sequence[bytes]
+    not_first: Sequence[int] = ()
 
 
 class TokenFilter:
@@ -32,7 +67,7 @@ class TokenFilter:
         self._allowed = allowed
         self._banned = banned
         self._endings = endings
-        self._longest = max((len(one) for group in endings.values() for one in group), default=1)
+        self._longest = max((len(tokens) for group in endings.values() for tokens in group), default=1)
         # The last tokens of the answer, at most `_longest` - 1.
         self._tail: tuple[int, ...] = ()
         # The mask before `endings` is applied.

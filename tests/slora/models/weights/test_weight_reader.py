@@ -7,10 +7,10 @@ import torch
 from safetensors.torch import save_file
 
 from slora.core.errors import ConfigError
-from slora.weights import weight_blocks, weight_reader
-from slora.weights.checkpoint import Checkpoint
-from slora.weights.linear import QuantizedWeight
-from slora.weights.weight_reader import LinearPart, WeightReader
+from slora.models.weights import weight_blocks, weight_reader
+from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.linear import QuantizedWeight
+from slora.models.weights.weight_reader import LinearPart, WeightReader
 from tests.support.terminal import Terminal
 
 CPU = torch.device("cpu")
@@ -147,7 +147,7 @@ def test_progress_is_shown_on_a_terminal_unless_the_log_is_to_be_quiet(
     shown: bool,
 ) -> None:
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    caplog.set_level(level, "slora.weights.weight_reader")
+    caplog.set_level(level, "slora.models.weights.weight_reader")
     read_all(directory)
     assert ("Weights" in terminal.getvalue()) == shown
 

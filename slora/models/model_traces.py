@@ -1,0 +1,223 @@
+"""What a run of a transformers model reveals: its masks, its use of batch indices, and its lengths.
+
+Masks. transformers builds no mask for an attention function that is registered without a mask function, because it
+assumes that such a function masks by itself. Paged attention implements the causal mask, and the causal mask within a
+sliding window. A model with other masks, or whose attention calls do not pass their window, would get wrong answers.
+The model is therefore run a second time with a mask function that records the mask of each layer, and the two are
+compared.
+
+Batch indices. A step holds tokens of many sequences, so a token's batch index has no meaning for its sequence. Short
+prompts may not show a model that uses it: Llama 4 scales queries by index, but only from the 8,192nd token on. So the
+model's arithmetic is traced.
+
+Lengths. A model may change its arithmetic at windows, chunks and floors. A test with prompts shorter than such a length
+proves nothing about longer prompts.
+
+In bfloat16 the logits alone do not reveal these faults: rounding hides both the scale of Llama 4 and a window of 40
+tokens in a prompt of 49.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig
+
+# Returns whether a query sees a key. The arguments are the indices of batch, head, query and key, as tensors.
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+
+# Distances at which a mask may change, in addition to the lengths in the config.
+_COMMON_DISTANCES = tuple(1 << exponent for exponent in range(21))
+
+
+class MaskRecord:
+    """Records which mask function built which mask in one forward pass on the meta device.
+
+    given: the mask of each attention call, in order.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[Tensor | None] = []
+        self._made: list[tuple[Tensor, MaskFunction]] = []
+
+    def make_mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
+        """transformers' mask interface: returns a mask [1, 1, q_length, kv_length] without data."""
+        mask = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
+        self._made.append((mask, mask_function))
+        return mask
+
+    def attend(
+        self,
+        _: nn.Module,
+        query: Tensor,
+        __: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **___: Any,
+    ) -> tuple[Tensor, None]:
+        """transformers' attention interface."""
+        self.given.append(attention_mask)
+        return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+    def find_function(self, mask: Tensor) -> MaskFunction | None:
+        """The function that built the mask. None if the model built the mask itself, or changed it."""
+        return next((function for made, function in self._made if made is mask), None)
+
+
+def describe_mask_difference(
+    function: MaskFunction, window: int | None, lengths: Iterable[int], max_positions: int
+) -> str | None:
+    """Describes how `function` differs from the causal mask within `window` tokens, or returns None if it does not.
+
+    window: None means that a token sees all earlier tokens. The masks are compared at tokens just before and after each
+    of `lengths`, at multiples of each length, and at powers of two.
+    """
+    steps = {*lengths, *_COMMON_DISTANCES} | ({window} if window is not None else set())
+    edges = {factor * step + offset for step in steps for factor in (1, 2, 3) for offset in (-1, 0, 1)}
+    points = torch.tensor(sorted(edge for edge in {0, *edges} if 0 <= edge < max_positions))
+    queries, keys = points.repeat_interleave(len(points)), points.repeat(len(points))
+    # Add the pairs just inside and just outside a window, which the points above do not contain.
+    shifted = queries - keys
+    queries, keys = torch.cat((queries, queries)), torch.cat((keys, shifted.clamp(min=0)))
+    expected = keys <= queries
+    if window is not None:
+        expected &= keys > queries - window
+    zero = torch.zeros((), dtype=torch.int64)
+    seen = function(zero, zero, queries, keys).expand(queries.shape)
+    different = (seen != expected).nonzero()
+    if not len(different):
+        return None
+    query, key = int(queries[different[0, 0]]), int(keys[different[0, 0]])
+    difference = f"shows token {key} to" if seen[different[0, 0]] else f"hides token {key} from"
+    told = "no window" if window is None else f"a window of {window} tokens"
+    return f"its attention call has {told}, but the model's own mask {difference} token {query}"
+
+
+_aten = torch.ops.aten
+_NUMBERINGS = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+# Operations whose indices select rows but do not enter the values. For example, a mixture of experts numbers its tokens
+# to sort them by expert.
+_SELECTIONS = frozenset(
+    {
+        _aten.index,
+        _aten.index_add,
+        _aten.index_add_,
+        _aten.index_copy_,
+        _aten.index_put,
+        _aten.index_put_,
+        _aten.index_select,
+        _aten.gather,
+        _aten.scatter,
+        _aten.scatter_,
+        _aten.scatter_add,
+        _aten.scatter_add_,
+    }
+)
+
+
+class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records every tensor computed from a numbering of `num_tokens` tokens."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._num_tokens = num_tokens
+        # Traced tensors are kept alive, so that their ids are not reused.
+        self._traced: dict[int, Tensor] = {}
+
+    def is_traced(self, tensor: Tensor) -> bool:
+        return id(tensor) in self._traced
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _NUMBERINGS:
+            is_traced = result.shape == (self._num_tokens,)
+        elif func.overloadpacket in _SELECTIONS:
+            is_traced = self.is_traced(args[0]) or (
+                len(args) > 3 and any(map(self.is_traced, _tensors(args[3])))
+            )
+        else:
+            is_traced = any(map(self.is_traced, _tensors((args, kwargs or {}))))
+        if is_traced:
+            self._traced |= {id(tensor): tensor for tensor in _tensors(result)}
+        return result
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and mappings."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
+
+
+# In all classes of transformers, the name of a field with such a length contains one of these words.
+_LENGTH_WORDS = ("window", "chunk", "floor")
+_NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")
+
+
+def find_lengths(config: PreTrainedConfig) -> dict[str, int]:
+    """Returns the lengths in tokens that the text model's config contains, by field name: attention windows and
+    chunks, and the interval after which the temperature of attention changes (`floor_scale`).
+    """
+    return dict(_lengths(config.get_text_config()))
+
+
+@contextmanager
+def shorten_lengths(model: nn.Module, longest: int, short: int) -> Iterator[None]:
+    """Within this context, each length above `longest` is set to `short` in the model's configs and modules.
+
+    A module may store a length under another name, such as `window_size` for `sliding_window`. Attributes are therefore
+    found by the words that such names contain, and by their value.
+    """
+    owners = list(_find_owners(model))
+    configs = [owner for owner in owners if isinstance(owner, PreTrainedConfig)]
+    lengths = {length for config in configs for _, length in _lengths(config) if length > longest}
+    found = [(owner, name, value) for owner in owners for name, value in _lengths(owner) if value in lengths]
+    for owner, name, _ in found:
+        setattr(owner, name, short)
+    try:
+        yield
+    finally:
+        for owner, name, value in found:
+            setattr(owner, name, value)
+
+
+def _find_owners(model: nn.Module) -> Iterable[Any]:
+    """Returns the modules of a model and all configs that they refer to, without duplicates."""
+    owners: dict[int, Any] = {}
+    for module in model.modules():
+        owners[id(module)] = module
+        configs = [value for value in vars(module).values() if isinstance(value, PreTrainedConfig)]
+        configs += [config.get_text_config() for config in configs]
+        owners |= {id(config): config for config in configs}
+    return owners.values()
+
+
+def _lengths(owner: object) -> Iterator[tuple[str, int]]:
+    """Yields the attributes whose name and value look like a length. A value of 1 is not a length."""
+    for name, value in vars(owner).items():
+        if (
+            name in _NOT_LENGTHS
+            or name.endswith("_pattern")
+            or not any(word in name for word in _LENGTH_WORDS)
+        ):
+            continue
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and value > 1
+            and value == int(value)
+        ):
+            yield name, int(value)
