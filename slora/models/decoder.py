@@ -14,9 +14,8 @@ from torch import Tensor
 from slora.memory.device_memory import DeviceMemory
 from slora.models.collectives import ALONE, Collectives
 from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, SparseMlp
-from slora.models.lora_deltas import LoraDeltas
+from slora.models.lora_deltas import LoraDeltas, SideStream
 from slora.models.model_config import ExpertConfig, ModelConfig
-from slora.models.side_stream import SideStream
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import Linear, multiply
 from slora.models.weights.packed_weight import pack_weight

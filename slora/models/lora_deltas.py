@@ -1,4 +1,11 @@
-"""Adds the adapters' LoRA outputs to the base model's outputs, site by site."""
+"""Adds the adapters' LoRA outputs to the base model's outputs, site by site.
+
+On a GPU, LoRA kernels run in parallel with the base model's matmuls. They read the same input as the matmul beside
+them, and do not write to the matmul's output. A decode linear is bound by reading its weights and leaves
+multiprocessors idle at its beginning and end. The LoRA kernels have a latency of a few microseconds each, which the
+matmul hides. With prefill chunks, the matmul is bound by arithmetic and a shrink by memory, so they also run well in
+parallel.
+"""
 
 from collections.abc import Callable, Iterable
 from typing import TypeVar
@@ -7,12 +14,42 @@ import torch
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
-from slora.models.side_stream import SideStream
 from slora_kernels.batch import LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 _Result = TypeVar("_Result")
+
+
+class SideStream:
+    """A CUDA stream beside the device's current stream, which runs forked work in parallel with later work.
+
+    Each fork is joined before the next fork. Fork and join are CUDA events, so a CUDA graph can record them.
+
+    Memory that the work allocates is freed before the next fork, and that fork waits for the last reader of this
+    memory. So the allocator can reuse the memory safely without `record_stream`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def fork(self, work: Callable[[], _Result]) -> _Result:
+        """Launches work that waits for all earlier work and runs in parallel with later work.
+
+        Until `join`, do not read the result of the work, and do not write to its inputs.
+        """
+        self._forked.record(torch.cuda.current_stream(self._device))
+        self._stream.wait_event(self._forked)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        self._done.record(self._stream)
+        return result
+
+    def join(self) -> None:
+        """Makes all later work wait for the forked work."""
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
 class LoraDeltas:

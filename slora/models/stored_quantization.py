@@ -25,14 +25,13 @@ _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 
 @dataclass(frozen=True, slots=True)
 class StoredQuantization:
-    """How a checkpoint stores its quantized weights.
-
-    block: rows and columns that share a scale. None: one scale per row or per tensor.
-    """
+    """How a checkpoint stores its quantized weights."""
 
     method: str
     form: Form
-    block: tuple[int, int] | None
+    block: (
+        tuple[int, int] | None
+    )  # Rows and columns that share a scale. None: one scale per row or per tensor.
 
 
 def read_quantization(fields: ConfigFields) -> StoredQuantization | None:

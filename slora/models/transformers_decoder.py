@@ -38,12 +38,12 @@ _ATTENTION = "slora_paged"
 
 @dataclass(frozen=True, slots=True)
 class _StepInputs:
-    """The inputs that all layers of one forward pass share. deltas: LoRA for the tokens of the step."""
+    """The inputs that all layers of one forward pass share."""
 
     memory: DeviceMemory
     kernels: Kernels
     attention: AttentionStep
-    deltas: LoraDeltas
+    deltas: LoraDeltas  # LoRA for the tokens of the step.
     adapts_embedding: bool
 
 

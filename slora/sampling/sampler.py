@@ -48,16 +48,11 @@ _NEEDS_RAW_LOGITS = SamplingFeature.LOGPROBS | SamplingFeature.BEAM_SEARCH
 
 @dataclass(frozen=True, slots=True)
 class SampledRows:
-    """The results of one step's sampling, while the device may still compute them.
+    """The results of one step's sampling, while the device may still compute them."""
 
-    choice: int64 [B] on the device: the tokens, with 0 for rows whose logits are not finite.
-    tokens: int64 [B] on the host, with -1 for these rows.
-    logprobs: for the rows `scored` that ask for them.
-    """
-
-    choice: Tensor
-    tokens: Tensor
-    scored: Items[int] = ()
+    choice: Tensor  # int64 [B] on the device: the tokens, with 0 for rows whose logits are not finite.
+    tokens: Tensor  # int64 [B] on the host, with -1 for these rows.
+    scored: Items[int] = ()  # The rows that ask for log-probabilities.
     logprobs: "LogprobRows | None" = None
     proposals: "Items[_ProposalRows]" = ()
 
@@ -121,16 +116,13 @@ def sample(
 
 @dataclass(frozen=True, slots=True)
 class LogprobRows:
-    """Log-probabilities of N rows, on the host. See `token_logprobs`.
+    """Log-probabilities of N rows, on the host. See `token_logprobs`."""
 
-    tokens, chosen: [N]. top_ids, top_values: [N, K]. labelled: [N, most labels]; None if no row has labels.
-    """
-
-    tokens: Tensor
-    chosen: Tensor
-    top_ids: Tensor
-    top_values: Tensor
-    labelled: Tensor | None
+    tokens: Tensor  # [N]
+    chosen: Tensor  # [N]
+    top_ids: Tensor  # [N, K]
+    top_values: Tensor  # [N, K]
+    labelled: Tensor | None  # [N, most labels]; None if no row has labels.
     counts: list[int]
     labels: list[tuple[int, ...]] | tuple[()]
 

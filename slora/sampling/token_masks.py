@@ -23,16 +23,11 @@ _STEP_S = 0.005
 
 @dataclass(frozen=True, slots=True)
 class TokenMasks:
-    """The masks of a step.
+    """The masks of a step."""
 
-    kept: the rows of the batch that get a token, ascending. All others are deferred.
-    rows: int64 [N], ascending. The indices into `kept` of the rows that have a mask.
-    words: int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
-    """
-
-    kept: list[int]
-    rows: Tensor
-    words: Tensor
+    kept: list[int]  # The rows of the batch that get a token, ascending. All others are deferred.
+    rows: Tensor  # int64 [N], ascending: the indices into `kept` of the rows that have a mask.
+    words: Tensor  # int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
 
     @staticmethod
     def compute(sequences: Rows[Sequence], vocab_size: int, device: torch.device) -> "TokenMasks | None":

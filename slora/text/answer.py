@@ -18,17 +18,12 @@ from slora.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AlignedToken:
-    """One token and its part of a text.
-
-    logprobs: None for the first token of a prompt.
-    width: number of characters of the text that belong to the token.
-    is_first: whether no earlier token has a part of the text. Some tokenizers drop a space there.
-    """
+    """One token and its part of a text."""
 
     token_id: int
-    logprobs: TokenLogprobs | None
-    width: int
-    is_first: bool = False
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt.
+    width: int  # Number of characters of the text that belong to the token.
+    is_first: bool = False  # No earlier token has a part of the text. Some tokenizers drop a space there.
 
 
 class TokenAligner:
@@ -77,33 +72,28 @@ class TokenAligner:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One answer to a prompt. `token_ids` includes the stop token; `text` does not by default.
-
-    tokens: the tokens of `text`, each with its part of the text. Empty without a tokenizer or without logprobs.
-    stop: the stop string that ended the answer; None if none did.
-    """
+    """One answer to a prompt. `token_ids` includes the stop token; `text` does not by default."""
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprobs] | None
+    # The tokens of `text`, each with its part of the text. Empty without a tokenizer or without logprobs.
     tokens: tuple[AlignedToken, ...] = ()
-    stop: str | None = None
+    stop: str | None = None  # The stop string that ended the answer.
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """A prompt with its `n` answers. With best_of, they are sorted by log-probability, the most probable one first.
 
-    text, token_ids, finish_reason, logprobs: the fields of the first answer.
-    prompt_logprobs: None unless requested.
-    num_cached_tokens: number of prompt tokens whose KV was found in the prefix cache. It is ignored when two
-    completions are compared.
+    The properties are the fields of the first answer.
     """
 
     prompt_token_ids: list[int]
     choices: tuple[Choice, ...]
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None unless requested.
+    # Prompt tokens whose KV was found in the prefix cache. Ignored when two completions are compared.
     num_cached_tokens: int = field(default=0, compare=False)
 
     @property
@@ -125,25 +115,20 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class CompletionDelta:
-    """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason.
-
-    text: text that no later token can change; it may lag behind token_ids.
-    tokens: the next tokens of the text, each with its part of the text. Empty without a tokenizer or without logprobs.
-    stop: the stop string that ended the answer, in its last delta.
-    prompt_logprobs: log-probabilities of the next prompt tokens. They come in separate deltas, before the answer.
-    num_cached_tokens: number of cached prompt tokens, sent once, with the first token of answer 0.
-    """
+    """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason."""
 
     index: int
-    text: str
+    text: str  # Text that no later token can change; it may lag behind token_ids.
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     choice: int = 0
+    # Log-probabilities of the next prompt tokens. They come in separate deltas, before the answer.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # Cached prompt tokens, sent once, with the first token of answer 0.
+    # The next tokens of the text, each with its part of the text. Empty without a tokenizer or without logprobs.
     tokens: tuple[AlignedToken, ...] = ()
-    stop: str | None = None
+    stop: str | None = None  # The stop string that ended the answer, in its last delta.
 
 
 class Answer:

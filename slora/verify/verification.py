@@ -44,18 +44,12 @@ from slora_kernels.ops import Kernels
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The greatest differences that rounding can explain.
+    """The greatest differences that rounding can explain."""
 
-    logprob: the difference for one token, in nats. delta: the difference of a module's output, relative to its largest
-        entry.
-    margin: if the reference's two most probable tokens differ by less log-probability than this, either one passes.
-    excused: share of all tokens that may differ for that reason. One token may always differ, because few are compared.
-    """
-
-    logprob: float
-    delta: float
-    margin: float
-    excused: float
+    logprob: float  # For one token, in nats.
+    delta: float  # Of a module's output, relative to its largest entry.
+    margin: float  # Two tokens whose log-probabilities differ by less than this pass for each other.
+    excused: float  # Share of all tokens that may differ for that reason. One may always, because few are compared.
 
 
 # Differences measured on tiny models and the demo. float32: 1e-5 for logprob and 1e-6 for delta. bfloat16, where both
@@ -70,59 +64,46 @@ TOLERANCES: Mapping[str, Tolerance] = {
 
 @dataclass(frozen=True, slots=True)
 class ModuleCheck:
-    """The comparison of one module. path: from the model's root.
+    """The comparison of one module."""
 
-    deviation: the largest difference between our delta and peft's, relative to the largest entry of peft's delta.
-    """
-
-    path: str
+    path: str  # From the model's root.
     rank: int
     scale: float
-    deviation: float
+    deviation: (
+        float  # Largest difference between our delta and peft's, relative to the largest entry of peft's.
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCheck:
-    """The comparison of one answer.
-
-    wrong: tokens that peft would not have chosen. excused: differing tokens where peft was undecided.
-    logprob, peft_logprob: mean log-probability of the answer's tokens, on our side and on peft's.
-    deviation: the largest difference between our log-probability of a token and peft's.
-    effect: mean KL divergence per token between next-token distributions with and without the adapter, in nats.
-    changed: share of tokens after which the argmax with the adapter differs from the argmax of the base.
-    """
+    """The comparison of one answer."""
 
     prompt: str | None
     prompt_tokens: int
     answer_tokens: int
-    wrong: int
-    excused: int
-    logprob: float
+    wrong: int  # Tokens that peft would not have chosen.
+    excused: int  # Differing tokens where peft was undecided.
+    logprob: float  # Mean log-probability of the answer's tokens.
     peft_logprob: float
-    deviation: float
-    effect: float
-    changed: float
+    deviation: float  # Largest difference between our log-probability of a token and peft's.
+    effect: float  # Mean KL divergence per token from the distribution of the base model, in nats.
+    changed: float  # Share of tokens after which the argmax differs from that of the base model.
 
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """The result for one adapter.
-
-    only_here: modules that only this engine adapts. only_peft: modules that only peft adapts.
-    not_served: files in the adapter's directory that serving does not use.
-    problems: why the two sides are not equal; empty if they are. warnings: further facts for the adapter's author.
-    """
+    """The result for one adapter."""
 
     dtype: str
     kernels: str
     num_modules: int
     modules: tuple[ModuleCheck, ...]
-    only_here: tuple[str, ...]
+    only_here: tuple[str, ...]  # Modules that only this engine adapts.
     only_peft: tuple[str, ...]
     prompts: tuple[PromptCheck, ...]
-    not_served: tuple[str, ...]
-    warnings: tuple[str, ...]
-    problems: tuple[str, ...]
+    not_served: tuple[str, ...]  # Files in the adapter's directory that serving does not use.
+    warnings: tuple[str, ...]  # Further facts for the adapter's author.
+    problems: tuple[str, ...]  # Why the two sides are not equal.
 
     @property
     def equal(self) -> bool:

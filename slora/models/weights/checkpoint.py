@@ -28,14 +28,14 @@ ELEMENT_BYTES = {
 
 
 @dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """A tensor in a file: row-major, `num_bytes` bytes from byte `offset` of `path`. dtype: safetensors' name."""
+class TensorPlace:
+    """Where a tensor is in a file."""
 
     name: str
     path: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
+    dtype: str  # safetensors' name.
+    shape: tuple[int, ...]  # Row-major.
+    offset: int  # Of the first of `num_bytes` bytes.
 
     @property
     def num_bytes(self) -> int:
@@ -46,12 +46,12 @@ class StoredTensor:
         """Bytes of one row, which is one index of the first axis."""
         return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
 
-    def item(self, index: int) -> "StoredTensor":
+    def item(self, index: int) -> "TensorPlace":
         """The part of the tensor at one index of the first axis."""
         return replace(self, shape=self.shape[1:], offset=self.offset + index * self.row_bytes)
 
 
-def read_header(path: Path) -> list[StoredTensor]:
+def read_header(path: Path) -> list[TensorPlace]:
     """Reads the tensors of a file, in the order of their bytes. Raises ConfigError if the file is damaged."""
     try:
         with path.open("rb") as raw, safe_open(path, "np") as file:
@@ -59,7 +59,7 @@ def read_header(path: Path) -> list[StoredTensor]:
             tensors = []
             for name in file.offset_keys():
                 header = file.get_slice(name)
-                tensor = StoredTensor(name, path, header.get_dtype(), tuple(header.get_shape()), position)
+                tensor = TensorPlace(name, path, header.get_dtype(), tuple(header.get_shape()), position)
                 if tensor.dtype not in ELEMENT_BYTES:
                     raise ConfigError(
                         f"{path}: {name} has dtype {tensor.dtype!r}; supported are {', '.join(ELEMENT_BYTES)}"
@@ -82,7 +82,7 @@ class Checkpoint:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._tensors: dict[str, StoredTensor] = {}
+        self._tensors: dict[str, TensorPlace] = {}
         for tensor in _locate_tensors(directory):
             other = self._tensors.setdefault(tensor.name, tensor)
             if other is not tensor:
@@ -98,7 +98,7 @@ class Checkpoint:
     def directory(self) -> Path:
         return self._directory
 
-    def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+    def find(self, name: str, shape: tuple[int, ...] | None = None) -> TensorPlace:
         """Locates the tensor `name`.
 
         Raises ConfigError if it is missing, or if its shape differs from a given `shape`.
@@ -113,7 +113,7 @@ class Checkpoint:
         return tensor
 
 
-def _locate_tensors(directory: Path) -> Iterator[StoredTensor]:
+def _locate_tensors(directory: Path) -> Iterator[TensorPlace]:
     index = directory / _INDEX
     files = [directory / _SINGLE] if not index.exists() else _shards(index)
     for path in files:
@@ -146,7 +146,7 @@ def fingerprint(directory: Path) -> str:
     Raises ConfigError if there is no checkpoint. A change of a few single numbers may go undetected.
     """
     checkpoint = Checkpoint(directory)
-    by_file: dict[Path, list[StoredTensor]] = defaultdict(list)
+    by_file: dict[Path, list[TensorPlace]] = defaultdict(list)
     for name in checkpoint:
         tensor = checkpoint.find(name)
         by_file[tensor.path].append(tensor)
@@ -160,7 +160,7 @@ def fingerprint(directory: Path) -> str:
     return sha.hexdigest()
 
 
-def _line(tensor: StoredTensor, file: int) -> bytes:
+def _line(tensor: TensorPlace, file: int) -> bytes:
     """The line that is hashed for one tensor. It contains a digest of the sampled bytes instead of the bytes."""
     size = tensor.num_bytes
     last = max(0, size - _PIECE_BYTES)

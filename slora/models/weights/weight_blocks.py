@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from slora.core.errors import ConfigError
-from slora.models.weights.checkpoint import StoredTensor
+from slora.models.weights.checkpoint import TensorPlace
 from slora.models.weights.linear import QuantizedWeight, quantize_rows
 
 DTYPES = {
@@ -35,7 +35,7 @@ ScaleBlock = tuple[int, int]
 class WeightSource:
     """A stored weight [N, K] and its scales."""
 
-    stored: StoredTensor
+    stored: TensorPlace
     # float32 [N], one per row; or one per block, float32 [ceil(N / block rows), ceil(K / block columns)].
     scales: Tensor | None = None
     block: ScaleBlock | None = None
@@ -67,7 +67,7 @@ class WeightSource:
         return rows.float().mul_(factors), None
 
 
-def expand_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None) -> Tensor:
+def expand_scales(stored: TensorPlace, scales: Tensor, block: ScaleBlock | None) -> Tensor:
     """Converts scales per tensor, per row or per block to the shapes of `WeightSource.scales`."""
     num_rows, num_columns = stored.shape
     if block is not None:
@@ -83,7 +83,7 @@ def expand_scales(stored: StoredTensor, scales: Tensor, block: ScaleBlock | None
     return scales.flatten().expand(num_rows)
 
 
-def _where(stored: StoredTensor) -> str:
+def _where(stored: TensorPlace) -> str:
     return f"{stored.path}: {stored.name} {list(stored.shape)} has scales of shape"
 
 
@@ -227,7 +227,7 @@ def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> Non
         buffers.put(buffer)
 
 
-def read_into(rows: Tensor, stored: StoredTensor, file: int, offset: int) -> None:
+def read_into(rows: Tensor, stored: TensorPlace, file: int, offset: int) -> None:
     """Fills contiguous `rows` in CPU memory from byte `offset` of the file."""
     assert rows.is_contiguous(), rows.stride()
     memory = rows.view(-1).view(torch.uint8).numpy().data

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
-from slora.models.weights.checkpoint import Checkpoint, StoredTensor
+from slora.models.weights.checkpoint import Checkpoint, TensorPlace
 from slora.models.weights.linear import QuantizedWeight
 from slora.models.weights.weight_blocks import (
     DTYPES,
@@ -159,7 +159,7 @@ class WeightReader:
         self._blocks.clear()
         _log.info("read %.2f GB of weights in %.1f s", total / 1e9, time.perf_counter() - start)
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+    def _find(self, name: str, shape: tuple[int, ...]) -> TensorPlace:
         self._known_names.add(name)
         return self._checkpoint.find(name, shape)
 
@@ -194,7 +194,7 @@ class WeightReader:
         scales = self._read_now(self._checkpoint.find(f"{name}_scale")).float()
         return WeightSource(stored, expand_scales(stored, scales, None), packed_width=width)
 
-    def _read_now(self, stored: StoredTensor) -> Tensor:
+    def _read_now(self, stored: TensorPlace) -> Tensor:
         if stored.dtype in QUANTIZED or stored.dtype not in DTYPES:
             raise _not_floating(stored)
         tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
@@ -225,14 +225,14 @@ class WeightReader:
             )
 
 
-def _not_floating(stored: StoredTensor) -> ConfigError:
+def _not_floating(stored: TensorPlace) -> ConfigError:
     return ConfigError(
         f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights, and 8-bit "
         "weights with scales, are served"
     )
 
 
-def _same_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:
     with first.path.open("rb") as first_file, second.path.open("rb") as second_file:
         for done in range(0, first.num_bytes, _BLOCK_BYTES):
             count = min(_BLOCK_BYTES, first.num_bytes - done)
