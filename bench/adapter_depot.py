@@ -16,9 +16,8 @@ from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import TENSORS_NAME, parse_adapter
-from slora_adapters.registry.adapter_record import AdapterDetails
+from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
@@ -67,7 +66,7 @@ class Depot:
         self._files = FileStore(self.data_dir / "adapters")
         self._stores: list[Store] = [self._files] if warm is None else [self._files, warm]
         self._database = Database(self.data_dir / "slora.db")
-        self._registry = Registry(RegistryStorage(self._database))
+        self._registry = Registry(self._database)
         self._num_blobs = 0
 
     @property

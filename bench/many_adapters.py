@@ -25,10 +25,8 @@ from bench.table import Row
 from bench.workload import ModelSize, make_adapter, write_model
 from slora_adapters.database.database import Database
 from slora_adapters.process.progress_bar import track_progress
-from slora_adapters.registry.adapter_record import AdapterDetails
-from slora_adapters.registry.reference import LATEST
+from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.api.platform import bearer
@@ -57,9 +55,9 @@ class _Populated:
     names: list[str]
 
     @contextmanager
-    def storage(self) -> Iterator[RegistryStorage]:
+    def registry(self) -> Iterator[Registry]:
         with closing(Database(self.database or self.data_dir / "slora.db")) as database:
-            yield RegistryStorage(database)
+            yield Registry(database)
 
 
 def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[Row]]:
@@ -120,8 +118,7 @@ def _populate(data_dir: Path, count: int, url: str) -> _Populated:
     members = list(store.root.glob(f"blobs/*/{first}/*"))
     details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, 1 << 20)
     place = _Populated(data_dir, url, [f"adapter-{number:05}" for number in range(count)])
-    with place.storage() as storage:
-        registry = Registry(storage)
+    with place.registry() as registry:
         for number, name in enumerate(place.names):
             digest = _digest(number)
             if number:
@@ -144,9 +141,9 @@ def _measure(model: Path, place: _Populated) -> Row:
         ready_s = time.perf_counter() - start
         key = served.make_key(_TENANT)
         list_s, get_s = _ask(served, key, wanted[:_REQUESTS])
-    with place.storage() as storage:
+    with place.registry() as registry:
         look_up_s = statistics.median(
-            _seconds(lambda name=name: storage.find_rollout((_TENANT, name), LATEST)) for name in wanted
+            _seconds(lambda name=name: registry.aliases(_TENANT, name)) for name in wanted
         )
     return {
         "ready s": ready_s,

@@ -23,9 +23,8 @@ from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
-from slora_adapters.registry.adapter_record import AdapterDetails
+from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main as run_slora
@@ -74,7 +73,7 @@ def deposit_adapters(model: Path, data: Path, size: EngineSize, num_adapters: in
     pool_bytes = lay_out_adapter(shape, adapter.ranks(shape)).num_bytes
     details = AdapterDetails(RANK, adapter.target_modules, adapter.tensor_bytes, pool_bytes)
     database = Database(data / "slora.db")
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     for number in range(num_adapters):
         registry.put("adapter", AdapterVersion(f"tenant-{number}", adapter.digest), details)
     database.close()

@@ -1,4 +1,4 @@
-from tests.adapters.registry_places import database_place, empty_database, open_storage
+from tests.adapters.registry_places import database_place, empty_database, open_database
 from tests.postgresql_server import postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
 
@@ -6,7 +6,7 @@ __all__ = [
     "database_place",
     "empty_database",
     "make_redis",
-    "open_storage",
+    "open_database",
     "postgresql_server",
     "redis_server",
     "shared_postgresql",

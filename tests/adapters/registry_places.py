@@ -9,20 +9,19 @@ import pytest
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from tests.support.migrated_file import write_migrated_database
 
 
 @dataclass
-class OpenStorage:
-    """Opens a registry's storage. A second call opens the same storage, as another process would. place: the database,
-    as `Database` takes it."""
+class OpenDatabase:
+    """Opens a registry's database. A second call opens the same database, as another process would. place: as
+    `Database` takes it."""
 
     stack: ExitStack
     place: str
 
-    def __call__(self) -> RegistryStorage:
-        return RegistryStorage(self.stack.enter_context(closing(Database(self.place))))
+    def __call__(self) -> Database:
+        return self.stack.enter_context(closing(Database(self.place)))
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
@@ -43,16 +42,16 @@ def database_place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def open_storage(database_place: str) -> Iterator[OpenStorage]:
+def open_database(database_place: str) -> Iterator[OpenDatabase]:
     with ExitStack() as stack:
-        yield OpenStorage(stack, database_place)
+        yield OpenDatabase(stack, database_place)
 
 
 @contextmanager
 def reserved(registry: Registry, digest: str) -> Iterator[str]:
     """Holds a reservation, as an upload does between its blob and its version."""
-    reservation = registry.reserve(digest)
+    reservation = registry.blobs.reserve(digest)
     try:
         yield reservation
     finally:
-        registry.release(reservation)
+        registry.blobs.release(reservation)

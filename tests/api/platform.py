@@ -26,7 +26,6 @@ from slora_adapters.limits import AdapterLimits
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_identity import BaseIdentity
@@ -222,7 +221,7 @@ def running_platform(
     journal = RevocationJournal(directory / "revocations")
     key_store = KeyStore(database, pepper, journal, chosen.auth_stale_seconds)
     tenant_store = TenantStore(database, key_store)
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     pinning = Pinning(registry, tenant_store, engine)
     adapters = Catalog(registry, open_store(chosen.store or str(directory / "adapters")))
     canary = Canary(engine, tokenizer)

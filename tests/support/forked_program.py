@@ -22,7 +22,7 @@ _context.set_forkserver_preload(
     [
         "slora_adapters.database.database",
         "slora_adapters.registry.catalog",
-        "slora_adapters.registry.registry_storage",
+        "slora_adapters.registry.registry",
         "slora_adapters.store.file_store",
         "slora_adapters.store.object_store",
         "slora_adapters.store.redis_store",

@@ -33,7 +33,7 @@ from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.errors import AdapterNotFound, StoreUnfit
 from slora_adapters.process.durable_file import sync_directory
 from slora_adapters.process.progress_bar import show_progress
-from slora_adapters.registry.registry_storage import RESERVATION_S, RegistryStorage
+from slora_adapters.registry.blobs import RESERVATION_S, BlobReferences
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
 
@@ -98,7 +98,7 @@ class _Backup:
     def __init__(self, database: Database, store: Store, work: Path, old: _OldBackup | None) -> None:
         self._old = old
         self._database = database
-        self._storage = RegistryStorage(database)
+        self._references = BlobReferences(database)
         self._store = store
         self._work = work
         # The names of all reservations of this backup begin with this prefix.
@@ -109,13 +109,13 @@ class _Backup:
         created_at = time.time()
         try:
             with self._database.snapshot() as snapshot:
-                digests = self._storage.hold_blobs(self._holder, created_at, snapshot.begin)
+                digests = self._references.hold_all(self._holder, snapshot.begin)
                 self._copy_database(snapshot.connection)
             self._copy_secrets(secrets)
             with show_progress("Copying", len(digests), "blob") as advance:
                 self._copy_blobs(digests, advance)
         finally:
-            self._storage.release_held(self._holder)
+            self._references.release_held(self._holder)
         return Manifest(created_at, self._files, tuple(digests))
 
     def _copy_database(self, source: Connection) -> None:
@@ -140,7 +140,7 @@ class _Backup:
         renewed_at = time.monotonic()
         for digest in digests:
             if time.monotonic() - renewed_at > RESERVATION_S / 4:
-                self._storage.renew_held(self._holder, time.time())
+                self._references.renew_held(self._holder)
                 renewed_at = time.monotonic()
             if self._old is not None and (linked := self._old.link_blob(digest, self._work)):
                 self._files.update(linked)
@@ -162,7 +162,7 @@ class _Backup:
                 with closing(self._store.open(digest)) as blob:
                     copies.copy(digest, blob, count)
             except AdapterNotFound as error:
-                if file_id := self._storage.find_file(digest):
+                if file_id := self._references.find_file(digest):
                     raise StoreUnfit(
                         f"the store lacks the blob {digest} of the file {file_id}: delete that file"
                     ) from error

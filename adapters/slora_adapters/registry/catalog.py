@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
-from slora_adapters.registry.registry import AdapterDetails, Publication, Registry, Removal, StorageCheck
+from slora_adapters.registry.record import AdapterDetails, Publication, Removal
+from slora_adapters.registry.registry import Registry, StorageCheck
 from slora_adapters.store.store import Store
 from slora_adapters.store.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
@@ -72,13 +73,13 @@ class Catalog:
         The blob is durable on return. Pass the reservation to `commit` or `discard`. The duration does not reveal
         whether another tenant has stored the same weights before. Raises StoreUnavailable.
         """
-        reservation = self.registry.reserve(adapter.digest)
+        reservation = self.registry.blobs.reserve(adapter.digest)
         try:
             self.store.put(adapter.digest, adapter.members)
         except BaseException:
             # Do not call `collect` here: it would wait for an unreachable store with the database locked. The store or
             # the sweep cleans up after a failed `put`.
-            self.registry.release(reservation)
+            self.registry.blobs.release(reservation)
             raise
         return reservation
 
@@ -105,25 +106,24 @@ class Catalog:
 
     def discard(self, adapter: CheckedAdapter, reservation: str) -> None:
         """Releases the reservation, and drops the stored blob unless a version or another upload needs it."""
-        self.registry.release(reservation)
+        self.registry.blobs.release(reservation)
         self._drop_orphan(adapter.digest)
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Deletes a version or a name, and blobs that no other version needs. Raises what `Registry.delete` raises."""
         removal = self.registry.delete(tenant, reference, force=force)
-        for digest in removal.unreferenced:
-            self._drop_orphan(digest)
+        self.drop_unreferenced(version.digest for version in removal.orphaned)
         return removal
 
     def purge_blobs(self, tenant: str) -> PurgedBlobs:
         """Drops the blobs that only this tenant's versions and files refer to. These are kept, so the purge can be
         repeated after an interruption.
         """
-        blobs = self.registry.blobs_of(tenant)
+        blobs = self.registry.blobs.sizes_of(tenant)
         deleted = [
             num_bytes
             for digest, num_bytes in blobs.items()
-            if not self._other_claims() and self.registry.collect(digest, self._drop, leaving=tenant)
+            if not self._other_claims() and self.registry.blobs.collect(digest, self._drop, leaving=tenant)
         ]
         return PurgedBlobs(len(deleted), sum(deleted), len(blobs) - len(deleted))
 
@@ -147,10 +147,10 @@ class Catalog:
         self._unneeded_since = {
             digest: before.get(digest, now)
             for digest in self.store.digests()
-            if not self.registry.is_referenced(digest)
+            if not self.registry.blobs.is_referenced(digest)
         }
         due = [digest for digest, since in self._unneeded_since.items() if now - since >= self._grace_s]
-        return sum(self.registry.collect(digest, self._drop) for digest in due)
+        return sum(self.registry.blobs.collect(digest, self._drop) for digest in due)
 
     def _drop(self, digest: str) -> None:
         """Drops a blob, unless another registry has claimed the store in the meantime."""
@@ -174,6 +174,6 @@ class Catalog:
         drops the blob.
         """
         try:
-            self.registry.collect(digest, self._drop)
+            self.registry.blobs.collect(digest, self._drop)
         except StoreUnavailable:
             logger.exception("orphaned blob %s could not be deleted; the next sweep tries again", digest)

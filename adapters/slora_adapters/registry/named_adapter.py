@@ -1,40 +1,124 @@
 """One name of a tenant with its versions and aliases, and the rules of every operation on them.
 
-The module holds plain values and does no I/O. `registry_storage.py` loads a name, writes its changes, and publishes
-them to other processes.
+The module holds plain values and does no I/O. `registry.py` loads a name, writes its changes, and publishes them to
+other processes.
 """
 
+import json
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from slora_adapters.errors import (
-    AdapterInUse,
-    AdapterNotFound,
-    AliasConflict,
-    BadAlias,
-)
+from slora_adapters.errors import AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterDetails, AdapterRecord, ExtrasSummary, Rollout
-from slora_adapters.registry.alias import AliasHistory, AliasState, Targets, check_targets
-from slora_adapters.registry.reference import LATEST, check_alias_name
+from slora_adapters.registry.record import (
+    LATEST,
+    AdapterDetails,
+    AdapterRecord,
+    ExtrasSummary,
+    Rollout,
+    Targets,
+    check_alias_name,
+)
 from slora_adapters.version import AdapterVersion
-
-__all__ = ["MAX_ALIASES", "Alias", "NamedAdapter", "make_rollout", "not_found"]
 
 # Maximum number of aliases of one name, including `latest`. Each change of the name reads all of its aliases.
 MAX_ALIASES = 32
+# Maximum number of versions of one alias. A larger number is probably a mistake. A lookup of the alias reads the
+# records of all its versions.
+MAX_TARGETS = 8
+# Maximum number of earlier states that an alias keeps for rollbacks. Each move of the alias reads all of these states.
+MAX_HISTORY = 20
+
+
+@dataclass(frozen=True, slots=True)
+class AliasState:
+    """One state of an alias: the versions that it points at."""
+
+    targets: Targets
+    follows_pushes: bool = False  # whether a newly pushed version receives all requests at once
+
+    def without(self, numbers: frozenset[int]) -> "AliasState | None":
+        """Returns the state after these versions are deleted. Their percentages are added to the largest remaining
+        percentage. Returns None if no version remains.
+        """
+        left = {number: weight for number, weight in self.targets.items() if number not in numbers}
+        if not left:
+            return None
+        heir = max(left, key=lambda number: (left[number], -number))
+        left[heir] += 100 - sum(left.values())
+        return AliasState(left, self.follows_pushes)
+
+
+@dataclass(frozen=True, slots=True)
+class AliasHistory:
+    """The state of an alias, and its earlier states in `before`, oldest first. A rollback restores the newest of the
+    earlier states.
+    """
+
+    state: AliasState
+    before: tuple[AliasState, ...] = ()
+
+    def move(self, state: AliasState) -> "AliasHistory":
+        """Returns the history after a move. Moving to the current state is a no-op, so a client can retry a move."""
+        if state == self.state:
+            return self
+        return AliasHistory(state, (*self.before, self.state)[-MAX_HISTORY:])
+
+    def roll_back(self) -> "AliasHistory | None":
+        """Returns the history before the last move; None if the alias has no earlier state."""
+        return AliasHistory(self.before[-1], self.before[:-1]) if self.before else None
+
+    def near_targets(self) -> set[int]:
+        """Returns the versions that the alias points at now, and the versions that it would point at after one
+        rollback.
+        """
+        return {number for state in (self.state, *self.before[-1:]) for number in state.targets}
+
+    def without(self, numbers: frozenset[int]) -> "AliasHistory | None":
+        """Returns the history after these versions are deleted; None if the alias then has no target.
+
+        Earlier states that contain a deleted version are removed, so a rollback skips them.
+        """
+        state = self.state.without(numbers)
+        kept = tuple(earlier for earlier in self.before if numbers.isdisjoint(earlier.targets))
+        return None if state is None else AliasHistory(state, kept)
+
+
+def check_targets(targets: Targets) -> Targets:
+    """Returns the targets if they are valid. Raises BadAlias with the value and the rule."""
+    if not 1 <= len(targets) <= MAX_TARGETS:
+        raise BadAlias(f"the alias has {len(targets)} versions; an alias points at 1 to {MAX_TARGETS}")
+    for number, weight in targets.items():
+        if not 1 <= weight <= 100:
+            raise BadAlias(
+                f"version {number} has the weight {weight}; a weight is a percentage from 1 to 100"
+            )
+    if (total := sum(targets.values())) != 100:
+        raise BadAlias(f"the weights add up to {total}; they are percentages and must add up to 100")
+    return targets
+
+
+def encode_states(states: Sequence[AliasState]) -> str:
+    return json.dumps([[dict(sorted(state.targets.items())), state.follows_pushes] for state in states])
+
+
+def decode_states(text: str) -> tuple[AliasState, ...]:
+    return tuple(
+        AliasState({int(number): weight for number, weight in targets.items()}, follows_pushes)
+        for targets, follows_pushes in json.loads(text)
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Alias:
-    """One alias of a name. salt: see `choose_target`. updated_at: Unix time of its last move."""
+    """One alias of a name."""
 
     history: AliasHistory
-    salt: str
+    salt: str  # see `choose_target`
     pinned: bool
-    updated_at: float
+    updated_at: float  # Unix time of its last move
 
     @property
     def targets(self) -> Targets:
@@ -52,22 +136,19 @@ class Alias:
 
 @dataclass(slots=True)
 class NamedAdapter:
-    """One name with its versions and aliases, during an operation. A name that does not exist has no records.
-
-    last_number: number of the last pushed version, even if that version was deleted.
-    named_at: Unix time of the first push of the name.
-    records: some versions by number: the two newest, the versions that an alias points at or would point at after a
-      rollback, and the versions that the operation requested.
-    new_extras: the extras of the versions that the operation creates.
-    """
+    """One name with its versions and aliases, during an operation. A name that does not exist has no records."""
 
     tenant: str
     name: str
-    named_at: float = 0.0
-    last_number: int = 0
+    named_at: float = 0.0  # Unix time of the first push of the name
+    last_number: int = 0  # number of the last pushed version, even if that version was deleted
+    # Some versions by number: the two newest, the versions that an alias points at or would point at after a rollback,
+    # and the versions that the operation requested.
     records: dict[int, AdapterRecord] = field(default_factory=dict)
     aliases: dict[str, Alias] = field(default_factory=dict)
-    new_extras: dict[int, AdapterExtras] = field(default_factory=dict)
+    new_extras: dict[int, AdapterExtras] = field(
+        default_factory=dict
+    )  # of the versions that the operation creates
 
     def copy(self) -> "NamedAdapter":
         return replace(
@@ -80,7 +161,7 @@ class NamedAdapter:
 
     def pins(self) -> Mapping[str, Targets]:
         """Returns the targets of each pinned alias."""
-        return {alias: one.targets for alias, one in self.aliases.items() if one.pinned}
+        return {name: alias.targets for name, alias in self.aliases.items() if alias.pinned}
 
     def changes_since(self, before: "NamedAdapter") -> dict[str, Any]:
         """Returns the differences from `before` as JSON for the audit log. A deleted alias is null."""
@@ -101,6 +182,10 @@ class NamedAdapter:
     def rollout(self, alias: str) -> Rollout:
         """Returns the rollout of an alias. Raises AdapterNotFound if there is no such alias."""
         return make_rollout(self._find(alias), alias, self.records)
+
+    def rollouts(self) -> tuple[Rollout, ...]:
+        """Returns the rollouts of all aliases, sorted."""
+        return tuple(self.rollout(alias) for alias in sorted(self.aliases))
 
     def push(
         self, version: AdapterVersion, details: AdapterDetails, extras: AdapterExtras, now: float

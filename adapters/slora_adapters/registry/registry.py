@@ -1,68 +1,62 @@
-"""The registry of adapters: which names, versions and aliases each tenant has, and which blobs those versions need.
+"""The registry of adapters: which names, versions and aliases each tenant has.
 
 Each push under a name creates the next version: 1, 2, 3, and so on. A version never changes, and the digest identifies
 its weights. Requests use a version number or an alias. An alias points at one version, or splits the requests among
 several versions by percentage. Every name has the alias `latest`, and a bare name means `latest`. Each push moves
 `latest` to the new version, unless `latest` was set not to follow pushes.
 
-Every change is one transaction. Every process that shares the storage learns of the change through `changes`. The
-number of a deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with
-version 1.
+Every change is one transaction. The transaction applies an operation of `named_adapter.py` to the stored name, writes
+the result with an entry of the audit log, and publishes the change to all processes (`changes`). The number of a
+deleted version is not reused while the name exists. A name that was deleted and is pushed again starts with version 1.
 
 An engine knows weights only by tenant and digest (`AdapterVersion`). When no version of the tenant uses the weights,
-they are orphaned, and engines may drop them. A blob that no version of any tenant refers to may be deleted, but only
-through `collect`. An upload reserves the digest before it stores the blob, and `collect` keeps reserved blobs.
+they are orphaned, and engines may drop them.
 
 A pin belongs to an alias (to `latest` if a bare name is pinned). Every version that a pinned alias points at is kept in
 the page pool of every engine, even before a request needs it. When the alias moves, the pin applies to its new
 versions. The pin ends when the alias is deleted.
 
-This module does not access the store or any tensors; `catalog.py` combines registry and store. It does not know how
-names are stored (see `registry_storage.py`) or whether a tenant exists.
+This module does not access the store or any tensors; `catalog.py` combines registry and store. It does not know whether
+a tenant exists.
 """
 
 import time
 import uuid
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
-from slora_adapters.database.change_feed import Change, Changes
-from slora_adapters.errors import BadAdapterName, BadAlias, StoreUnavailable
+from sqlalchemy import select
+from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
+
+from slora_adapters.database import schema
+from slora_adapters.database.audit_log import record_change
+from slora_adapters.database.change_feed import Change, Changes, publish, read_changes
+from slora_adapters.database.database import CHANGES, Database, blob_lock
+from slora_adapters.errors import BadAdapterName, BadAlias
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import (
+from slora_adapters.registry import table
+from slora_adapters.registry.blobs import BlobReferences, redeem
+from slora_adapters.registry.cache import Answer, ExtrasOf, NameCache, Target
+from slora_adapters.registry.named_adapter import NamedAdapter, not_found
+from slora_adapters.registry.record import (
+    LATEST,
     NO_EXTRAS,
     AdapterDetails,
     AdapterRecord,
+    AdapterReference,
     Publication,
     Removal,
     Rollout,
     StorageUsage,
+    Targets,
+    check_adapter_name,
+    parse_reference,
 )
-from slora_adapters.registry.alias import Targets
-from slora_adapters.registry.name_cache import Answer, ExtrasOf, NameCache, Target
-from slora_adapters.registry.named_adapter import MAX_ALIASES, NamedAdapter, not_found
-from slora_adapters.registry.reference import AdapterReference, check_adapter_name, parse_reference
-from slora_adapters.registry.registry_storage import ALL_VERSIONS, RESERVATION_S, NameKey, RegistryStorage
+from slora_adapters.registry.table import NameKey
 from slora_adapters.store.blob_name import check_digest
 from slora_adapters.version import AdapterVersion
-
-__all__ = [
-    "MAX_ALIASES",
-    "RESERVATION_S",
-    "AdapterDetails",
-    "AdapterRecord",
-    "Change",
-    "Changes",
-    "PinCheck",
-    "Publication",
-    "Registry",
-    "Removal",
-    "Rollout",
-    "StorageCheck",
-    "StorageUsage",
-    "check_adapter_name",
-]
 
 T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
@@ -73,26 +67,36 @@ _MAX_LOOKUPS = 3
 
 
 class Registry:
-    """The adapters of all tenants, kept in a shared storage.
+    """The adapters of all tenants. All methods may be called from several threads and processes at once, block, and
+    raise StoreUnavailable if the database does not answer. AdapterNotFound has the same message whether an adapter does
+    not exist or belongs to another tenant.
 
-    Every method raises StoreUnavailable if the storage does not answer. AdapterNotFound has the same message whether an
-    adapter does not exist or belongs to another tenant.
-
-    `get`, `serve` and `rollout` answer repeated lookups from a cache, even while the storage does not answer. A change
+    `get`, `serve` and `rollout` answer repeated lookups from a cache, even while the database does not answer. A change
     by this process drops the changed name from the cache at once. A change by another process drops it when `changes`
     reports the change, so `changes` must be polled continually.
+
+    blobs: the references to blobs in the same database.
     """
 
     def __init__(
         self,
-        storage: RegistryStorage,
+        database: Database,
         clock: Callable[[], float] = time.time,
         is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
         """is_behind: returns whether the cache may miss a change by another process. Lookups then bypass the cache."""
-        self._storage = storage
+        self.blobs = BlobReferences(database, clock)
+        self._database = database
         self._clock = clock
         self._cache = NameCache(is_behind=is_behind)
+
+    @property
+    def registry(self) -> str:
+        """The unique id of this registry, under which it claims a store. Every process that opens the database reads
+        the same id.
+        """
+        ((registry,),) = self._database.read(select(schema.platform.c.id))
+        return str(registry)
 
     # -- looking up -------------------------------------------------------------------------------------------------
 
@@ -110,13 +114,13 @@ class Registry:
         user = user or uuid.uuid4().hex
         for _ in range(_MAX_LOOKUPS):
             found = self._find(tenant, _parse(reference))
-            record = found if isinstance(found, AdapterRecord) else found.choose(user)
+            chosen = found if isinstance(found, AdapterRecord) else found.choose(user)
             # Read the extras of every version that the alias points at. The cache can then serve requests of all users
-            # while the storage is unavailable.
-            texts = {one.number: self._find_extras(tenant, one) for one in _records(found)}
-            extras = texts[record.number]
+            # while the database is unavailable.
+            texts = {record.number: self._find_extras(tenant, record) for record in _records(found)}
+            extras = texts[chosen.number]
             if extras is not None:
-                return record, extras
+                return chosen, extras
             self.drop_cached(tenant, reference)  # the version was deleted between the two lookups
         raise not_found(reference)
 
@@ -144,8 +148,43 @@ class Registry:
         )
 
     def drop_cached(self, tenant: str, reference: str) -> None:
-        """Drops this name from the cache, so that the next lookup of the name queries the storage."""
+        """Drops this name from the cache, so that the next lookup of the name queries the database."""
         self._cache.drop((tenant, _parse(reference).name))
+
+    def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
+        """Returns the record or rollout that a reference means, from the cache if possible. Raises AdapterNotFound."""
+        key = (tenant, wanted.name)
+
+        def ask() -> AdapterRecord | Rollout | None:
+            if isinstance(wanted.target, int):
+                rows = self._database.read(table.ONE_VERSION, {**_own(key), "number": wanted.target})
+                return table.read_record(rows[0]) if rows else None
+            return next(iter(self._rollouts(table.ONE_ROLLOUT, {**_own(key), "alias": wanted.target})), None)
+
+        found = self._find_cached(key, wanted.target, ask)
+        if not isinstance(found, AdapterRecord | Rollout):
+            raise not_found(wanted.text)
+        return found
+
+    def _find_extras(self, tenant: str, record: AdapterRecord) -> AdapterExtras | None:
+        """Returns the extras of a version; None if the version was deleted after its record was read."""
+        if not record.extras.digest:
+            return NO_EXTRAS
+        key = (tenant, record.name)
+
+        def ask() -> AdapterExtras | None:
+            wanted = {**_own(key), "number": record.number, "digest": record.extras.digest}
+            rows = self._database.read(table.EXTRAS, wanted)
+            return AdapterExtras(*rows[0]) if rows else None
+
+        found = self._find_cached(key, ExtrasOf(record.number), ask)
+        return found if isinstance(found, AdapterExtras) else None
+
+    def _find_cached(self, key: NameKey, target: Target, ask: Callable[[], Answer | None]) -> Answer | None:
+        found = self._cache.get(key, target)
+        return self._cache.look_up(key, target, ask) if found is None else found
+
+    # -- listing ----------------------------------------------------------------------------------------------------
 
     def rollouts(
         self, tenant: str, *, limit: int | None = None, after: tuple[str, str] | None = None
@@ -154,18 +193,20 @@ class Registry:
 
         The result has at most `limit` aliases that sort after `after`, a pair (name, alias) that need not exist.
         """
-        return self._storage.rollouts(tenant, limit, after)
+        name, alias = after or ("", "")
+        page = {"tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
+        return self._rollouts(table.ALIASES, page)
 
     def aliases(self, tenant: str, name: str) -> Sequence[Rollout]:
         """Returns all aliases of one name, sorted; empty if the name does not exist."""
-        return self._storage.aliases((tenant, name))
+        return self._rollouts(table.OF_NAME, _own((tenant, name)))
 
     def list(self, tenant: str, *, limit: int | None = None, after: str | None = None) -> Sequence[Rollout]:
         """Returns the alias `latest` of each of a tenant's names, sorted by name in byte order.
 
         The result has at most `limit` names that sort after the name `after`, which need not exist.
         """
-        return self._storage.names(tenant, limit, after)
+        return self._rollouts(table.NAMES, {"tenant": tenant, "after": after or "", "most": _most(limit)})
 
     def versions(
         self, tenant: str, name: str, *, limit: int | None = None, after: int | None = None
@@ -173,18 +214,12 @@ class Registry:
         """Returns at most `limit` versions of a name with numbers below `after`, newest first. Raises AdapterNotFound
         if the name does not exist.
         """
-        found = self._storage.versions((tenant, name), limit, after)
-        if not found and self.newest(tenant, name) is None:
+        own = _own((tenant, name))
+        page = {**own, "before": table.BEHIND_ALL if after is None else after, "most": _most(limit)}
+        found = [table.read_record(row) for row in self._database.read(table.VERSION_PAGE, page)]
+        if not found and not self._database.read(table.NEWEST, own):
             raise not_found(name)
         return found
-
-    def newest(self, tenant: str, name: str) -> AdapterRecord | None:
-        """Returns the newest existing version of a name; None if the name does not exist."""
-        return self._storage.newest((tenant, name))
-
-    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
-        """Returns the total size of what the tenant stores, and the stored size of the weights with this digest."""
-        return self._storage.storage_usage(tenant, digest)
 
     def pinned(
         self, *, limit: int | None = None, after: tuple[str, str, str] | None = None
@@ -193,19 +228,38 @@ class Registry:
 
         The result has at most `limit` aliases that sort after `after`: tenant, name and alias, which need not exist.
         """
-        return self._storage.pinned(limit, after)
+        tenant, name, alias = after or ("", "", "")
+        page = {"after_tenant": tenant, "after": name, "after_alias": alias, "most": _most(limit)}
+        return self._rollouts(table.PINNED_PAGE, page)
+
+    def storage_usage(self, tenant: str, digest: str) -> StorageUsage:
+        """Returns the total size of what the tenant stores, and the stored size of the weights with this digest."""
+        (row,) = self._database.read(table.STORAGE_USAGE, {"tenant": tenant, "digest": digest})
+        return table.read_usage(row)
+
+    def before_push(
+        self, name: str, version: AdapterVersion, extras: AdapterExtras
+    ) -> tuple[bool, StorageUsage]:
+        """Returns whether a push of these weights and extras would create a version, and the tenant's usage without it.
+        `put` decides again.
+        """
+        wanted = {**_own((version.tenant, name)), "digest": version.digest}
+        (row,) = self._database.read(table.BEFORE_PUSH, wanted)
+        newest, usage = table.read_before_push(row)
+        return newest is None or not newest.holds(version, extras), usage
 
     def named(self, versions: Collection[AdapterVersion]) -> set[AdapterVersion]:
         """Returns those of the given weights that at least one name of their tenant still uses. Engines may drop the
         other weights.
         """
-        return self._storage.named(versions)
+        return {version for version, _ in table.read_of_versions(self._database.read, table.NAMED, versions)}
 
     def find_names(self, versions: Collection[AdapterVersion]) -> Mapping[AdapterVersion, str]:
         """Returns a reference `name@number` for each of the given weights that a name still uses. If several references
         fit, the newest one is returned.
         """
-        return self._storage.find_names(versions)
+        rows = table.read_of_versions(self._database.read, table.NUMBERS_OF, versions)
+        return {version: f"{name}@{number}" for version, (name, number) in rows}
 
     def find_references(
         self, versions: Collection[AdapterVersion]
@@ -213,7 +267,19 @@ class Registry:
         """Returns everything that a request may write as its model for each of the given weights that a name still
         uses: `name@number`, `name@alias`, and `name` for the alias `latest`.
         """
-        return self._storage.find_references(versions)
+        found: dict[AdapterVersion, set[str]] = {}
+        rows = table.read_of_versions(self._database.read, table.REFERENCES_TO, versions)
+        for version, (name, number, alias) in rows:
+            references = found.setdefault(version, set())
+            references.add(f"{name}@{number}")
+            if alias is not None:
+                references.add(f"{name}@{alias}")
+            if alias == LATEST:
+                references.add(name)
+        return found
+
+    def _rollouts(self, query: Executable, parameters: Mapping[str, object]) -> Sequence[Rollout]:
+        return table.read_rollouts(self._database.read(query, parameters))
 
     # -- adding and deleting versions -------------------------------------------------------------------------------
 
@@ -234,23 +300,22 @@ class Registry:
         Between `check` and the end of this call, no other process adds a version for this tenant.
 
         Pushing the newest version again with the same extras is a no-op, and `check` is not called. So a client that
-        did not receive the response can safely retry. Raises BadAdapterName, and StoreUnavailable if the reservation
-        has expired.
+        did not receive the response can safely retry. Raises BadAdapterName, and TryAgain if the reservation has
+        expired.
         """
         check_adapter_name(name)
-        check_digest(version.digest)
-        now = self._clock()
-
-        def push(named: NamedAdapter, usage: StorageUsage) -> tuple[AdapterRecord, bool]:
-            record, is_new = named.push(version, details, extras, now)
+        now, key = self._clock(), (version.tenant, name)
+        with self._changing(key, blob_lock(check_digest(version.digest))) as connection:
+            if reservation is not None:
+                redeem(connection, reservation, now)
+            before = table.load_name(connection, key, ())
+            after = before.copy()
+            record, is_new = after.push(version, details, extras, now)
             if is_new:
-                check(usage)
-            return record, is_new
-
-        key = (version.tenant, name)
-        (record, is_new), change = self._storage.push(key, version.digest, push, reservation, now)
-        self._drop_changed(key)
-        return Publication(record, is_new, change.moved_pin)
+                wanted = {"tenant": version.tenant, "digest": version.digest}
+                check(table.read_usage(connection.execute(table.STORAGE_USAGE, wanted).one()))
+            change = _keep(connection, "adapter.push", before, after)
+        return Publication(record, is_new, after.rollouts(), change.moved_pin)
 
     def delete(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Deletes a version, or a name with all of its versions and aliases.
@@ -272,15 +337,13 @@ class Registry:
         records, change = self._change(
             "adapter.delete",
             (tenant, wanted.name),
-            ALL_VERSIONS if wanted.number is None else (wanted.number,),
             lambda named: named.remove(wanted.number, now, force=force),
+            needed=None if wanted.number is None else (wanted.number,),
             frees_room=True,
         )
-        digests = (version.digest for version in change.orphaned)
-        unreferenced = tuple(digest for digest in digests if not self._storage.is_referenced(digest, now))
-        return Removal(records, change.orphaned, unreferenced, change.moved_pin)
+        return Removal(records, change.orphaned, change.moved_pin)
 
-    # -- aliases ----------------------------------------------------------------------------------------------------
+    # -- aliases and pins -------------------------------------------------------------------------------------------
 
     def move(
         self,
@@ -299,12 +362,13 @@ class Registry:
         if the alias has other targets. Raises BadAlias, and AdapterNotFound if the name or a version does not exist.
         """
         now = self._clock()
-        return self._change(
+        rollout, _ = self._change(
             "alias.move",
             (tenant, name),
-            tuple(targets),
             lambda named: named.move(alias, targets, expected, now, follows_pushes=follows_pushes),
-        )[0]
+            needed=tuple(targets),
+        )
+        return rollout
 
     def roll_back(self, tenant: str, name: str, alias: str) -> Rollout:
         """Restores the targets that an alias had before its last move. Further calls undo earlier moves, one per call,
@@ -313,35 +377,29 @@ class Registry:
         Raises AdapterNotFound, and AliasConflict if there is no earlier state.
         """
         now = self._clock()
-        return self._change("alias.rollback", (tenant, name), (), lambda named: named.roll_back(alias, now))[
-            0
-        ]
+        return self._change("alias.rollback", (tenant, name), lambda named: named.roll_back(alias, now))[0]
 
     def delete_alias(self, tenant: str, name: str, alias: str) -> Rollout:
         """Deletes an alias and returns its last state. Raises AdapterNotFound, and BadAlias for `latest`."""
         return self._change(
-            "alias.delete", (tenant, name), (), lambda named: named.delete_alias(alias), frees_room=True
+            "alias.delete", (tenant, name), lambda named: named.delete_alias(alias), frees_room=True
         )[0]
-
-    # -- pins -------------------------------------------------------------------------------------------------------
 
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
         """Pins an alias.
 
         `check` is called with the rollout of this alias and with all other pinned rollouts. If `check` raises, the
-        alias is not pinned. An alias that is already pinned is returned without a check. Raises AdapterNotFound, and
-        BadAlias if the reference is a version number.
+        alias is not pinned. An alias that is already pinned is returned without a check. No other process changes a pin
+        during the call. Raises AdapterNotFound, and BadAlias if the reference is a version number.
         """
         name, alias = _parse_pinnable(reference)
-
-        def pin(named: NamedAdapter, others: Sequence[Rollout]) -> Rollout:
-            rollout = named.rollout(alias)
-            if not rollout.pinned:
-                check(rollout, others)
-            return named.set_pinned(alias, pinned=True)
-
-        pinned, _ = self._storage.change_pins((tenant, name), pin)
-        self._drop_changed((tenant, name))
+        with self._changing((tenant, name)) as connection:
+            before = table.load_name(connection, (tenant, name), ())
+            after = before.copy()
+            if not before.rollout(alias).pinned:
+                check(before.rollout(alias), table.read_rollouts(connection.execute(table.PINNED)))
+            pinned = after.set_pinned(alias, pinned=True)
+            _keep(connection, "adapter.pin", before, after)
         return pinned
 
     def unpin(self, tenant: str, reference: str) -> Rollout:
@@ -350,47 +408,38 @@ class Registry:
         return self._change(
             "adapter.unpin",
             (tenant, name),
-            (),
             lambda named: named.set_pinned(alias, pinned=False),
             frees_room=True,
         )[0]
 
-    # -- blobs ------------------------------------------------------------------------------------------------------
+    def _change(
+        self,
+        action: str,
+        key: NameKey,
+        edit: Callable[[NamedAdapter], T],
+        *,
+        needed: Collection[int] | None = (),
+        frees_room: bool = False,
+    ) -> tuple[T, Change]:
+        """Applies `edit` to a name and writes the result durably, in one transaction. Returns the result of `edit`. If
+        `edit` raises, nothing changes.
 
-    @property
-    def registry(self) -> str:
-        """The unique id of this registry, under which it claims a store."""
-        return self._storage.registry
-
-    def is_referenced(self, digest: str) -> bool:
-        """Returns whether a version of any tenant, or an upload in progress, needs the blob."""
-        return self._storage.is_referenced(digest, self._clock())
-
-    def reserve(self, digest: str) -> str:
-        """Protects a blob from `collect` while no version refers to it yet. Returns the reservation, which `put` or
-        `release` ends. It expires after RESERVATION_S.
+        action: see `AuditEntry`. needed: see `load_name`. frees_room: try the change even on a full disk.
         """
-        return self._storage.reserve(check_digest(digest), self._clock())
+        with self._changing(key, frees_room=frees_room) as connection:
+            before = table.load_name(connection, key, needed)
+            after = before.copy()
+            return edit(after), _keep(connection, action, before, after)
 
-    def release(self, reservation: str) -> None:
-        """Ends a reservation; a no-op if it has already ended. If the storage does not answer, the reservation expires
-        later.
+    @contextmanager
+    def _changing(self, key: NameKey, *locks: str, frees_room: bool = False) -> Iterator[Connection]:
+        """A transaction that changes a name. After its commit, the name is dropped from the cache.
+
+        A transaction that raised may still have been committed. In that case the feed (`changes`) drops the name.
         """
-        with suppress(StoreUnavailable):
-            self._storage.release(reservation)
-
-    def collect(self, digest: str, drop: Callable[[str], None], *, leaving: str = "") -> bool:
-        """Calls `drop(digest)` if no version refers to the blob and no upload has reserved it. Returns whether `drop`
-        was called.
-
-        No new reference to the blob can be created while `drop` runs, so `drop` must be fast. leaving: a tenant whose
-        versions do not count, because it is being purged.
-        """
-        return self._storage.collect(digest, drop, self._clock(), leaving)
-
-    def blobs_of(self, tenant: str) -> Mapping[str, int]:
-        """Returns the size of each blob that versions of the tenant refer to, by digest."""
-        return self._storage.blobs_of(tenant)
+        with self._database.transaction(*locks, CHANGES, even_if_full=frees_room) as connection:
+            yield connection
+        self._cache.drop(key)
 
     # -- the feed ---------------------------------------------------------------------------------------------------
 
@@ -398,7 +447,7 @@ class Registry:
         """Returns the changes that all processes made after the cursor, oldest first. Pass None on the first call. See
         `change_feed.py`.
         """
-        changes = self._storage.changes(cursor)
+        changes = read_changes(self._database, cursor)
         if changes.resync:
             self._cache.clear()
         for change in changes.changes:
@@ -407,55 +456,31 @@ class Registry:
             self._cache.drop((change.tenant, change.name))
         return changes
 
-    def _find(self, tenant: str, wanted: AdapterReference) -> AdapterRecord | Rollout:
-        """Returns the record or rollout that a reference means, from the cache if possible. Raises AdapterNotFound."""
-        key = (tenant, wanted.name)
 
-        def ask() -> AdapterRecord | Rollout | None:
-            if isinstance(wanted.target, int):
-                return self._storage.find_version(key, wanted.target)
-            return self._storage.find_rollout(key, wanted.target)
+def _own(key: NameKey) -> dict[str, object]:
+    return {"tenant": key[0], "name": key[1]}
 
-        found = self._find_cached(key, wanted.target, ask)
-        if not isinstance(found, AdapterRecord | Rollout):
-            raise not_found(wanted.text)
-        return found
 
-    def _find_extras(self, tenant: str, record: AdapterRecord) -> AdapterExtras | None:
-        """Returns the extras of a version; None if the version was deleted after its record was read."""
-        if not record.extras.digest:
-            return NO_EXTRAS
-        key = (tenant, record.name)
+def _most(limit: int | None) -> int:
+    return table.NO_LIMIT if limit is None else limit
 
-        def ask() -> AdapterExtras | None:
-            return self._storage.find_extras(key, record)
 
-        found = self._find_cached(key, ExtrasOf(record.number), ask)
-        return found if isinstance(found, AdapterExtras) else None
-
-    def _find_cached(self, key: NameKey, target: Target, ask: Callable[[], Answer | None]) -> Answer | None:
-        found = self._cache.get(key, target)
-        return self._cache.look_up(key, target, ask) if found is None else found
-
-    def _change(
-        self,
-        action: str,
-        key: NameKey,
-        wanted: Collection[int] | None,
-        edit: Callable[[NamedAdapter], T],
-        *,
-        frees_room: bool = False,
-    ) -> tuple[T, Change]:
-        done = self._storage.change(action, key, wanted, edit, frees_room=frees_room)
-        self._drop_changed(key)
-        return done
-
-    def _drop_changed(self, key: NameKey) -> None:
-        """Drops a name from the cache after this process changed it.
-
-        A change that raised may still have been written. In that case the feed (`changes`) drops the name.
-        """
-        self._cache.drop(key)
+def _keep(connection: Connection, action: str, before: NamedAdapter, after: NamedAdapter) -> Change:
+    """Writes the changes of a name, publishes them, and records them in the audit log. Does nothing if `after` equals
+    `before`.
+    """
+    if after == before:
+        return Change(after.tenant, after.name)
+    table.save_name(connection, before, after)
+    removed = dict.fromkeys(
+        before.records[number].version for number in before.records.keys() - after.records.keys()
+    )
+    named = {version for version, _ in table.read_of_versions(connection.execute, table.NAMED, removed)}
+    orphaned = tuple(version for version in removed if version not in named)
+    change = Change(after.tenant, after.name, orphaned, before.pins() != after.pins())
+    publish(connection, change)
+    record_change(connection, action, after.tenant, after.name, after.changes_since(before))
+    return change
 
 
 def _records(found: AdapterRecord | Rollout) -> Collection[AdapterRecord]:

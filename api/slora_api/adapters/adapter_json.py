@@ -9,7 +9,7 @@ from typing import Literal
 from typing_extensions import TypedDict
 
 from slora_adapters.inspection.certificate import ModuleSummary
-from slora_adapters.registry.registry import AdapterRecord, Rollout
+from slora_adapters.registry.record import AdapterRecord, Rollout
 from slora_api.adapters.base_identity import BaseMatch
 
 __all__ = [

@@ -6,9 +6,8 @@ already started keeps its version. If the moved alias is pinned, the pin moves w
 This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 """
 
-from slora_adapters.registry.alias import Targets
-from slora_adapters.registry.reference import LATEST
-from slora_adapters.registry.registry import Registry, Rollout
+from slora_adapters.registry.record import LATEST, Rollout, Targets
+from slora_adapters.registry.registry import Registry
 from slora_api.adapters.adapter_json import AliasObject, alias_json
 from slora_api.adapters.pinning import Pinning
 from slora_api.core.threads import tenant_thread

@@ -20,7 +20,7 @@ from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import HubSnapshot, download
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.process.progress_bar import count_reads, show_progress
-from slora_adapters.registry.reference import suggest_adapter_name
+from slora_adapters.registry.record import suggest_adapter_name
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
     CommandFailed,

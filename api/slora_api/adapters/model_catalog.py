@@ -24,8 +24,7 @@ from slora.text.generation_defaults import read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.reference import parse_reference
-from slora_adapters.registry.registry import AdapterRecord, Rollout
+from slora_adapters.registry.record import AdapterRecord, Rollout, parse_reference
 from slora_api.adapters.adapter_json import (
     AdapterObject,
     VersionObject,

@@ -23,7 +23,8 @@ from slora.core.engine_state import EngineInfo, Pin
 from slora.core.errors import EngineUnavailable
 from slora.core.request import TenantShare
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
+from slora_adapters.registry.record import AdapterDetails, Rollout
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound, PinsFull
 from slora_api.core.threads import control_thread

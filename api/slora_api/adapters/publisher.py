@@ -32,9 +32,9 @@ from slora.core.errors import EngineUnavailable
 from slora.text.generation_defaults import find_unsupported_fields
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.reference import check_adapter_name
-from slora_adapters.registry.registry import RESERVATION_S, StorageUsage
+from slora_adapters.registry.record import StorageUsage, check_adapter_name
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
@@ -169,11 +169,10 @@ class Publisher:
         The change is None if the newest version is the same adapter, which was tried out when it was uploaded.
         """
         registry = self._adapters.registry
-        newest = await tenant_thread(tenant, registry.newest, tenant, name)
-        is_new = newest is None or not newest.holds(AdapterVersion(tenant, adapter.digest), adapter.extras)
         # Read the usage before anything is stored, because `_try_out` must know whether the tenant already had these
         # weights.
-        usage = await tenant_thread(tenant, registry.storage_usage, tenant, adapter.digest)
+        version = AdapterVersion(tenant, adapter.digest)
+        is_new, usage = await tenant_thread(tenant, registry.before_push, name, version, adapter.extras)
 
         def check(usage: StorageUsage) -> None:
             self._tenant_store.find_tenant(tenant).check_active()
@@ -193,8 +192,7 @@ class Publisher:
             raise
         if published.moved_pin:
             self._pinning.refresh()
-        aliases = await tenant_thread(tenant, registry.aliases, tenant, name)
-        return version_json(published.record, aliases), published.is_new, effect
+        return version_json(published.record, published.rollouts), published.is_new, effect
 
     async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
         """Runs the canary. The engine loads the adapter without regard to the tenant's share of the pool, so the engine

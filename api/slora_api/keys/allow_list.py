@@ -9,7 +9,7 @@ permitted is the same as for an unknown model.
 
 from dataclasses import dataclass
 
-from slora_adapters.registry.reference import LATEST
+from slora_adapters.registry.record import LATEST
 
 __all__ = ["MAX_MODELS", "AllowList"]
 

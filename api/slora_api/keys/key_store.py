@@ -32,7 +32,7 @@ from slora_adapters.database.audit_log import Actor, current_actor, record_chang
 from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, StoreUnavailable, StoreUnfit, TryAgain
-from slora_adapters.registry.reference import parse_reference
+from slora_adapters.registry.record import parse_reference
 from slora_api.core.errors import ApiError, BadRequest, KeyConflict, KeyRevoked, NotFound, TenantSuspended
 from slora_api.keys.allow_list import AllowList
 from slora_api.keys.api_key import NewKey, Pepper, make_key, read_key_id

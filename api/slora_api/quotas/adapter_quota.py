@@ -3,8 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
-from slora_adapters.registry.adapter_record import ExtrasSummary
-from slora_adapters.registry.registry import StorageUsage
+from slora_adapters.registry.record import ExtrasSummary, StorageUsage
 from slora_api.core.errors import QuotaExceeded
 from slora_api.quotas.quota_store import QuotaStore
 

@@ -38,7 +38,6 @@ from slora_adapters.process.logs import set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.store_url import check_redis_url, load_optional, open_store
 from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.canary import Canary
@@ -145,7 +144,7 @@ async def open_services(
     stack.callback(database.close)
     store = open_store(store_url(settings, data), settings.redis or None)
     stack.callback(store.close)
-    registry = Registry(RegistryStorage(database), is_behind=host_changes.is_behind)
+    registry = Registry(database, is_behind=host_changes.is_behind)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant, num_processes=num_serving)
     stack.push_async_callback(templates.close)

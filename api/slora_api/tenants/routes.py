@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
-from slora_adapters.registry.registry import Rollout
+from slora_adapters.registry.record import Rollout
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
 from slora_api.completions.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun

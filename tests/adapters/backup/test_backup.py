@@ -18,8 +18,8 @@ from slora_adapters.database.audit_log import AuditFilter, AuditLog, record_chan
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.adapters.database.test_migration import contents
@@ -35,12 +35,13 @@ class Site:
     def __init__(self, place: str, directory: Path) -> None:
         self.database = Database(place)
         self.store = FileStore(directory / "store")
-        self.registry = Registry(RegistryStorage(self.database))
+        self.registry = Registry(self.database)
         self.pepper = directory / "pepper"
         self.pepper.write_bytes(b"p" * 32)
         with self.database.transaction(CHANGES) as connection:
             connection.execute(
-                insert(schema.tenants), {"tenant_id": "acme", "name": "acme", "created_at": 1, **SHARE}
+                insert(schema.tenants),
+                {"tenant_id": "acme", "name": "the-name-of-acme", "created_at": 1, **SHARE},
             )
             key = {"key_id": "k", "tenant": "acme", "digest": b"\0\xff", "created_at": 1}
             connection.execute(insert(schema.api_keys), key)
@@ -86,14 +87,16 @@ def test_a_backup_is_restored_as_a_data_directory(site: Site, tmp_path: Path) ->
     assert members(store, DIGESTS[0]) == {"weights": 6400, "config": 2}
     with closing(Database(data / "slora.db")) as restored:
         assert without_transient(contents(restored)) == without_transient(before)
-        registry = Registry(RegistryStorage(restored))
+        registry = Registry(restored)
         assert registry.serve("acme", "a1")[1] == AdapterExtras("t \u00fc")
         assert registry.registry != site.registry.registry, "each deletes only its own blobs"
         entries = AuditLog(restored).read(AuditFilter(), 10)
         assert entries[0].action == "backup.restore"
         assert {"key.create", "adapter.push"} <= {entry.action for entry in entries}
-        assert registry.delete("acme", "a0").unreferenced == (DIGESTS[0],), "no reservation is left"
-    assert site.registry.delete("acme", "a0").unreferenced == (DIGESTS[0],)
+        assert registry.delete("acme", "a0").orphaned
+        assert not registry.blobs.is_referenced(DIGESTS[0]), "no reservation is left"
+    assert site.registry.delete("acme", "a0").orphaned
+    assert not site.registry.blobs.is_referenced(DIGESTS[0])
 
 
 def test_a_backup_of_either_database_is_restored_into_the_other(
@@ -106,7 +109,7 @@ def test_a_backup_of_either_database_is_restored_into_the_other(
         restore_backup(backup, tmp_path / "data", target, other)
         assert without_transient(contents(target)) == without_transient(before)
         assert set(other.digests()) == set(DIGESTS)
-        registry = Registry(RegistryStorage(target))
+        registry = Registry(target)
         last = AuditLog(target).read(AuditFilter(), 1)[0].entry_id
         registry.put("new", AdapterVersion("acme", DIGESTS[0]), DETAILS)
         assert AuditLog(target).read(AuditFilter(), 1)[0].entry_id > last
@@ -131,7 +134,7 @@ def test_changes_during_a_backup_neither_enter_nor_break_it(
         site.push(f"late{number}", f"{100 + number:064x}")
         if number + 1 < len(DIGESTS):
             for one in site.registry.delete("acme", f"a{number + 1}").orphaned:
-                assert not site.registry.collect(one.digest, site.store.delete)
+                assert not site.registry.blobs.collect(one.digest, site.store.delete)
         real(store, digest, *arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(FileStore, "copy", copy)
@@ -139,10 +142,10 @@ def test_changes_during_a_backup_neither_enter_nor_break_it(
     assert copied == DIGESTS
     restore_backup(backup, tmp_path / "data")
     with closing(Database(tmp_path / "data" / "slora.db")) as restored:
-        assert [one.label for one in Registry(RegistryStorage(restored)).list("acme")] == ["a0", "a1", "a2"]
+        assert [one.label for one in Registry(restored).list("acme")] == ["a0", "a1", "a2"]
     assert [one.label for one in site.registry.list("acme")] == ["a0", "late0", "late1", "late2"]
     for digest in DIGESTS[1:]:
-        assert site.registry.collect(digest, site.store.delete), "the backup has ended its reservations"
+        assert site.registry.blobs.collect(digest, site.store.delete), "the backup has ended its reservations"
 
 
 def test_a_tenant_that_is_being_purged_does_not_stop_a_backup(site: Site, tmp_path: Path) -> None:

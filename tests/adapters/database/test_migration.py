@@ -13,8 +13,8 @@ from slora_adapters.database import migration, schema
 from slora_adapters.database.database import Database
 from slora_adapters.database.migration import UNRELEASED, VERSION_TABLE
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.keys.api_key import Pepper
 from slora_api.keys.key_store import KeyStore
@@ -56,7 +56,7 @@ def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
         closing(RevocationJournal(tmp_path / "revocations")) as journal,
     ):
         keys = KeyStore(older, Pepper(b"p" * 32), journal)
-        tenants, registry = TenantStore(older, keys), Registry(RegistryStorage(older))
+        tenants, registry = TenantStore(older, keys), Registry(older)
         acme = tenants.create_tenant("acme").tenant_id
         _, before = keys.create_key(acme)
         monkeypatch.setattr(migration, "SCRIPTS", next_release)
@@ -67,7 +67,7 @@ def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
             registry.put("voice", AdapterVersion(beta, "1" * 64), AdapterDetails(8, ("q_proj",), 1))
             rows = newer.read(text("SELECT name, region FROM tenants ORDER BY name"))
             assert rows == [("acme", "everywhere"), ("beta", "everywhere")]
-            assert [rollout.label for rollout in Registry(RegistryStorage(newer)).list(beta)] == ["voice"]
+            assert [rollout.label for rollout in Registry(newer).list(beta)] == ["voice"]
         for key, tenant in ((before, acme), (after, beta)):
             assert (found := keys.authenticate(key.secret)) is not None and found.tenant == tenant
 

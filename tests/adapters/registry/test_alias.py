@@ -3,18 +3,23 @@ from itertools import pairwise
 import pytest
 
 from slora_adapters.errors import BadAdapterName, BadAlias
-from slora_adapters.registry.alias import (
+from slora_adapters.registry.named_adapter import (
     MAX_HISTORY,
     MAX_TARGETS,
     AliasHistory,
     AliasState,
-    Targets,
     check_targets,
-    choose_target,
     decode_states,
     encode_states,
 )
-from slora_adapters.registry.reference import LATEST, AdapterReference, check_alias_name, parse_reference
+from slora_adapters.registry.record import (
+    LATEST,
+    AdapterReference,
+    Targets,
+    check_alias_name,
+    choose_target,
+    parse_reference,
+)
 
 USERS = [f"user-{number}" for number in range(4000)]
 

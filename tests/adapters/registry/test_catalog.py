@@ -11,17 +11,17 @@ from slora_adapters.inspection.inspection import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.registry import Publication, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import Publication
+from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
-from tests.adapters.registry_places import OpenStorage, reserved
+from tests.adapters.registry_places import OpenDatabase, reserved
 
 
 @pytest.fixture
-def catalog(tmp_path: Path, open_storage: OpenStorage) -> Catalog:
-    return Catalog(Registry(open_storage()), FileStore(tmp_path / "store"))
+def catalog(tmp_path: Path, open_database: OpenDatabase) -> Catalog:
+    return Catalog(Registry(open_database()), FileStore(tmp_path / "store"))
 
 
 def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
@@ -84,11 +84,11 @@ class RecordedStore(FileStore):
 
 
 def test_weights_that_another_tenant_has_cost_the_same_work_as_new_ones(
-    tmp_path: Path, open_storage: OpenStorage
+    tmp_path: Path, open_database: OpenDatabase
 ) -> None:
     """Otherwise the duration of an upload would reveal whether another tenant has the same weights."""
     store = RecordedStore(tmp_path / "store")
-    catalog = Catalog(Registry(open_storage()), store)
+    catalog = Catalog(Registry(open_database()), store)
     write_directory(tmp_path / "up", make_members())
     work = []
     for tenant in ("t1", "t2"):
@@ -140,10 +140,10 @@ def test_a_sweep_deletes_only_the_blobs_left_by_a_crash(catalog: Catalog, tmp_pa
 
 
 def test_an_unreferenced_blob_is_deleted_after_the_grace_period(
-    tmp_path: Path, open_storage: OpenStorage
+    tmp_path: Path, open_database: OpenDatabase
 ) -> None:
     now = [0.0]
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     catalog = Catalog(registry, FileStore(tmp_path / "store"), grace_s=10.0, clock=lambda: now[0])
     for digest in ("e" * 64, "f" * 64):
         catalog.store.put(digest, {"a": b"left by a crash"})
@@ -165,7 +165,7 @@ def test_no_blob_is_deleted_from_a_store_that_another_registry_uses(
     catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = Database(tmp_path / "other.db")
-    other = Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store"))
+    other = Catalog(Registry(database), FileStore(tmp_path / "store"))
     digest = _publish(other, tmp_path / "1").record.version.digest
     assert catalog.sweep() == 0
     _publish(catalog, tmp_path / "2")
@@ -189,9 +189,9 @@ class ConcurrentlyClaimedStore(FileStore):
 
 
 def test_a_registry_that_claims_a_store_during_a_sweep_keeps_its_blobs(
-    tmp_path: Path, open_storage: OpenStorage
+    tmp_path: Path, open_database: OpenDatabase
 ) -> None:
-    catalog = Catalog(Registry(open_storage()), ConcurrentlyClaimedStore(tmp_path / "store"))
+    catalog = Catalog(Registry(open_database()), ConcurrentlyClaimedStore(tmp_path / "store"))
     catalog.store.put("e" * 64, {"a": b"the other one's"})
     catalog.sweep()
     assert catalog.store.exists("e" * 64)
@@ -201,11 +201,11 @@ def test_an_emptied_database_deletes_no_blobs(tmp_path: Path) -> None:
     """A database that was emptied holds no references, so every blob would look unreferenced."""
     path = tmp_path / "slora.db"
     with closing(Database(path)) as database:
-        catalog = Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store"))
+        catalog = Catalog(Registry(database), FileStore(tmp_path / "store"))
         digest = _publish(catalog, tmp_path / "1").record.version.digest
     path.unlink()
     with closing(Database(path)) as database:
-        assert Catalog(Registry(RegistryStorage(database)), FileStore(tmp_path / "store")).sweep() == 0
+        assert Catalog(Registry(database), FileStore(tmp_path / "store")).sweep() == 0
     assert catalog.store.exists(digest)
 
 

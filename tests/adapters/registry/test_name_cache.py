@@ -2,9 +2,8 @@ import pytest
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import ExtrasSummary
-from slora_adapters.registry.name_cache import NameCache
-from slora_adapters.registry.registry import AdapterDetails, AdapterRecord
+from slora_adapters.registry.cache import NameCache
+from slora_adapters.registry.record import AdapterDetails, AdapterRecord, ExtrasSummary
 from slora_adapters.version import AdapterVersion
 
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)

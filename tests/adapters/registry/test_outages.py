@@ -13,10 +13,10 @@ from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.registry import AdapterDetails, Registry, Rollout
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails, Rollout
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage, reserved
+from tests.adapters.registry_places import OpenDatabase, reserved
 from tests.postgresql_server import PostgresqlServer
 
 D1, D2 = "1" * 64, "2" * 64
@@ -50,7 +50,7 @@ def catch_up(registry: Registry, cursor: str | None) -> None:
 def test_a_change_that_commits_later_has_a_later_place_in_the_feed(database_place: str) -> None:
     """A plain sequence would lose changes: a reader that has seen id 2 misses id 1, which is committed later."""
     with closing(Database(database_place)) as first, closing(Database(database_place)) as second:
-        registry = Registry(RegistryStorage(first))
+        registry = Registry(first)
         cursor = registry.changes().cursor
 
         def publish_second() -> None:
@@ -70,9 +70,9 @@ def test_a_change_that_commits_later_has_a_later_place_in_the_feed(database_plac
     assert seen == ["first", "second"]
 
 
-def test_a_replaced_feed_forces_a_resync(open_storage: OpenStorage, database_place: str) -> None:
+def test_a_replaced_feed_forces_a_resync(open_database: OpenDatabase, database_place: str) -> None:
     """The database was restored from an older copy and has been written to since."""
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     registry.put("a", _v(), DETAILS)
     cursor = registry.changes().cursor
     assert registry.get("t1", "a").version == _v()
@@ -88,8 +88,8 @@ def test_a_replaced_feed_forces_a_resync(open_storage: OpenStorage, database_pla
 # -- uploads beside deletions ------------------------------------------------------------------------------------------
 
 
-def test_an_upload_waits_until_the_deletion_of_its_blob_has_ended(open_storage: OpenStorage) -> None:
-    collector, uploader = Registry(open_storage()), Registry(open_storage())
+def test_an_upload_waits_until_the_deletion_of_its_blob_has_ended(open_database: OpenDatabase) -> None:
+    collector, uploader = Registry(open_database()), Registry(open_database())
     order: list[str] = []
     may_end, has_begun = threading.Event(), threading.Event()
 
@@ -103,7 +103,10 @@ def test_an_upload_waits_until_the_deletion_of_its_blob_has_ended(open_storage: 
             order.append("uploaded")
             uploader.put("a", _v(), DETAILS, reservation=reservation)
 
-    threads = [threading.Thread(target=collector.collect, args=(D1, drop)), threading.Thread(target=upload)]
+    threads = [
+        threading.Thread(target=collector.blobs.collect, args=(D1, drop)),
+        threading.Thread(target=upload),
+    ]
     threads[0].start()
     assert has_begun.wait(WAIT_S)
     threads[1].start()
@@ -112,29 +115,29 @@ def test_an_upload_waits_until_the_deletion_of_its_blob_has_ended(open_storage: 
     for thread in threads:
         thread.join(WAIT_S)
     assert order == ["dropped", "uploaded"]
-    assert not collector.collect(D1, order.append)
+    assert not collector.blobs.collect(D1, order.append)
 
 
-def test_a_blob_whose_deletion_failed_can_be_uploaded_again(open_storage: OpenStorage) -> None:
-    registry = Registry(open_storage())
+def test_a_blob_whose_deletion_failed_can_be_uploaded_again(open_database: OpenDatabase) -> None:
+    registry = Registry(open_database())
 
     def fail(digest: str) -> None:
         raise StoreUnavailable("it does not answer")
 
     with pytest.raises(StoreUnavailable, match="does not answer"):
-        registry.collect(D1, fail)
+        registry.blobs.collect(D1, fail)
     with reserved(registry, D1):
-        assert registry.is_referenced(D1)
+        assert registry.blobs.is_referenced(D1)
 
 
 def test_an_upload_whose_reservation_was_lost_is_refused(
-    open_storage: OpenStorage, database_place: str
+    open_database: OpenDatabase, database_place: str
 ) -> None:
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     with closing(Database(database_place)) as database, reserved(registry, D1) as reservation:
         with database.transaction() as connection:
             connection.execute(delete(schema.adapter_reservations))
-        assert registry.collect(D1, lambda digest: None)
+        assert registry.blobs.collect(D1, lambda digest: None)
         with pytest.raises(StoreUnavailable, match="upload again"):
             registry.put("a", _v(), DETAILS, reservation=reservation)
     assert registry.list("t1") == []
@@ -144,10 +147,10 @@ def test_an_upload_whose_reservation_was_lost_is_refused(
 
 
 def test_a_pin_is_checked_against_pins_that_other_processes_make_at_the_same_time(
-    open_storage: OpenStorage,
+    open_database: OpenDatabase,
 ) -> None:
     """Each check waits until the other process has tried to pin, too. Both would pass if they ran side by side."""
-    registries = [Registry(open_storage()), Registry(open_storage())]
+    registries = [Registry(open_database()), Registry(open_database())]
     for name in ("a", "b"):
         registries[0].put(name, _v(), DETAILS)
     both = threading.Barrier(2)
@@ -183,9 +186,9 @@ def test_a_pin_is_checked_against_pins_that_other_processes_make_at_the_same_tim
 
 
 def test_cached_names_are_dropped_on_own_changes_and_on_changes_from_the_feed(
-    open_storage: OpenStorage,
+    open_database: OpenDatabase,
 ) -> None:
-    registry, other = Registry(open_storage()), Registry(open_storage())
+    registry, other = Registry(open_database()), Registry(open_database())
     cursor = registry.changes().cursor
     for digest in (D1, D2):
         registry.put("a", _v(digest), DETAILS)
@@ -205,8 +208,8 @@ def test_cached_names_are_dropped_on_own_changes_and_on_changes_from_the_feed(
     assert registry.get("t1", "b").number == 3
 
 
-def test_a_request_caches_the_texts_of_all_versions_of_an_alias(open_storage: OpenStorage) -> None:
-    registry = Registry(open_storage())
+def test_a_request_caches_the_texts_of_all_versions_of_an_alias(open_database: OpenDatabase) -> None:
+    registry = Registry(open_database())
     for number, digest in enumerate((D1, D2), start=1):
         registry.put("a", _v(digest), DETAILS, AdapterExtras(f"template {number}"))
     registry.move("t1", "a", "prod", {1: 50, 2: 50})
@@ -224,7 +227,7 @@ def open_registries(postgresql_server: PostgresqlServer) -> Iterator[Open]:
     """Each call opens the same registry as another process would."""
     place = postgresql_server.make_database()
     with ExitStack() as stack:
-        yield lambda: Registry(RegistryStorage(stack.enter_context(closing(Database(place)))))
+        yield lambda: Registry(stack.enter_context(closing(Database(place))))
 
 
 def test_during_an_outage_cached_names_are_answered_and_others_refused(

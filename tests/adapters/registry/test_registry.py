@@ -1,12 +1,15 @@
-"""The contract of the registry, for every storage. `test_registry_aliases.py` tests aliases."""
+"""The contract of the registry, on every database. `test_registry_aliases.py` tests aliases."""
 
 import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from sqlalchemy.sql import Executable
 
+from slora_adapters.database.database import Database
 from slora_adapters.errors import (
     AdapterNotFound,
     BadAdapterName,
@@ -14,17 +17,17 @@ from slora_adapters.errors import (
     StoreUnavailable,
 )
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.reference import check_adapter_name
-from slora_adapters.registry.registry import (
-    RESERVATION_S,
+from slora_adapters.registry import table
+from slora_adapters.registry.blobs import RESERVATION_S
+from slora_adapters.registry.record import (
     AdapterDetails,
-    AdapterRecord,
-    Registry,
     Rollout,
     StorageUsage,
+    check_adapter_name,
 )
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage, reserved
+from tests.adapters.registry_places import OpenDatabase, reserved
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, 8192, 4400)
@@ -44,8 +47,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def registry(open_storage: OpenStorage, clock: Clock) -> Registry:
-    return Registry(open_storage(), clock)
+def registry(open_database: OpenDatabase, clock: Clock) -> Registry:
+    return Registry(open_database(), clock)
 
 
 def _v(tenant: str, digest: str = D1) -> AdapterVersion:
@@ -86,7 +89,7 @@ def test_pushing_the_newest_version_again_is_a_no_op(registry: Registry, clock: 
 def test_storage_usage_is_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(
     registry: Registry,
 ) -> None:
-    assert registry.storage_usage("t1", D1) == StorageUsage(0, 0, None) and registry.newest("t1", "a") is None
+    assert registry.storage_usage("t1", D1) == StorageUsage(0, 0, None)
     larger = replace(DETAILS, blob_bytes=10_000)
     for name, digest, details in (("a", D1, DETAILS), ("a", D2, larger), ("b", D1, DETAILS)):
         registry.put(name, _v("t1", digest), details)
@@ -94,10 +97,9 @@ def test_storage_usage_is_all_versions_of_a_tenant_and_the_bytes_of_each_weights
     assert registry.storage_usage("t1", D1) == StorageUsage(3, 14_400, 4400)
     assert registry.storage_usage("t1", D3) == StorageUsage(3, 14_400, None)
     registry.roll_back("t1", "a", "latest")
-    newest = registry.newest("t1", "a")
-    assert newest == registry.get("t1", "a@2") != registry.get("t1", "a")
+    assert registry.versions("t1", "a", limit=1) == [registry.get("t1", "a@2")] != [registry.get("t1", "a")]
     registry.delete("t1", "a@2")
-    assert registry.newest("t1", "a") == registry.get("t1", "a@1")
+    assert registry.versions("t1", "a", limit=1) == [registry.get("t1", "a@1")]
     assert registry.storage_usage("t1", D2) == StorageUsage(2, 4400, None)
 
 
@@ -138,15 +140,16 @@ def test_a_lookup_during_delete_and_push_returns_the_extras_of_the_new_version(
     """The name is deleted and pushed again between the two lookups of one request. Its version numbers start at 1
     again."""
     registry.put("a", _v("t1"), DETAILS, EXTRAS)
-    find, others = registry._storage.find_extras, iter([AdapterExtras("{{ new }}")])
+    read, others = Database.read, iter([AdapterExtras("{{ new }}")])
 
-    def interrupted(key: tuple[str, str], record: AdapterRecord) -> AdapterExtras | None:
-        for extras in others:
-            registry.delete("t1", "a")
-            registry.put("a", _v("t1", D2), DETAILS, extras)
-        return find(key, record)
+    def interrupted(database: Database, statement: Executable, *parameters: Any) -> Any:
+        if statement is table.EXTRAS:
+            for extras in others:
+                registry.delete("t1", "a")
+                registry.put("a", _v("t1", D2), DETAILS, extras)
+        return read(database, statement, *parameters)
 
-    monkeypatch.setattr(registry._storage, "find_extras", interrupted)
+    monkeypatch.setattr(Database, "read", interrupted)
     record, extras = registry.serve("t1", "a")
     assert (record.version.digest, extras) == (D2, AdapterExtras("{{ new }}"))
     registry.delete("t1", "a")
@@ -159,7 +162,7 @@ class QuotaFull(Exception):
 
 
 def test_concurrent_pushes_do_not_exceed_the_tenants_quota(
-    open_storage: OpenStorage,
+    open_database: OpenDatabase,
 ) -> None:
     """Born from a bug: two processes checked the tenant's quota at the same time, and then each made a version."""
     most = 3
@@ -169,7 +172,7 @@ def test_concurrent_pushes_do_not_exceed_the_tenants_quota(
             raise QuotaFull
 
     def push(worker: int) -> int:
-        own, kept = Registry(open_storage()), 0
+        own, kept = Registry(open_database()), 0
         for turn in range(4):
             with contextlib.suppress(QuotaFull):
                 own.put(f"n{worker}", _v("t1", f"{worker * 9 + turn:064x}"), DETAILS, check=check)
@@ -178,7 +181,7 @@ def test_concurrent_pushes_do_not_exceed_the_tenants_quota(
 
     with ThreadPoolExecutor(4) as threads:
         assert sum(threads.map(push, range(4))) == most
-    assert Registry(open_storage()).storage_usage("t1", D1).num_versions == most
+    assert Registry(open_database()).storage_usage("t1", D1).num_versions == most
 
 
 def test_pushing_the_newest_version_again_skips_the_quota_check(registry: Registry) -> None:
@@ -213,20 +216,20 @@ def test_a_version_is_orphaned_with_its_last_name_and_its_blob_with_the_last_ten
         registry.put(name, _v(tenant), DETAILS)
     assert registry.delete("t1", "a").orphaned == (), "b still stands for it"
     last_of_t1 = registry.delete("t1", "b")
-    assert last_of_t1.orphaned == (_v("t1"),) and not last_of_t1.unreferenced, "t2 needs the bytes"
+    assert last_of_t1.orphaned == (_v("t1"),) and registry.blobs.is_referenced(D1), "t2 needs the bytes"
     last = registry.delete("t2", "a")
-    assert last.orphaned == (_v("t2"),) and last.unreferenced == (D1,)
+    assert last.orphaned == (_v("t2"),) and not registry.blobs.is_referenced(D1)
 
 
 def test_collect_deletes_only_unreferenced_blobs(registry: Registry) -> None:
     dropped: list[str] = []
     registry.put("a", _v("t1"), DETAILS)
-    assert not registry.collect(D1, dropped.append)
+    assert not registry.blobs.collect(D1, dropped.append)
     with reserved(registry, D2):
-        assert not registry.collect(D2, dropped.append)
-    assert registry.collect(D2, dropped.append)
+        assert not registry.blobs.collect(D2, dropped.append)
+    assert registry.blobs.collect(D2, dropped.append)
     registry.delete("t1", "a")
-    assert registry.collect(D1, dropped.append)
+    assert registry.blobs.collect(D1, dropped.append)
     assert dropped == [D2, D1]
 
 
@@ -234,12 +237,12 @@ def test_a_reservation_ends_with_its_put_or_its_release_or_its_time(registry: Re
     with reserved(registry, D1) as reservation:
         registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     registry.delete("t1", "a")
-    assert registry.collect(D1, lambda digest: None)
-    registry.release(registry.reserve(D1))
-    assert registry.collect(D1, lambda digest: None)
+    assert registry.blobs.collect(D1, lambda digest: None)
+    registry.blobs.release(registry.blobs.reserve(D1))
+    assert registry.blobs.collect(D1, lambda digest: None)
     with reserved(registry, D1) as reservation:
         clock.now += RESERVATION_S
-        assert registry.collect(D1, lambda digest: None), "the registry takes its upload for crashed"
+        assert registry.blobs.collect(D1, lambda digest: None), "the registry takes its upload for crashed"
         with pytest.raises(StoreUnavailable, match="took too long"):
             registry.put("a", _v("t1"), DETAILS, reservation=reservation)
     assert registry.list("t1") == []
@@ -250,7 +253,7 @@ def test_a_drop_that_fails_is_reported_and_changes_nothing(registry: Registry) -
         raise StoreUnavailable("down")
 
     with pytest.raises(StoreUnavailable):
-        registry.collect(D1, fail)
+        registry.blobs.collect(D1, fail)
     registry.put("a", _v("t1"), DETAILS)
 
 
@@ -329,9 +332,9 @@ def test_versions_come_in_pages_newest_first(registry: Registry) -> None:
 
 
 def test_another_process_sees_a_change_after_it_has_read_the_feed(
-    registry: Registry, open_storage: OpenStorage
+    registry: Registry, open_database: OpenDatabase
 ) -> None:
-    other = Registry(open_storage())
+    other = Registry(open_database())
     cursor = registry.changes().cursor
     registry.put("a", _v("t1"), DETAILS)
     assert registry.get("t1", "a").version == other.get("t1", "a").version == _v("t1")
@@ -351,7 +354,7 @@ def test_concurrent_puts_and_deletes_never_miscount_references(registry: Registr
     with ThreadPoolExecutor(6) as threads:
         list(threads.map(use, range(6)))
     assert registry.list("t0") == registry.list("t1") == []
-    assert registry.collect(D1, lambda digest: None) and registry.collect(D2, lambda digest: None)
+    assert registry.blobs.collect(D1, lambda digest: None) and registry.blobs.collect(D2, lambda digest: None)
 
 
 def anything(wanted: Rollout, others: Sequence[Rollout]) -> None:

@@ -8,10 +8,10 @@ from itertools import islice
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry, StorageUsage
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails, StorageUsage
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage
+from tests.adapters.registry_places import OpenDatabase
 from tests.postgresql_server import PostgresqlServer
 from tests.support.forked_program import ForkedProgram
 
@@ -22,10 +22,9 @@ import sys
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 
-registry = Registry(RegistryStorage(Database(sys.argv[1])))
+registry = Registry(Database(sys.argv[1]))
 details = AdapterDetails(8, ("q_proj",), 4096)
 for number in range(1, 10_000):
     registry.put("voice", AdapterVersion("t", f"{number:064x}"), details)
@@ -69,7 +68,7 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
         len(numbers), len(numbers) * DETAILS.num_bytes, None
     )
     for number in range(1, newest + 1):
-        assert registry.collect(f"{number:064x}", lambda digest: None) is (number not in numbers)
+        assert registry.blobs.collect(f"{number:064x}", lambda digest: None) is (number not in numbers)
     rollouts = {rollout.alias: rollout for rollout in registry.aliases("t", "voice")}
     if acknowledged.moved:
         (prod,) = rollouts["prod"].targets
@@ -81,11 +80,11 @@ def check(registry: Registry, acknowledged: Acknowledged) -> None:
 
 @pytest.mark.parametrize("num_steps", steps(3, 4, 17, soak=(1, 2, 60)))
 def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
-    open_storage: OpenStorage, num_steps: int
+    open_database: OpenDatabase, num_steps: int
 ) -> None:
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     acknowledged = Acknowledged()
-    with ForkedProgram(ROLLOUT, open_storage.place) as program:
+    with ForkedProgram(ROLLOUT, open_database.place) as program:
         acknowledged.read(islice(program.output, num_steps))
         program.kill()
         acknowledged.read(program.output)  # what it wrote before it died
@@ -108,4 +107,4 @@ def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknow
         assert any("StoreUnavailable" in line for line in rest)
     postgresql_server.start()
     with closing(Database(place)) as database:
-        check(Registry(RegistryStorage(database)), acknowledged)
+        check(Registry(database), acknowledged)

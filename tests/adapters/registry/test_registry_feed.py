@@ -8,9 +8,10 @@ import pytest
 
 from slora_adapters.database import change_feed
 from slora_adapters.database.change_feed import Change
-from slora_adapters.registry.registry import AdapterDetails, Registry
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from tests.adapters.registry_places import OpenStorage
+from tests.adapters.registry_places import OpenDatabase
 from tests.support.forked_program import ForkedProgram
 
 D1, D2 = "1" * 64, "2" * 64
@@ -34,9 +35,9 @@ def follow(registry: Registry, cursor: str) -> Iterator[Change]:
 
 
 def test_another_process_reads_exactly_the_changes_in_order(
-    open_storage: OpenStorage,
+    open_database: OpenDatabase,
 ) -> None:
-    writer, reader = Registry(open_storage()), Registry(open_storage())
+    writer, reader = Registry(open_database()), Registry(open_database())
     start = reader.changes()
     assert start.resync and start.changes == (), "what was before is not known"
     writer.put("a", _v(), DETAILS)
@@ -69,10 +70,10 @@ def test_another_process_reads_exactly_the_changes_in_order(
 
 
 def test_many_changes_come_in_several_answers(
-    open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
+    open_database: OpenDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(change_feed, "_MAX_CHANGES", 3)
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     changes = registry.changes()
     for number in range(7):
         registry.put(f"n{number}", _v(), DETAILS)
@@ -84,10 +85,10 @@ def test_many_changes_come_in_several_answers(
 
 
 def test_a_reader_behind_the_start_of_the_feed_must_resync(
-    open_storage: OpenStorage, monkeypatch: pytest.MonkeyPatch
+    open_database: OpenDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(change_feed, "KEPT_CHANGES", 5)
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     registry.put("a", _v(), DETAILS)
     cursor = registry.changes().cursor
     for number in range(4):
@@ -106,10 +107,9 @@ import sys
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 
-registry = Registry(RegistryStorage(Database(sys.argv[1])))
+registry = Registry(Database(sys.argv[1]))
 details = AdapterDetails(8, ("q_proj",), 4096)
 for turn in range(int(sys.argv[3])):
     version = AdapterVersion("t1", f"{int(sys.argv[2]) * 1000 + turn:064x}")
@@ -119,13 +119,13 @@ for turn in range(int(sys.argv[3])):
 
 
 def test_concurrent_writers_of_one_name_lose_no_update_and_no_feed_entry(
-    open_storage: OpenStorage, soak: bool
+    open_database: OpenDatabase, soak: bool
 ) -> None:
     num_writers, num_turns = 3, 200 if soak else 12
-    registry = Registry(open_storage())
+    registry = Registry(open_database())
     cursor = registry.changes().cursor
     writers = [
-        ForkedProgram(WRITER, open_storage.place, writer, num_turns) for writer in range(1, num_writers + 1)
+        ForkedProgram(WRITER, open_database.place, writer, num_turns) for writer in range(1, num_writers + 1)
     ]
     heard = list(itertools.islice(follow(registry, cursor), 2 * num_writers * num_turns))
     assert [writer.finish() for writer in writers] == [(0, "")] * num_writers

@@ -11,9 +11,12 @@ from sqlalchemy.dialects import sqlite
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_rows import (
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.table import (
     ALIASES,
+    BEFORE_PUSH,
+    NAMED,
     NAMES,
     OF_NAME,
     ONE_ROLLOUT,
@@ -22,7 +25,6 @@ from slora_adapters.registry.registry_rows import (
     STORAGE_USAGE,
     VERSION_PAGE,
 )
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 
 D1, D2 = "1" * 64, "2" * 64
@@ -83,14 +85,43 @@ def test_a_lookup_reads_the_rows_that_it_wants_and_no_others(
 def test_pages_of_versions_and_stored_bytes_are_read_from_an_index(tmp_path: Path) -> None:
     steps = plan(tmp_path / "slora.db", VERSION_PAGE, **KEY, before=9, most=9)
     assert "SEARCH adapter_versions USING INDEX ? (tenant=? AND name=? AND number<?)" in steps
-    steps = plan(tmp_path / "slora.db", STORAGE_USAGE, tenant="t1", digest=D1)
-    assert "SEARCH adapter_versions USING COVERING INDEX adapter_versions_stored (tenant=?)" in steps
+    usage = "SEARCH adapter_versions USING COVERING INDEX adapter_versions_stored (tenant=?)"
+    assert usage in plan(tmp_path / "slora.db", STORAGE_USAGE, tenant="t1", digest=D1)
+    steps = plan(tmp_path / "slora.db", BEFORE_PUSH, **KEY, digest=D1)
+    assert usage in steps
+    assert "SEARCH adapter_versions USING INDEX ? (tenant=? AND name=?)" in steps
+
+
+def test_many_weights_are_looked_up_in_few_queries_that_read_an_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a bug: after a gap in the feed, each version of an engine was looked up by a query of its own."""
+    database, read, queries = Database(tmp_path / "slora.db"), Database.read, []
+
+    def count(database: Database, statement: Any, *parameters: Any) -> Any:
+        queries.append(statement)
+        return read(database, statement, *parameters)
+
+    registry = Registry(database)
+    kept = {_v("t1", f"{number:064x}") for number in range(0, 2500, 500)}
+    for version in kept:
+        registry.put("a", version, AdapterDetails(8, ("q_proj",), 4096))
+    monkeypatch.setattr(Database, "read", count)
+    assert registry.named({_v("t1", f"{number:064x}") for number in range(2500)}) == kept
+    assert registry.named(set()) == set()
+    assert len(queries) == 3
+    database.close()
+    steps = plan(tmp_path / "slora.db", NAMED, versions=[("t1", D1), ("t1", D2)])
+    assert (
+        "SEARCH adapter_versions USING COVERING INDEX adapter_versions_stored (tenant=? AND digest=?)"
+        in steps
+    )
 
 
 def test_only_a_request_reads_the_texts_of_extras(tmp_path: Path) -> None:
     """Born from a bug: lists read the texts too. 160 versions of 500 KB and 30 concurrent lists took 2 GB of memory."""
     database = Database(tmp_path / "slora.db")
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     extras = AdapterExtras("x" * 1000, "{}")
     details = AdapterDetails(8, ("q_proj",), 4096)
     for digest in (D1, D2):
@@ -98,12 +129,12 @@ def test_only_a_request_reads_the_texts_of_extras(tmp_path: Path) -> None:
     assert registry.serve("t1", "a@1")[1] == extras
     with database.transaction() as connection:
         connection.exec_driver_sql("DROP TABLE adapter_extras")
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     with pytest.raises(StoreUnavailable, match="no such table"):
         registry.serve("t1", "a")
     assert len(registry.versions("t1", "a")) == 2 and len(registry.list("t1")) == 1
     assert len(registry.rollouts("t1")) == len(registry.aliases("t1", "a")) == 1
-    assert registry.newest("t1", "a") == registry.get("t1", "a") == registry.rollout("t1", "a").main
+    assert registry.get("t1", "a") == registry.rollout("t1", "a").main
     assert registry.storage_usage("t1", D1).num_bytes == 2 * 4096 + 2 * 1002
     registry.move("t1", "a", "prod", {1: 100})
     registry.pin("t1", "a", lambda wanted, others: None)

@@ -13,8 +13,8 @@ from slora_adapters.database import schema
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound
 from slora_api.quotas.quota import NO_QUOTA
@@ -105,7 +105,7 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry, other = FailingRegistry(RegistryStorage(database)), Registry(RegistryStorage(database))
+        registry, other = FailingRegistry(database), Registry(database)
         other.put("a", _v(D1), DETAILS)
         other.put("b", _v(D2), DETAILS)
         engine = FakeEngine(_v(D1), _v(D2))
@@ -122,7 +122,7 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
 
 def test_a_late_report_of_a_purge_leaves_a_new_tenant_with_the_name_alone(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(RegistryStorage(database))
+        registry = Registry(database)
         tenant_store = TenantStore(database, open_key_store(database, tmp_path))
         old, new = tenant_store.create_tenant("leaver").tenant_id, ""
 
@@ -139,7 +139,7 @@ def test_a_late_report_of_a_purge_leaves_a_new_tenant_with_the_name_alone(tmp_pa
 
 def test_the_engine_ends_a_tenant_when_its_purge_begins_and_when_it_ends(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(RegistryStorage(database))
+        registry = Registry(database)
         tenant_store = TenantStore(database, open_key_store(database, tmp_path))
         leaver = tenant_store.create_tenant("leaver").tenant_id
         engine = FakeEngine()
@@ -156,7 +156,7 @@ def test_the_engine_ends_a_tenant_when_its_purge_begins_and_when_it_ends(tmp_pat
 
 def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(RegistryStorage(database))
+        registry = Registry(database)
         for name, digest in (("a", D1), ("b", D2)):
             registry.put(name, _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D2))
@@ -178,7 +178,7 @@ def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) ->
 
 def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(RegistryStorage(database))
+        registry = Registry(database)
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D3))
@@ -208,7 +208,7 @@ def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path)
 
 def test_pins_are_sent_to_the_engine_only_when_they_change(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
-        registry = Registry(RegistryStorage(database))
+        registry = Registry(database)
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
             registry.put("b", _v(digest), DETAILS)

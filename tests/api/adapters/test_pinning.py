@@ -12,8 +12,8 @@ from slora.core.engine_state import Pin
 from slora.core.request import TenantShare
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, PinCheck, Registry, Rollout
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails, Rollout
+from slora_adapters.registry.registry import PinCheck, Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.pinning import Pinning
 from slora_api.cli.main import main
@@ -204,7 +204,7 @@ def test_pins_count_the_pages_of_one_tensor_parallel_rank(
     database = Database(tmp_path / "slora.db")
     tenant_store = open_tenant_store(database, tmp_path)
     acme = tenant_store.create_tenant("acme", ShareChanges(max_pool_share=0.4)).tenant_id
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     registry.put(
         "voice", AdapterVersion(acme, "1" * 64), AdapterDetails(16, ("q_proj", "o_proj"), 1, packed_bytes)
     )
@@ -232,7 +232,7 @@ class RacingShareRegistry(Registry):
     """A registry in which another operator lowers the tenant's share between the start of a pin and its transaction."""
 
     def __init__(self, database: Database, tenant_store: TenantStore) -> None:
-        super().__init__(RegistryStorage(database))
+        super().__init__(database)
         self._tenant_store = tenant_store
 
     def pin(self, tenant: str, reference: str, check: PinCheck) -> Rollout:
@@ -260,7 +260,7 @@ class FailingRegistry(Registry):
     """A registry that fails at its first query."""
 
     def __init__(self, database: Database) -> None:
-        super().__init__(RegistryStorage(database))
+        super().__init__(database)
         self.num_asked = 0
 
     def pinned(self) -> list[Rollout]:

@@ -22,7 +22,6 @@ from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.object_store import ObjectStore
 from slora_adapters.store.store import Store
@@ -77,7 +76,7 @@ class Desk:
 
 
 def open_catalog(database: Database, directory: Path) -> Catalog:
-    return Catalog(Registry(RegistryStorage(database)), FileStore(directory / "adapters"))
+    return Catalog(Registry(database), FileStore(directory / "adapters"))
 
 
 def add_tenant(database: Database) -> None:
@@ -321,7 +320,7 @@ def test_files_are_kept_in_every_kind_of_store(
         store.prepare()
     with closing(store), closing(Database(tmp_path / "slora.db")) as database:
         add_tenant(database)
-        catalog = Catalog(Registry(RegistryStorage(database)), store)
+        catalog = Catalog(Registry(database), store)
         files = Files(database, catalog, FileLimits(100, 1 << 30))
         batches = Batches(database, files, 10)
         batch = start(Desk(database, tmp_path), batches, 9)

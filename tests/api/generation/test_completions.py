@@ -25,8 +25,8 @@ from slora.core.sampling_params import SamplingParams
 from slora_adapters.database.database import Database
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.completions.schemas import GenerationFields
 from slora_api.http.connection_limits import ConnectionLimits
@@ -775,7 +775,7 @@ def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platf
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1)
-        mover, registry = platform.tenant_id("mover"), Registry(RegistryStorage(database))
+        mover, registry = platform.tenant_id("mover"), Registry(database)
         registry.put("moving", AdapterVersion(mover, adapter.digest), details)
         registry.delete(mover, "moving@1")
         database.close()
@@ -793,7 +793,7 @@ def test_a_request_whose_adapter_is_deleted_meanwhile_is_a_404(platform: Platfor
 
     def delete(request: EngineRequest) -> None:
         database = Database(platform.directory / "slora.db")
-        Registry(RegistryStorage(database)).delete(platform.tenant_id("loser"), "gone")
+        Registry(database).delete(platform.tenant_id("loser"), "gone")
         database.close()
 
     platform.engine.on_request = delete

@@ -9,8 +9,8 @@ import pytest
 from slora.core.errors import AdapterFetchFailed
 from slora.core.request import EngineRequest
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
@@ -203,8 +203,8 @@ def test_a_sum_is_looked_up_again_when_one_of_its_adapters_was_replaced_meanwhil
     def replace(request: EngineRequest) -> None:
         platform.engine.on_request = lambda request: None
         database = Database(platform.directory / "slora.db")
-        Registry(RegistryStorage(database)).put("moving", newer, AdapterDetails(2, ("q_proj",), 1))
-        Registry(RegistryStorage(database)).delete(acme, "moving@1")
+        Registry(database).put("moving", newer, AdapterDetails(2, ("q_proj",), 1))
+        Registry(database).delete(acme, "moving@1")
         database.close()
 
     platform.engine.on_request = replace

@@ -15,8 +15,8 @@ import pytest
 from slora.core.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, StepFailed
 from slora.core.request import NOT_SAMPLED, EngineRequest, Pooling, PoolingKind, TokenDelta
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.embeddings.embedding_run import count_lanes, run_lanes
 from tests.adapters.hand_made import SHAPE
@@ -218,7 +218,7 @@ def test_a_request_whose_adapter_was_just_replaced_is_sent_again(platform: Platf
     def fail_once(request: EngineRequest) -> list[TokenDelta | Exception]:
         platform.engine.embeddings = embed
         database = Database(platform.directory / "slora.db")
-        registry, mover = Registry(RegistryStorage(database)), platform.tenant_id("mover")
+        registry, mover = Registry(database), platform.tenant_id("mover")
         registry.put("moving", AdapterVersion(mover, "f" * 64), AdapterDetails(2, ("q_proj",), 1))
         registry.delete(mover, "moving@1")
         database.close()

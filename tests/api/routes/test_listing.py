@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
@@ -32,7 +32,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 def registry(platform: Platform) -> Iterator[Registry]:
     """The platform's own registry, so that a test can fill it without uploads."""
     database = Database(platform.directory / "slora.db")
-    yield Registry(RegistryStorage(database))
+    yield Registry(database)
     database.close()
 
 

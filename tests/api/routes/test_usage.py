@@ -13,8 +13,8 @@ import pytest
 from slora.core.request import RequestUsage
 from slora.core.usage_journal import UsageRecord
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
 from slora_api.usage import usage_report
@@ -53,7 +53,7 @@ def key(platform: Platform) -> str:
         UsageRecord(f"beta{number}", beta, "keyb", VOICE, DAY + number, RequestUsage(1, 0, 1)) for number in range(3)
     ]  # fmt: skip
     UsageLedger(database).add(records)
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     registry.put("voice", AdapterVersion(acme, VOICE), AdapterDetails(8, ("q_proj",), 4096))
     database.close()
     return key
@@ -132,7 +132,7 @@ def test_requests_that_add_up_adapters_are_a_group_of_their_own(
         for number, digests in enumerate(adapters)
     ]
     UsageLedger(database).add(records)
-    registry = Registry(RegistryStorage(database))
+    registry = Registry(database)
     registry.put("tone", AdapterVersion(acme, TONE), AdapterDetails(8, ("q_proj",), 4096))
     database.close()
     params = {"start_time": later, "end_time": later + 86_400, "group_by": "model"}

@@ -26,9 +26,10 @@ import pytest
 from sqlalchemy import text
 
 from slora_adapters.database.database import Database
+from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.registry import MAX_ALIASES, RESERVATION_S, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.named_adapter import MAX_ALIASES
+from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
@@ -163,7 +164,7 @@ class Crashes:
         with closing(Database(self.database or self.data / "slora.db")) as database:
             if not self.database:
                 assert database.read(text("PRAGMA integrity_check")) == [("ok",)]
-            storage = RegistryStorage(database)
+            storage = database
             now, later = Registry(storage), Registry(storage, lambda: time.time() + RESERVATION_S)
             wanted = {
                 record.version.digest
@@ -172,7 +173,7 @@ class Crashes:
                 for record in now.versions(tenant, name.label)
             }
             if not self.database:
-                wait_for(lambda: all(map(now.is_referenced, self.blobs())) or None, served.alive)
+                wait_for(lambda: all(map(now.blobs.is_referenced, self.blobs())) or None, served.alive)
             wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
             Catalog(later, FileStore(self.data / "adapters")).sweep()
             assert self.blobs() == wanted

@@ -16,7 +16,6 @@ from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.version import AdapterVersion
 from slora_api.keys.api_key import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
@@ -240,7 +239,7 @@ def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one
         assert platform.upload(key, "voice", make_members()).status_code == 201
         body = {"model": "voice", "prompt": "hi"}
         assert post(platform, key, COMPLETIONS, body).headers["x-slora-adapter"] == "voice@1"
-        other = Registry(RegistryStorage(database))
+        other = Registry(database)
         acme = platform.tenant_id("acme")
         old = other.get(acme, "voice")
         other.put("voice", AdapterVersion(acme, "f" * 64), old.details)

@@ -20,8 +20,8 @@ from slora_adapters.database.audit_log import (
     command_actor,
 )
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.adapters.hand_made import make_members
@@ -262,7 +262,7 @@ def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: 
 
 
 def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, tmp_path: Path) -> None:
-    keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
+    keys, registry = open_key_store(database, tmp_path), Registry(database)
     store = TenantStore(database, keys)
     a = store.create_tenant("a").tenant_id
     _, key = keys.create_key(a)

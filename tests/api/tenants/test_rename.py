@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from slora_adapters.database.database import Database
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
@@ -146,7 +146,7 @@ def test_a_name_that_cannot_be_taken_changes_nothing(
 def test_a_rename_changes_one_row_on_both_databases(database_place: str, tmp_path: Path) -> None:
     with closing(Database(database_place)) as database:
         keys = open_key_store(database, tmp_path)
-        store, registry = TenantStore(database, keys), Registry(RegistryStorage(database))
+        store, registry = TenantStore(database, keys), Registry(database)
         tenant = store.create_tenant("old", ShareChanges(weight=2)).tenant_id
         _, key = keys.create_key(tenant)
         assert keys.authenticate(key.secret) is not None

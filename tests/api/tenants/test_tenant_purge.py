@@ -13,8 +13,8 @@ from slora.core.usage_journal import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.registry.registry import AdapterDetails, Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
+from slora_adapters.registry.record import AdapterDetails
+from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
@@ -112,7 +112,12 @@ def test_usage_is_kept_or_erased_as_asked(platform: Platform, admin: httpx.Clien
 
 @pytest.mark.parametrize(
     "step",
-    ["_adapters.purge_blobs", "_ledger.erase", "_tenant_store.finish_purge", "_adapters.registry.collect"],
+    [
+        "_adapters.purge_blobs",
+        "_ledger.erase",
+        "_tenant_store.finish_purge",
+        "_adapters.registry.blobs.collect",
+    ],
 )
 def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
     platform: Platform, admin: httpx.Client, step: str, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +237,6 @@ from sqlalchemy.engine import Engine
 from slora_adapters.database.database import Database
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.registry_storage import RegistryStorage
 from slora_adapters.store.file_store import FileStore
 from slora_api.keys.api_key import Pepper
 from slora_api.keys.key_store import KeyStore
@@ -246,7 +250,7 @@ def purge():
     database = Database(place)
     keys = KeyStore(database, Pepper.from_file(directory / "pepper"), RevocationJournal(directory / "revocations"))
     store, ledger = TenantStore(database, keys), UsageLedger(database)
-    catalog = Catalog(Registry(RegistryStorage(database)), FileStore(directory / "store"))
+    catalog = Catalog(Registry(database), FileStore(directory / "store"))
     left = [step]
 
     @event.listens_for(Engine, "after_cursor_execute")
@@ -278,7 +282,7 @@ def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
 ) -> None:
     store = FileStore(tmp_path / "store")
     with closing(Database(database_place)) as database:
-        keys, registry = open_key_store(database, tmp_path), Registry(RegistryStorage(database))
+        keys, registry = open_key_store(database, tmp_path), Registry(database)
         tenants, ledger = TenantStore(database, keys), UsageLedger(database)
         leaver, stayer = (tenants.create_tenant(name).tenant_id for name in ("leaver", "stayer"))
         for tenant, blobs in ((leaver, "123"), (stayer, "3")):

@@ -1,12 +1,11 @@
-"""The registry's SQL statements, and the conversion between rows and values.
+"""The registry's tables: SQL statements, and the conversion between rows and values.
 
-Functions with a `connection` argument run inside a transaction that the caller has begun. They handle the versions and
-aliases of one name of a tenant. This module makes no decisions: `named_adapter.py` and `registry_storage.py` decide
-what is written, and when.
+Functions with a `connection` argument run inside a transaction that the caller has begun. This module makes no
+decisions: `named_adapter.py` and `registry.py` decide what is written, and when.
 """
 
 import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,48 +19,39 @@ from sqlalchemy import (
     func,
     insert,
     select,
+    true,
     tuple_,
     update,
 )
 from sqlalchemy.engine import Connection
+from sqlalchemy.sql import Executable
 
 from slora_adapters.database import schema
-from slora_adapters.registry.adapter_record import (
+from slora_adapters.registry.named_adapter import (
+    Alias,
+    AliasHistory,
+    AliasState,
+    NamedAdapter,
+    decode_states,
+    encode_states,
+    make_rollout,
+)
+from slora_adapters.registry.record import (
+    LATEST,
     NO_EXTRAS,
     AdapterDetails,
     AdapterRecord,
     ExtrasSummary,
     Rollout,
+    StorageUsage,
 )
-from slora_adapters.registry.alias import AliasHistory, AliasState, decode_states, encode_states
-from slora_adapters.registry.named_adapter import Alias, NamedAdapter, make_rollout
-from slora_adapters.registry.reference import LATEST
 from slora_adapters.version import AdapterVersion
-
-__all__ = [
-    "ALIASES",
-    "BEHIND_ALL",
-    "EXTRAS",
-    "NAMES",
-    "NEWEST",
-    "NO_LIMIT",
-    "OF_NAME",
-    "ONE_ROLLOUT",
-    "ONE_VERSION",
-    "PINNED",
-    "PINNED_PAGE",
-    "STORAGE_USAGE",
-    "VERSION_PAGE",
-    "NameKey",
-    "load_name",
-    "read_record",
-    "read_rollouts",
-    "save_name",
-]
 
 # Tenant and name, which together identify a `NamedAdapter`.
 NameKey = tuple[str, str]
 Row = Sequence[Any]
+# Runs a query, inside or outside a transaction.
+Read = Callable[[Executable, Mapping[str, Any]], Iterable[Row]]
 
 _names, _versions, _extras = schema.adapter_names, schema.adapter_versions, schema.adapter_extras
 _aliases, _targets = schema.adapter_aliases, schema.adapter_alias_targets
@@ -115,6 +105,11 @@ STORAGE_USAGE = select(
     func.coalesce(func.sum(_held.c.weights + _held.c.extras), 0),
     func.max(_held.c.weights).filter(_held.c.digest == bindparam("digest")),
 )
+_usage = STORAGE_USAGE.subquery("usage")
+_newest = NEWEST.subquery("newest")
+# The usage of a tenant and the newest version of a name, from one snapshot.
+BEFORE_PUSH = select(*_usage.c, *_newest.c).select_from(_usage.outerjoin(_newest, true()))
+_NUM_USAGE_COLUMNS = 3
 
 
 def _rollouts_of(aliases: FromClause) -> Select[Any]:
@@ -194,6 +189,27 @@ _FIND_TARGETS = (
     .order_by(_targets.c.number)
 )
 
+# Queries for some weights of any tenants. At most this many are asked for at once: SQLite accepts 32,766 parameters.
+_VERSIONS_AT_ONCE = 1000
+_is_wanted = tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True))
+NAMED = select(_v.tenant, _v.digest).where(_is_wanted).distinct()
+NUMBERS_OF = (
+    select(_v.tenant, _v.digest, _v.name, _v.number)
+    .where(_is_wanted)
+    .order_by(_v.created_at, _v.name, _v.number)
+)
+_t = _targets.c
+REFERENCES_TO = (
+    select(_v.tenant, _v.digest, _v.name, _v.number, _t.alias)
+    .select_from(
+        _versions.outerjoin(
+            _targets,
+            and_(_t.tenant == _v.tenant, _t.name == _v.name, _t.number == _v.number, _t.percent > 0),
+        )
+    )
+    .where(_is_wanted)
+)
+
 
 def read_record(row: Row) -> AdapterRecord:
     tenant, name, number, named_at, created_at, digest, rank, modules, *sizes = row
@@ -217,10 +233,32 @@ def read_rollouts(rows: Iterable[Row]) -> list[Rollout]:
     return found
 
 
-def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | None) -> NamedAdapter:
+def read_usage(row: Row) -> StorageUsage:
+    """Converts a row of STORAGE_USAGE. PostgreSQL's sums are decimals."""
+    num_versions, num_bytes, weights_bytes = row
+    weights = None if weights_bytes is None else int(weights_bytes)
+    return StorageUsage(int(num_versions), int(num_bytes), weights)
+
+
+def read_before_push(row: Row) -> tuple[AdapterRecord | None, StorageUsage]:
+    newest = row[_NUM_USAGE_COLUMNS:]
+    return None if newest[0] is None else read_record(newest), read_usage(row[:_NUM_USAGE_COLUMNS])
+
+
+def read_of_versions(
+    read: Read, statement: Executable, versions: Collection[AdapterVersion]
+) -> Iterator[tuple[AdapterVersion, Row]]:
+    """Runs NAMED, NUMBERS_OF or REFERENCES_TO for any number of weights. Yields the weights and the other columns."""
+    keys = sorted((version.tenant, version.digest) for version in versions)
+    for start in range(0, len(keys), _VERSIONS_AT_ONCE):
+        for tenant, digest, *rest in read(statement, {"versions": keys[start : start + _VERSIONS_AT_ONCE]}):
+            yield AdapterVersion(tenant, digest), rest
+
+
+def load_name(connection: Connection, key: NameKey, needed: Collection[int] | None) -> NamedAdapter:
     """Loads one name.
 
-    wanted: the version numbers to read in addition to those that `NamedAdapter.records` always has. None reads all
+    needed: the version numbers to read in addition to those that `NamedAdapter.records` always has. None reads all
     versions.
     """
     own = {"tenant": key[0], "name": key[1]}
@@ -239,10 +277,11 @@ def load_name(connection: Connection, key: NameKey, wanted: Collection[int] | No
         )
         for alias, follows_pushes, history, salt, pinned, updated_at in connection.execute(_FIND_ALIASES, own)
     }
-    if wanted is None:
+    if needed is None:
         rows = connection.execute(_VERSIONS, own).fetchall()
     else:
-        numbers = {*wanted, *(number for one in aliases.values() for number in one.history.near_targets())}
+        near = (number for alias in aliases.values() for number in alias.history.near_targets())
+        numbers = {*needed, *near}
         rows = [*connection.execute(_NEWEST_TWO, own)]
         rows += connection.execute(_SOME_VERSIONS, {**own, "numbers": sorted(numbers)})
     records = {record.number: record for record in map(read_record, rows)}
@@ -264,12 +303,12 @@ def save_name(connection: Connection, before: NamedAdapter, after: NamedAdapter)
         change = update(_names).where(*_is_own(_names, own)).values(last_number=after.last_number)
         connection.execute(change)
     _save_versions(connection, own, before, after)
-    for alias in before.aliases.keys() - after.aliases.keys():
-        _delete_alias(connection, own, alias)
-    for alias, one in after.aliases.items():
-        if one != before.aliases.get(alias):
-            _delete_alias(connection, own, alias)
-            _insert_alias(connection, own, alias, one)
+    for name in before.aliases.keys() - after.aliases.keys():
+        _delete_alias(connection, own, name)
+    for name, alias in after.aliases.items():
+        if alias != before.aliases.get(name):
+            _delete_alias(connection, own, name)
+            _insert_alias(connection, own, name, alias)
 
 
 def _is_own(table: FromClause, own: dict[str, str]) -> tuple[Any, Any]:
@@ -314,24 +353,24 @@ def _version_row(record: AdapterRecord) -> dict[str, Any]:
     }
 
 
-def _delete_alias(connection: Connection, own: dict[str, str], alias: str) -> None:
+def _delete_alias(connection: Connection, own: dict[str, str], name: str) -> None:
     for table in (_aliases, _targets):
-        connection.execute(delete(table).where(*_is_own(table, own), table.c.alias == alias))
+        connection.execute(delete(table).where(*_is_own(table, own), table.c.alias == name))
 
 
-def _insert_alias(connection: Connection, own: dict[str, str], alias: str, one: Alias) -> None:
-    state = one.history.state
+def _insert_alias(connection: Connection, own: dict[str, str], name: str, alias: Alias) -> None:
+    state = alias.history.state
     row = {
-        "alias": alias,
+        "alias": name,
         "follows_pushes": state.follows_pushes,
-        "history": encode_states(one.history.before),
-        "salt": one.salt,
-        "pinned": one.pinned,
-        "updated_at": one.updated_at,
+        "history": encode_states(alias.history.before),
+        "salt": alias.salt,
+        "pinned": alias.pinned,
+        "updated_at": alias.updated_at,
     }
     connection.execute(insert(_aliases), own | row)
     targets = [
-        {**own, "alias": alias, "number": number, "percent": percent}
+        {**own, "alias": name, "number": number, "percent": percent}
         for number, percent in state.targets.items()
     ]
     connection.execute(insert(_targets), targets)

@@ -1,4 +1,4 @@
-"""A cache of registry lookups in one process. It also answers lookups while the storage is unavailable.
+"""A cache of registry lookups in one process. It also answers lookups while the database is unavailable.
 
 A cached result stays until the cache is full, or until the result's name is dropped because it changed. If a name is
 dropped during a lookup, the result of that lookup is not cached, because it may be outdated.
@@ -10,10 +10,8 @@ from dataclasses import dataclass
 from threading import Lock
 
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry.adapter_record import AdapterRecord, Rollout
-from slora_adapters.registry.registry_rows import NameKey
-
-__all__ = ["Answer", "ExtrasOf", "NameCache", "Target"]
+from slora_adapters.registry.record import AdapterRecord, Rollout
+from slora_adapters.registry.table import NameKey
 
 
 @dataclass(frozen=True, slots=True)
