@@ -2,8 +2,6 @@
 
 from reprlib import Repr
 
-__all__ = ["abbreviate"]
-
 _MAX_CHARS = 80
 _MAX_ITEMS = 20
 

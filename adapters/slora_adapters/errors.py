@@ -20,23 +20,6 @@ Further branches (requests, engine, keys) are defined in their own packages, bel
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "AdapterCorrupt",
-    "AdapterError",
-    "AdapterInUse",
-    "AdapterInvalid",
-    "AdapterNotFound",
-    "AliasConflict",
-    "BadAdapterName",
-    "BadAlias",
-    "DiskFull",
-    "Reason",
-    "SloraError",
-    "StoreUnavailable",
-    "StoreUnfit",
-    "TryAgain",
-]
-
 
 class SloraError(Exception):
     """Root of all errors that slora raises on purpose."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CPU_ISAS", "VARIABLE", "apply_cpu_isa", "check_cpu_isa", "find_cpu_isa", "list_available_isas"]
-
 VARIABLE = "SLORA_CPU_ISA"
 
 

@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-__all__ = ["FALLBACK_VARIABLE", "choose_kernel_cache", "prepare_triton_cache"]
-
 _log = logging.getLogger("slora.kernels")
 
 FALLBACK_VARIABLE = "SLORA_KERNEL_CACHE"

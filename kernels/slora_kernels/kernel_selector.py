@@ -13,8 +13,6 @@ from slora_kernels.cpu_isa import check_cpu_isa
 from slora_kernels.kernel_cache import prepare_triton_cache
 from slora_kernels.ops import Kernels
 
-__all__ = ["kernel_class", "select_kernels"]
-
 _CLASSES = {
     "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
     "torch": ("slora_kernels.torch.torch_kernels", "TorchKernels"),

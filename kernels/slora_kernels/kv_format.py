@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-__all__ = ["KVFormat"]
-
 
 class KVFormat(StrEnum):
     """The format of K and V in a page.

@@ -15,8 +15,6 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-__all__ = ["MachineLimits", "Mount", "machine_limits", "read_machine_limits", "read_mounts"]
-
 _ROOT = Path("/")
 # cgroups v1 writes the largest multiple of a page that fits into 63 bits if there is no limit.
 _NO_LIMIT = 1 << 62

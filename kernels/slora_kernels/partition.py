@@ -27,8 +27,6 @@ from functools import cached_property
 
 from slora_kernels.layout import LinearShape, ModelShape
 
-__all__ = ["ModulePart", "Partition", "refuse_uneven_width"]
-
 # For the last part of a linear's path, the kinds of its outputs in order. Fused linears have several.
 _OUTPUTS = {
     "q_proj": ("query",),

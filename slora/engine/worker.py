@@ -25,7 +25,7 @@ from slora.core.messages import (
 )
 from slora.core.request import EndedRequest, RequestUsage, StepOutput
 from slora.engine.engine import Engine
-from slora_adapters.process.heartbeat import Progress
+from slora_adapters.process.heartbeat import WorkProgress
 
 # A command, and what is called with its result.
 _Posted = tuple["Command | Wake | Stop", Callable[[Any], None]]
@@ -88,9 +88,9 @@ class EngineWorker:
         """Adds what another engine has charged, which counts from the next step on. May be called from any thread."""
         self._elsewhere.append((engine, spans))
 
-    def measure(self) -> Progress:
+    def measure(self) -> WorkProgress:
         """Number of steps and commands so far, and whether there is work now. May be called from any thread."""
-        return Progress(self._num_completed, not self._is_idle or not self._inbox.empty())
+        return WorkProgress(self._num_completed, not self._is_idle or not self._inbox.empty())
 
     def run(self, engine: Engine) -> None:
         """Runs steps until the command `Stop`. Raises AssertionError if pages were lost."""

@@ -43,10 +43,9 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras
-from slora_adapters.peft.directory_state import DirectoryState
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import download
-from slora_adapters.peft.peft_directory import assemble_adapter, read_adapter
+from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 

@@ -21,7 +21,7 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.inspection.checked_adapter import CheckedAdapter
-from slora_adapters.inspection.inspection import inspect
+from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog

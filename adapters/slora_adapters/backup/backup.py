@@ -22,8 +22,8 @@ from slora_adapters.backup.manifest import (
     ADAPTERS,
     DATABASE,
     SECRETS,
+    BackupFile,
     Manifest,
-    StoredFile,
     hash_file,
     read_manifest,
     verify_files,
@@ -36,8 +36,6 @@ from slora_adapters.process.progress_bar import show_progress
 from slora_adapters.registry.blobs import RESERVATION_S, BlobReferences
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
-
-__all__ = ["make_backup"]
 
 
 def make_backup(
@@ -79,7 +77,7 @@ class _OldBackup:
     directory: Path
     manifest: Manifest
 
-    def link_blob(self, digest: str, work: Path) -> Mapping[str, StoredFile]:
+    def link_blob(self, digest: str, work: Path) -> Mapping[str, BackupFile]:
         """Hard-links the files of a blob into `work`, and returns the files by name. The result is empty if this backup
         lacks the blob.
         """
@@ -103,7 +101,7 @@ class _Backup:
         self._work = work
         # The names of all reservations of this backup begin with this prefix.
         self._holder = f"backup-{uuid.uuid4().hex}"
-        self._files: dict[str, StoredFile] = {}
+        self._files: dict[str, BackupFile] = {}
 
     def fill(self, secrets: Mapping[str, Path]) -> Manifest:
         created_at = time.time()
@@ -171,7 +169,7 @@ class _Backup:
                     "delete its version"
                 ) from error
             for member, found in hashes.items():
-                self._files[f"{_blob_folder(digest)}/{member}"] = StoredFile(sizes[member], found.hexdigest())
+                self._files[f"{_blob_folder(digest)}/{member}"] = BackupFile(sizes[member], found.hexdigest())
             advance(1)
 
 

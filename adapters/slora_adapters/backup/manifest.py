@@ -18,8 +18,6 @@ from typing import Any
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.process.progress_bar import show_progress
 
-__all__ = ["ADAPTERS", "DATABASE", "SECRETS", "Manifest", "StoredFile", "read_manifest", "verify_files"]
-
 DATABASE, SECRETS, ADAPTERS = "slora.db", "secrets", "adapters"
 _NAME = "manifest.json"
 _FORMAT = 1
@@ -27,7 +25,7 @@ _NUM_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class StoredFile:
+class BackupFile:
     """The size and hash of one file. sha256: in hexadecimal."""
 
     num_bytes: int
@@ -41,7 +39,7 @@ class Manifest:
     """
 
     created_at: float
-    files: Mapping[str, StoredFile]
+    files: Mapping[str, BackupFile]
     digests: tuple[str, ...]
 
     def list_files(self, directory: Path, folder: str) -> list[Path]:
@@ -69,7 +67,7 @@ def read_manifest(directory: Path) -> Manifest:
                 f"the backup {str(directory)!r} has format {found}, but this release reads {_FORMAT}: use a newer "
                 "release"
             )
-        files = {name: StoredFile(**file) for name, file in content["files"].items()}
+        files = {name: BackupFile(**file) for name, file in content["files"].items()}
         manifest = Manifest(content["created_at"], files, tuple(content["digests"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreUnfit(
@@ -108,7 +106,7 @@ def verify_files(directory: Path, manifest: Manifest) -> None:
             advance(file.num_bytes)
 
 
-def hash_file(path: Path) -> StoredFile:
+def hash_file(path: Path) -> BackupFile:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return StoredFile(file.tell(), digest)
+        return BackupFile(file.tell(), digest)

@@ -23,8 +23,6 @@ from slora_adapters.process.durable_file import sync_directory
 from slora_adapters.process.progress_bar import show_progress
 from slora_adapters.store.store import Store
 
-__all__ = ["restore_backup"]
-
 # A database with rows in one of these tables has data.
 _DATA = (schema.tenants, schema.api_keys, schema.adapter_names, schema.usage_records)
 

@@ -25,18 +25,6 @@ from sqlalchemy.engine import Connection
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 
-__all__ = [
-    "Actor",
-    "ActorKind",
-    "AuditEntry",
-    "AuditFilter",
-    "AuditLog",
-    "acting_as",
-    "command_actor",
-    "current_actor",
-    "record_change",
-]
-
 
 class ActorKind(StrEnum):
     """The kind of an actor. COMMAND is a `slora` command that changes the database directly. SERVER is work of a server

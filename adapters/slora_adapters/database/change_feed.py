@@ -19,8 +19,6 @@ from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["KEPT_CHANGES", "Change", "Changes", "publish", "read_changes"]
-
 # Maximum length of the feed. A process that has missed more changes than this must read everything again.
 KEPT_CHANGES = 10_000
 # Maximum number of changes that one call returns.

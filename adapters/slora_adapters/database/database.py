@@ -27,20 +27,21 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.sql import Executable
 
 from slora_adapters.database import schema
-from slora_adapters.database.database_url import label_database, parse_database_url
-from slora_adapters.database.migration import SCHEMA, is_current, upgrade
-from slora_adapters.database.postgresql_engine import check_settings, lock_by_name, make_postgresql_engine
-from slora_adapters.database.sqlite_engine import (
+from slora_adapters.database.engines import (
     BUSY_TIMEOUT_S,
+    check_postgresql_settings,
     check_writable,
     is_disk_full,
+    label_database,
+    lock_by_name,
     make_exclusive_engine,
+    make_postgresql_engine,
     make_sqlite_engine,
+    parse_database_url,
 )
+from slora_adapters.database.migration import SCHEMA, is_current, upgrade
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
-
-__all__ = ["CHANGES", "Database", "Snapshot", "blob_lock"]
 
 CHANGES = "changes"
 # After a failed connection, calls fail for this long without a new attempt. Each attempt would block a thread until it
@@ -111,7 +112,7 @@ class Database:
     def _prepare(self) -> None:
         if self._path is None:
             with self._connection() as connection:
-                check_settings(connection)
+                check_postgresql_settings(connection)
         else:
             check_writable(self._path, self.label)
         if not is_current(self.read, self._engine.dialect.name, self.label):

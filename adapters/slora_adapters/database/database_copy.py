@@ -5,8 +5,6 @@ from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
 
-__all__ = ["copy_everything"]
-
 # Not copied: these rows concern only the processes that use the source.
 _TRANSIENT = (schema.changes, schema.adapter_reservations)
 # Maximum number of rows of a large table in one statement.

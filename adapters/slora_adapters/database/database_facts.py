@@ -10,13 +10,16 @@ from sqlalchemy import exc, text
 from sqlalchemy.engine import URL, Connection
 from sqlalchemy.sql import Executable
 
-from slora_adapters.database.database_url import label_database, parse_database_url
+from slora_adapters.database.engines import (
+    check_postgresql_settings,
+    check_writable,
+    label_database,
+    make_postgresql_engine,
+    make_reading_engine,
+    parse_database_url,
+)
 from slora_adapters.database.migration import Revisions, find_revisions
-from slora_adapters.database.postgresql_engine import check_settings, make_postgresql_engine
-from slora_adapters.database.sqlite_engine import check_writable, make_reading_engine
 from slora_adapters.errors import StoreUnavailable
-
-__all__ = ["DatabaseFacts", "read_database_facts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,11 @@ def read_database_facts(place: Path | str) -> DatabaseFacts:
         check_writable(path, label)
         if not path.exists():
             return DatabaseFacts(label, "SQLite", None)
-    with closing(_Reader(url, label)) as reader:
+    with closing(_DatabaseReader(url, label)) as reader:
         return DatabaseFacts(label, reader.find_version(), reader.find_revisions())
 
 
-class _Reader:
+class _DatabaseReader:
     """One connection to an existing database. Raises StoreUnavailable if there is none."""
 
     def __init__(self, url: URL, label: str) -> None:
@@ -73,7 +76,7 @@ class _Reader:
     def find_version(self) -> str:
         if self._is_file:
             return f"SQLite {self.read(text('SELECT sqlite_version()'))[0][0]}"
-        check_settings(self._connection)
+        check_postgresql_settings(self._connection)
         return f"PostgreSQL {self.read(text('SHOW server_version'))[0][0]}"
 
     def find_revisions(self) -> Revisions:

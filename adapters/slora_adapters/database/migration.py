@@ -25,17 +25,6 @@ from sqlalchemy.sql import Executable
 from slora_adapters.database import schema
 from slora_adapters.errors import StoreUnavailable
 
-__all__ = [
-    "SCHEMA",
-    "SCRIPTS",
-    "UNRELEASED",
-    "VERSION_TABLE",
-    "Revisions",
-    "find_revisions",
-    "is_current",
-    "upgrade",
-]
-
 logger = logging.getLogger(__name__)
 
 # The lock of a migration.

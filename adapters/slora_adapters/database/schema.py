@@ -24,29 +24,6 @@ from sqlalchemy import (
     text,
 )
 
-__all__ = [
-    "adapter_alias_targets",
-    "adapter_aliases",
-    "adapter_extras",
-    "adapter_names",
-    "adapter_reservations",
-    "adapter_versions",
-    "api_keys",
-    "audit_log",
-    "batches",
-    "changes",
-    "erased_keys",
-    "file_pieces",
-    "files",
-    "former_tenants",
-    "metadata",
-    "platform",
-    "quotas",
-    "tenants",
-    "usage_buckets",
-    "usage_records",
-]
-
 metadata = MetaData()
 
 # Text that PostgreSQL sorts in byte order, as SQLite does. By default, PostgreSQL sorts by its locale.

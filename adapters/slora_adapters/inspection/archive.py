@@ -20,11 +20,9 @@ from pathlib import Path
 from typing import IO, BinaryIO, NoReturn, Protocol, cast
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.inspection.tar_archive import read_tar
+from slora_adapters.inspection.tar_archive import Readable, read_tar
 from slora_adapters.peft.extras import max_extra_bytes
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, is_harmless, refuse_pickles
-
-__all__ = ["MAX_MEMBERS", "unpack"]
 
 MAX_MEMBERS = 1024
 _MAX_NAME_CHARS = 255
@@ -50,10 +48,6 @@ _BROKEN = (
 )
 
 
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 class _Member(Protocol):
     """One entry of an archive.
 
@@ -69,7 +63,7 @@ class _Member(Protocol):
     def is_directory(self) -> bool: ...
     @property
     def oddity(self) -> str | None: ...
-    def open(self) -> AbstractContextManager[_Readable]: ...
+    def open(self) -> AbstractContextManager[Readable]: ...
 
 
 def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
@@ -247,7 +241,7 @@ class _ZipMember:
             return "stored with a second name in another header field"
         return None
 
-    def open(self) -> AbstractContextManager[_Readable]:
+    def open(self) -> AbstractContextManager[Readable]:
         # To each offset, zipfile adds the number of bytes that precede the archive, and does not check the sum.
         if self.info.header_offset < 0:
             raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")

@@ -16,8 +16,6 @@ from slora_adapters.peft.number_format import convert
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_kernels.layout import ModelShape, lay_out_adapter
 
-__all__ = ["Certificate", "ModuleSummary", "certify", "delta_norm"]
-
 # Columns multiplied at a time. At rank 128, they take 8 MB in float64.
 _COLUMNS = 1 << 13
 

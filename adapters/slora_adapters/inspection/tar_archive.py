@@ -1,8 +1,10 @@
 """Reads the members of a tar in one pass, and limits the size of all headers.
 
 Supported formats are POSIX ustar and pax, GNU tar's long names, and pre-POSIX tars. Uploads are not read with Python's
-`tarfile`, because it recurses once for each consecutive header, and parses headers of any length and number. Here
-headers are counted before they are read, so the work is proportional to the content of the members.
+`tarfile`. It takes a damaged header, a cut between members or a pax size that is no number for the end of the archive,
+so it would silently serve an adapter without some of its files. It also recurses once for each consecutive header, and
+parses headers of any length and number. Here headers are counted before they are read, so the work is proportional to
+the content of the members.
 
 Sizes and names in headers are not trusted. The caller decides what a name means.
 """
@@ -13,8 +15,6 @@ from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from slora_adapters.errors import AdapterInvalid, Reason
-
-__all__ = ["TarMember", "read_tar"]
 
 _BLOCK_BYTES = 512
 # A tar ends with two blocks of zeros.
@@ -50,14 +50,14 @@ _ODDITIES = {
 }
 
 
-class _Readable(Protocol):
+class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
 class _Bytes:
     """The decompressed bytes of a tar, limited to `max_bytes`."""
 
-    def __init__(self, file: _Readable, max_bytes: int) -> None:
+    def __init__(self, file: Readable, max_bytes: int) -> None:
         self.position = 0
         self._file = file
         self._max_bytes = max_bytes
@@ -132,7 +132,7 @@ class _Extension:
     is_sparse: bool = False
 
 
-def read_tar(file: _Readable, max_bytes: int) -> Iterator[TarMember]:
+def read_tar(file: Readable, max_bytes: int) -> Iterator[TarMember]:
     """Yields the members in `file`, which is only read forward.
 
     max_bytes: limit on the decompressed size of the whole tar. Raises ValueError if the file is not a tar or is

@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["CacheCounts", "CachedVersions"]
-
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:

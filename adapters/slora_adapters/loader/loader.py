@@ -10,7 +10,7 @@ The loader itself has no socket; `loader_process.py` adds one.
 
 import logging
 import time
-from collections import defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -19,17 +19,98 @@ from threading import Condition
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.loader.arena_prefault import ArenaPrefaulter
-from slora_adapters.loader.fetch_pace import FetchPace
-from slora_adapters.loader.host_cache import CachedAdapter, HostCache
-from slora_adapters.loader.load_queue import LoadQueue
+from slora_adapters.loader.host_cache import ArenaPrefaulter, CachedAdapter, HostCache
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
-from slora_adapters.process.heartbeat import Progress
+from slora_adapters.process.heartbeat import WorkProgress
 from slora_adapters.store.store import Blob, Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape
 from slora_kernels.machine_limits import machine_limits
+
+
+class LoadQueue:
+    """The requested loads that have not started, and the number of running loads of each tenant.
+
+    Tenants are served round robin, each up to its share of running loads. If every waiting tenant already runs its
+    share, the tenant with the fewest running loads may start more, up to a higher limit. One slot then stays free for
+    the next tenant. Loads of one tenant start in the order of their requests. The queue does no locking.
+
+    max_running: maximum number of running loads of all tenants.
+    share: loads that each tenant may run at once, even while other tenants wait.
+    max_alone: loads that a tenant may run at once while every waiting tenant already runs its share.
+    """
+
+    def __init__(self, max_running: int, share: int, max_alone: int) -> None:
+        self._num_free = max_running
+        self._share = share
+        self._max_alone = max_alone
+        # In round-robin order: the first tenant is next.
+        self._waiting: OrderedDict[str, deque[AdapterVersion]] = OrderedDict()
+        self._running: Counter[str] = Counter()
+
+    def add(self, version: AdapterVersion) -> None:
+        self._waiting.setdefault(version.tenant, deque()).append(version)
+
+    def pop(self) -> AdapterVersion | None:
+        """Removes and returns the next load, and counts it as running. Returns None if no load may start."""
+        tenant = self._next_tenant()
+        if tenant is None:
+            return None
+        version = self._waiting[tenant].popleft()
+        self._waiting.move_to_end(tenant)
+        if not self._waiting[tenant]:
+            del self._waiting[tenant]
+        self._running[tenant] += 1
+        self._num_free -= 1
+        return version
+
+    def finish(self, version: AdapterVersion) -> None:
+        """Marks a running load as ended."""
+        assert self._running[version.tenant] > 0, f"no load of {version} is running"
+        self._running[version.tenant] -= 1
+        if not self._running[version.tenant]:
+            del self._running[version.tenant]
+        self._num_free += 1
+
+    def _next_tenant(self) -> str | None:
+        if not self._num_free:
+            return None
+        for tenant in self._waiting:
+            if self._running[tenant] < self._share:
+                return tenant
+        least = min(self._waiting, key=lambda tenant: self._running[tenant], default=None)
+        if least is None or self._num_free < 2 or self._running[least] >= self._max_alone:
+            return None
+        return least
+
+
+# The average covers about the last 20 fetches.
+_DECAY = 0.95
+
+
+class FetchPace:
+    """The decayed average of the time to fetch a byte to the host, including fetches of cached adapters. It is the
+    decayed sum of seconds divided by the decayed sum of bytes.
+
+    Worked example: a fetch of 100 MB took 0.5 s. The next fetch of 100 MB was cached and took 0 s. The estimate for 20
+    MB is then 0.95 * 0.5 s * 20 MB / 195 MB = 49 ms.
+    """
+
+    __slots__ = ("_num_bytes", "_seconds")
+
+    def __init__(self) -> None:
+        self._num_bytes = self._seconds = 0.0
+
+    def count(self, num_bytes: int, seconds: float) -> None:
+        """Adds one completed fetch to the average."""
+        self._num_bytes = self._num_bytes * _DECAY + num_bytes
+        self._seconds = self._seconds * _DECAY + seconds
+
+    def fetch_s(self, num_bytes: int) -> float:
+        """Returns the expected duration of a fetch of `num_bytes` in seconds; 0 before the first fetch."""
+        return self._seconds * num_bytes / self._num_bytes if self._num_bytes else 0.0
+
 
 logger = logging.getLogger(__name__)
 
@@ -99,12 +180,12 @@ class Loader:
         with self._changed:
             return {tier: pace.fetch_s(1) for tier, pace in self._paces.items()}
 
-    def measure(self) -> Progress:
+    def measure(self) -> WorkProgress:
         """Returns the number of completed loads and pieces, and whether a load can make progress now. A load that waits
         for space in the cache cannot make progress.
         """
         with self._changed:
-            return Progress(self._num_completed, self._num_running > self._num_without_room)
+            return WorkProgress(self._num_completed, self._num_running > self._num_without_room)
 
     def read_cache(self, num_seen: int) -> tuple[int, dict[AdapterVersion, int]] | None:
         """Returns the number of changes of the cache so far, and the bytes of each cached version. Returns None if

@@ -49,7 +49,7 @@ MAX_DEATHS = 3
 
 
 @dataclass(slots=True)
-class _Request:
+class _LoadRequest:
     """A requested version. The request is kept until `poll` has returned its result."""
 
     number: int
@@ -59,7 +59,7 @@ class _Request:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Connection:
+class _LoaderConnection:
     """The socket to one loader process, and the arena of that process.
 
     Each held copy refers to the connection that it came from. The arena thus stays mapped after the socket is closed,
@@ -97,12 +97,12 @@ class LoaderClient:
         self._give_up_s = give_up_s
         # Guards everything below; notified on `close`.
         self._changed = Condition()
-        self._connection: _Connection | None = None
+        self._connection: _LoaderConnection | None = None
         self._num_requests = 0
-        self._requests: dict[AdapterVersion, _Request] = {}
+        self._requests: dict[AdapterVersion, _LoadRequest] = {}
         self._results: list[Fetched | FetchFailed] = []
         # The connection that each held copy came from, oldest first.
-        self._held: dict[AdapterVersion, deque[_Connection]] = {}
+        self._held: dict[AdapterVersion, deque[_LoaderConnection]] = {}
         self._paces: Mapping[str, float] = {}
         self._cached = CachedVersions(0)
         self._closed = False
@@ -142,7 +142,7 @@ class LoaderClient:
             if version in self._requests:
                 return
             self._num_requests += 1
-            self._requests[version] = _Request(self._num_requests, time.monotonic())
+            self._requests[version] = _LoadRequest(self._num_requests, time.monotonic())
             self._send(encode_call("load", version, self._num_requests))
 
     def poll(self) -> list[Fetched | FetchFailed]:
@@ -222,7 +222,7 @@ class LoaderClient:
                 if not self._closed:
                     self._changed.wait(RECONNECT_S)
 
-    def _serve(self, connection: _Connection) -> None:
+    def _serve(self, connection: _LoaderConnection) -> None:
         """Handles one connection from the end of the handshake until the connection ends."""
         with self._changed:
             if self._closed:  # `close` ran during the handshake and had no connection to end
@@ -242,7 +242,7 @@ class LoaderClient:
                 for request in self._requests.values():
                     request.num_deaths += not request.answered
 
-    def _receive(self, connection: _Connection, message: Message) -> None:
+    def _receive(self, connection: _LoaderConnection, message: Message) -> None:
         with self._changed:
             if message["op"] == "cache":
                 self._cached.update(*decode_cache(message))
@@ -278,7 +278,7 @@ class LoaderClient:
             self._notify()
 
 
-def _handshake(sock: socket.socket, on_arena: OnArena) -> _Connection:
+def _handshake(sock: socket.socket, on_arena: OnArena) -> _LoaderConnection:
     """Receives the arena and the `hello` of a loader. Raises OSError or BrokenFrame if the loader disconnects, and
     LoaderMismatch if it is from another release.
     """
@@ -291,7 +291,7 @@ def _handshake(sock: socket.socket, on_arena: OnArena) -> _Connection:
             raise BrokenFrame("the loader closed the connection before its first message")
         sock.settimeout(None)
         arena = map_arena(descriptors[0], decode_hello(message).arena_bytes)
-        return _Connection(sock, arena, on_arena(arena, descriptors[0]))
+        return _LoaderConnection(sock, arena, on_arena(arena, descriptors[0]))
     finally:
         for descriptor in descriptors:
             os.close(descriptor)

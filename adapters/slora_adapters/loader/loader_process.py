@@ -21,8 +21,8 @@ from collections.abc import Callable
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import Loader
-from slora_adapters.loader.loader_config import LoaderConfig
 from slora_adapters.loader.loader_messages import (
+    LoaderConfig,
     Message,
     decode_version,
     encode_cache,
@@ -32,7 +32,7 @@ from slora_adapters.loader.loader_messages import (
 )
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.process.children import end_with_stdin
-from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.store.store_url import open_store
@@ -50,7 +50,7 @@ _REFUSED_EXIT = 2
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
 
 
-class _Client:
+class _EngineClient:
     """One connected engine and its held copies. The copies are released when the engine disconnects."""
 
     def __init__(self, loader: Loader, writer: asyncio.StreamWriter) -> None:
@@ -127,7 +127,7 @@ class LoaderServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one engine until it disconnects."""
-        client = _Client(self._loader, writer)
+        client = _EngineClient(self._loader, writer)
         try:
             _pass_descriptor(writer, self._cache.descriptor)
             write_message(writer, encode_hello(self._cache.num_bytes))
@@ -153,7 +153,7 @@ def _pass_descriptor(writer: asyncio.StreamWriter, descriptor: int) -> None:
 
 
 async def _serve(
-    config: LoaderConfig, server: LoaderServer, heartbeat: Heartbeat, measure: Callable[[], Progress]
+    config: LoaderConfig, server: LoaderServer, heartbeat: Heartbeat, measure: Callable[[], WorkProgress]
 ) -> None:
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -32,8 +32,6 @@ from slora_adapters.store.store import Blob
 from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
 from slora_kernels.partition import Partition
 
-__all__ = ["StoredAdapter", "make_buffers"]
-
 # With this size, there are few batches, and a batch stays in the CPU cache from reading to packing.
 BATCH_BYTES = 1 << 20
 # One buffer is being filled, one is hashed, one is packed, and a spare one absorbs differences in speed.

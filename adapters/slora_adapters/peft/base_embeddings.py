@@ -16,10 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from slora_adapters.errors import Reason
-from slora_adapters.peft.file_mapping import map_file
 from slora_adapters.peft.module_names import list_spellings, parse_copy_name
 from slora_adapters.peft.number_format import convert
-from slora_adapters.peft.tensor_file import StoredTensor, read_shaped
+from slora_adapters.peft.tensor_file import StoredTensor, map_file, read_shaped
 from slora_kernels.layout import ModelShape
 
 _INDEX = "model.safetensors.index.json"

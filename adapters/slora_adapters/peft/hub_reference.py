@@ -7,8 +7,6 @@ import re
 from dataclasses import dataclass
 from urllib.parse import unquote
 
-__all__ = ["HubReference"]
-
 _PREFIX = "hf://"
 _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
 # A revision such as refs/pr/1 is written refs%2Fpr%2F1.

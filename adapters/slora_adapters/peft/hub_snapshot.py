@@ -23,8 +23,6 @@ from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME
 
-__all__ = ["HubSnapshot", "download"]
-
 
 @dataclass(frozen=True, slots=True)
 class HubSnapshot:

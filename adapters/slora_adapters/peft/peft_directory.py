@@ -4,10 +4,13 @@ Only four kinds of file are opened: the config, the safetensors file, and the op
 (`adapter_model.bin` and similar) are refused by name and never opened.
 """
 
+import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Self
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.limits import AdapterLimits
@@ -15,11 +18,10 @@ from slora_adapters.peft.adapter import Adapter, AdapterExtras
 from slora_adapters.peft.base_embeddings import find_copies, refuse_other_copies
 from slora_adapters.peft.digest import adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
-from slora_adapters.peft.file_mapping import map_file
 from slora_adapters.peft.module_names import find_image_part, find_other_names, rename_module
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
-from slora_adapters.peft.tensor_file import StoredTensor, read_tensors
+from slora_adapters.peft.tensor_file import StoredTensor, map_file, read_tensors
 from slora_adapters.peft.validation import check_values, validate
 from slora_kernels.layout import ModelShape
 
@@ -230,3 +232,40 @@ def _looks_pickled(raw: memoryview) -> bool:
     header fits into the file. The first bytes of a pickle, read as a length, exceed the size of the file.
     """
     return bytes(raw[:4]).startswith(_PICKLE_STARTS) and int.from_bytes(raw[:8], "little") > len(raw)
+
+
+# A file system's timestamps may be as coarse as one second. Two writes within one tick have the same timestamp, so an
+# equal timestamp does not prove that a recently written file is unchanged.
+_TICK_NS = 2_000_000_000
+
+# Device, inode, size, mtime, ctime. A program cannot set the ctime back.
+_FileState = tuple[int, int, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryState:
+    """The state of every file that affects an adapter's output. The state must be taken before the files are read."""
+
+    files: tuple[_FileState | None, ...]
+    read_ns: int
+
+    @classmethod
+    def read(cls, directory: Path) -> Self:
+        read_ns = time.time_ns()
+        return cls(tuple(_file_state(directory / name) for name in MEMBER_NAMES), read_ns)
+
+    def proves_unchanged(self, earlier: "DirectoryState") -> bool:
+        """Returns whether no file has changed since the earlier state was taken. Returns False if that is uncertain."""
+        return self.files == earlier.files and earlier._is_settled()
+
+    def _is_settled(self) -> bool:
+        newest_ns = max((state[-1] for state in self.files if state is not None), default=0)
+        return newest_ns + _TICK_NS < self.read_ns
+
+
+def _file_state(path: Path) -> _FileState | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # a later read of the directory reports the error
+        return None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

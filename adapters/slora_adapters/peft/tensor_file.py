@@ -11,9 +11,11 @@ This module does not interpret the tensors. numpy has no bfloat16 type, so BF16 
 """
 
 import json
+import mmap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,15 @@ import numpy.typing as npt
 
 from slora_adapters.abbreviation import abbreviate
 from slora_adapters.peft.strict_json import parse_object
+
+
+def map_file(path: Path) -> memoryview:
+    """Returns a read-only view of a file's bytes. It stays valid when the file is unlinked or replaced."""
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            return memoryview(b"")
+        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
 
 # Size of the length field at the start of the file.
 PREFIX_BYTES = 8

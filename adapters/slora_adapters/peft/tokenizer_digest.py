@@ -8,8 +8,6 @@ import hashlib
 
 from tokenizers import Tokenizer
 
-__all__ = ["digest_tokenizer"]
-
 _NUM_SAMPLED = 997
 _TEXTS = (
     "",

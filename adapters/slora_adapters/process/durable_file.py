@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["create_durably", "replace_durably", "sync_directory"]
-
 
 def create_durably(path: Path, content: bytes) -> bool:
     """Creates the file unless it exists. Returns whether this call created it. If several processes call this at the

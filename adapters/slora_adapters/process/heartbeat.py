@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["BEAT_S", "Beat", "Heartbeat", "HeartbeatPage", "Progress"]
-
 BEAT_S = 0.25
 _PAGE_BYTES = 4096
 # The page starts with 64-bit words: the fields of `Beat` in order, then the length of the reason. The reason follows as
@@ -23,7 +21,7 @@ _REASON_AT = 8 * _NUM_WORDS
 _MAX_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 
 
-class Progress(NamedTuple):
+class WorkProgress(NamedTuple):
     """What a child has done so far.
 
     num_completed: completed units of work since the start, such as engine steps or pieces of an adapter.
@@ -116,7 +114,7 @@ class Heartbeat:
         """Tells the supervisor why this process ends."""
         self._page.explain(reason)
 
-    async def run(self, measure: Callable[[], Progress]) -> None:
+    async def run(self, measure: Callable[[], WorkProgress]) -> None:
         """Writes beats until it is cancelled. Must run on the event loop that serves the child's socket."""
         while True:
             progress = measure()

@@ -7,8 +7,6 @@ from structlog.processors import EventRenamer, JSONRenderer, format_exc_info
 from structlog.stdlib import ExtraAdder, ProcessorFormatter, add_log_level, add_logger_name
 from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["make_json_formatter"]
-
 # Attributes that a log filter adds to the records of a request.
 _REQUEST_FIELDS = ("request_id", "tenant")
 

@@ -8,8 +8,6 @@ import sys
 from collections.abc import Callable
 from typing import TextIO
 
-__all__ = ["LOG_FORMATS", "give_up", "open_missing_streams", "print_line", "set_up_logging"]
-
 LOG_FORMATS = ("text", "json")
 
 

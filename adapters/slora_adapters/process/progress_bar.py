@@ -11,8 +11,6 @@ from typing import IO, Any, TypeVar
 from tqdm import tqdm
 from tqdm.utils import CallbackIOWrapper
 
-__all__ = ["count_reads", "show_progress", "track_progress"]
-
 T = TypeVar("T")
 
 

@@ -9,8 +9,6 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-__all__ = ["Work", "find_shortage", "run_despite_shortage", "run_event_loop"]
-
 _log = logging.getLogger(__name__)
 
 # Background work that runs until it is cancelled.

@@ -17,8 +17,6 @@ import msgpack
 
 from slora_adapters.errors import SloraError
 
-__all__ = ["MAX_FRAME_BYTES", "BrokenFrame", "encode", "read_message", "receive", "send", "write_message"]
-
 # The largest legitimate frame is 5 MiB: a prompt of a million token ids.
 MAX_FRAME_BYTES = 64 << 20
 _LENGTH = struct.Struct(">I")

@@ -16,7 +16,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database, blob_lock
 from slora_adapters.errors import StoreUnavailable, TryAgain
-from slora_adapters.store.blob_name import check_digest
+from slora_adapters.store.store import check_digest
 
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.

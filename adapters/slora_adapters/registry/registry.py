@@ -55,7 +55,7 @@ from slora_adapters.registry.record import (
     parse_reference,
 )
 from slora_adapters.registry.table import NameKey
-from slora_adapters.store.blob_name import check_digest
+from slora_adapters.store.store import check_digest
 from slora_adapters.version import AdapterVersion
 
 T = TypeVar("T")

@@ -6,6 +6,7 @@ The module needs the package redis, so only modules that `store_url.load_optiona
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -103,3 +104,45 @@ def _setting(client: "redis.Redis[bytes]", name: str) -> str | None:
             return value
     except StoreUnavailable:
         return None
+
+
+_TIMEOUT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RedisFacts:
+    """Facts about a Redis. max_bytes: the setting maxmemory; 0 means no limit. eviction: the setting maxmemory-policy.
+    is_logged: the setting appendonly.
+    """
+
+    version: str
+    max_bytes: int
+    used_bytes: int
+    eviction: str
+    is_logged: bool
+
+
+def read_redis_facts(url: str) -> RedisFacts:
+    """Reads the facts. Raises StoreUnavailable, within seconds even if the Redis hangs."""
+    with _client(url) as client, as_unavailable():
+        info: dict[str, Any] = {
+            **client.info("server"),
+            **client.info("memory"),
+            **client.info("persistence"),
+        }
+        return RedisFacts(
+            str(info.get("redis_version", "of unknown version")),
+            int(info.get("maxmemory", 0)),
+            int(info.get("used_memory", 0)),
+            str(info.get("maxmemory_policy", "unknown")),
+            bool(info.get("aof_enabled")),
+        )
+
+
+@contextmanager
+def _client(url: str) -> Iterator["redis.Redis[bytes]"]:
+    client = connect(url, _TIMEOUT_S, num_retries=0)
+    try:
+        yield client
+    finally:
+        client.close()

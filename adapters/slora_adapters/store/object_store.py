@@ -50,8 +50,8 @@ import fsspec
 from fsspec.core import url_to_fs
 
 from slora_adapters.errors import AdapterError, AdapterNotFound, StoreUnavailable, StoreUnfit, TryAgain
-from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.object_blob import TIER, ObjectBlob
+from slora_adapters.store.store import check_digest, check_member_name, is_digest
 
 _NUM_THREADS = 16
 # A writer that takes longer than UPLOAD_LIMIT_S gives up. So an incomplete upload older than LEFTOVER_AGE_S has no

@@ -27,7 +27,6 @@ from pathlib import Path
 import redis
 
 from slora_adapters.errors import AdapterNotFound, TryAgain
-from slora_adapters.store.blob_name import check_digest, check_member_name, is_digest
 from slora_adapters.store.durable_redis import (
     DURABLE_TIMEOUT_S,
     as_unavailable,
@@ -35,9 +34,9 @@ from slora_adapters.store.durable_redis import (
     connect,
     wait_for_disk,
 )
-from slora_adapters.store.local_blob import LocalBlob
+from slora_adapters.store.file_store import LocalBlob
 from slora_adapters.store.redis_blob import CHUNK_BYTES, TIER, RedisBlob
-from slora_adapters.store.store import Blob
+from slora_adapters.store.store import Blob, check_digest, check_member_name, is_digest
 
 # TTL of a chunk before the commit. An upload must complete within this time after it wrote its first chunk.
 UPLOAD_EXPIRY_S = 3600

@@ -13,7 +13,7 @@ import sys
 from ray._private.services import canonicalize_bootstrap_address
 
 from slora_adapters.process.children import end_with_stdin
-from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.replica_registry import ReplicaRegistry, Sightings
@@ -62,7 +62,7 @@ def _find_address(config: FollowerConfig) -> str:
 
 async def _run(config: FollowerConfig, heartbeat: Heartbeat) -> None:
     heartbeat.begin_serving()
-    beating = asyncio.create_task(heartbeat.run(lambda: Progress(0, is_busy=False)))
+    beating = asyncio.create_task(heartbeat.run(lambda: WorkProgress(0, is_busy=False)))
     try:
         await _follow(config)
     finally:

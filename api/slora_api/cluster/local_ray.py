@@ -18,7 +18,7 @@ from ray._private.parameter import RayParams
 from slora.core.errors import ConfigError
 from slora.core.setting import SettingRefused
 from slora_adapters.process.children import end_with_stdin
-from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.cluster_config import ClusterConfig
 from slora_api.cluster.deployment import DeployFailed, Deployment, connect_to_ray
@@ -63,7 +63,7 @@ def _run(local: LocalCluster, directory: str, heartbeat: Heartbeat) -> None:
     local.write_address(address)
     deployment.wait(version)
     heartbeat.begin_serving()
-    asyncio.run(heartbeat.run(lambda: Progress(0, is_busy=False)))
+    asyncio.run(heartbeat.run(lambda: WorkProgress(0, is_busy=False)))
 
 
 def main() -> int:

@@ -50,7 +50,7 @@ from slora_api.serve.descriptors import explain_few_descriptors
 from slora_kernels.machine_limits import machine_limits, read_mounts
 
 if TYPE_CHECKING:
-    from slora_adapters.store.redis_facts import RedisFacts
+    from slora_adapters.store.durable_redis import RedisFacts
 
 T = TypeVar("T")
 
@@ -508,7 +508,7 @@ def _describe_redis(use: str, facts: "RedisFacts") -> str:
 
 def _read_redis(url: str, what: str) -> "RedisFacts":
     check_redis_url(url, what)
-    module = load_optional("slora_adapters.store.redis_facts", "redis", what)
+    module = load_optional("slora_adapters.store.durable_redis", "redis", what)
     try:
         facts: RedisFacts = module.read_redis_facts(url)
     except StoreUnavailable as error:

@@ -33,7 +33,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.full_disk import DiskReserve
-from slora_adapters.process.heartbeat import Heartbeat, Progress
+from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
@@ -336,7 +336,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
             *([replicas.follow] if replicas else []),
             make_batch_runner(services).run,
             HostState(services.generator, services.engines, board).follow,
-            partial(heartbeat.run, lambda: Progress(0, is_busy=False)),
+            partial(heartbeat.run, lambda: WorkProgress(0, is_busy=False)),
         ]
         limit_garbage_collection()
         prefer_event_loop()

@@ -16,19 +16,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "SIZES_FILE",
-    "ExpandSizes",
-    "ExpandTile",
-    "LoraSizes",
-    "RowSizes",
-    "ShrinkSizes",
-    "ShrinkTile",
-    "load_sizes",
-    "name_architecture",
-    "read_sizes",
-]
-
 SIZES_FILE = Path(__file__).with_name("lora_sizes.json")
 _DEFAULT = "default"
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from slora_kernels.torch.quantized_matmuls import quantized_linear
 from slora_kernels.torch.row_blocks import multiply_rows
 
-__all__ = ["grouped_linear", "multiply_groups"]
-
 
 def grouped_linear(x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
     """x [S, K], weight [E, N, K], scales float32 [E, N] or None, starts int32 [E + 1] -> [S, N] of x's dtype."""

@@ -20,16 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = [
-    "Multiply",
-    "even_terms",
-    "find_row_counts",
-    "make_trial_bias",
-    "multiply_batches",
-    "multiply_in_blocks",
-    "multiply_rows",
-]
-
 # x [n, K] -> [n, N]
 Multiply = Callable[[Tensor], Tensor]
 

@@ -11,7 +11,7 @@ import pytest
 from sqlalchemy import insert, select, update
 
 from slora_adapters.backup.backup import make_backup
-from slora_adapters.backup.manifest import StoredFile, hash_file, read_manifest, verify_files
+from slora_adapters.backup.manifest import BackupFile, hash_file, read_manifest, verify_files
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import AuditFilter, AuditLog, record_change
@@ -268,7 +268,7 @@ def test_a_backup_from_before_the_first_release_restores_nothing(
 ) -> None:
     site = Site(str(tmp_path / "slora.db"), tmp_path)
 
-    def age(path: Path) -> StoredFile:
+    def age(path: Path) -> BackupFile:
         if path.name == "slora.db":
             with closing(sqlite3.connect(path)) as connection, connection:
                 connection.execute("UPDATE slora_schema SET version_num = '0010'")

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 from slora_adapters.database import database as database_module
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database, blob_lock
-from slora_adapters.database.database_url import parse_database_url
+from slora_adapters.database.engines import parse_database_url
 from slora_adapters.errors import DiskFull, StoreUnavailable, StoreUnfit
 from slora_adapters.process.full_disk import DiskReserve
 from tests.postgresql_server import PostgresqlServer

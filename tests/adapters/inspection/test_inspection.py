@@ -7,7 +7,7 @@ import pytest
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.certificate import delta_norm
-from slora_adapters.inspection.inspection import inspect
+from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import LoraPair
 from slora_adapters.peft.number_format import convert

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora_adapters.loader.load_queue import LoadQueue
+from slora_adapters.loader.loader import LoadQueue
 from slora_adapters.version import AdapterVersion
 
 

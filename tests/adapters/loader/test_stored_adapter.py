@@ -16,7 +16,7 @@ from slora_adapters.peft.packing import Packer, pack
 from slora_adapters.peft.peft_config import parse_peft_config
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.peft.tensor_file import read_tensors
-from slora_adapters.store.local_blob import LocalBlob
+from slora_adapters.store.file_store import LocalBlob
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"

@@ -10,13 +10,13 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from slora_adapters.errors import AdapterInvalid
+from slora_adapters.inspection.checked_adapter import bundle
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
 from slora_adapters.peft.adapter import Adapter
-from slora_adapters.peft.bundle import bundle
 from slora_adapters.peft.peft_directory import TENSORS_NAME, read_adapter
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors, tensor_file_parts
-from slora_adapters.store.local_blob import LocalBlob
+from slora_adapters.store.file_store import LocalBlob
 from tests.adapters.peft_models import SHAPE, base_model, make_adapter
 
 EMBEDDING = "base_model.model.model.embed_tokens.base_layer.weight"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.peft.directory_state import DirectoryState
-from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME
+from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, DirectoryState
 from tests.adapters.hand_made import make_members, write_directory
 
 LONG_NS = 10**10

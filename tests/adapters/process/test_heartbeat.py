@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from slora_adapters.process.heartbeat import Beat, Heartbeat, HeartbeatPage, Progress
+from slora_adapters.process.heartbeat import Beat, Heartbeat, HeartbeatPage, WorkProgress
 
 WAIT_S = 300.0
 
@@ -43,7 +43,7 @@ def beats_of(heartbeat: Heartbeat, page: HeartbeatPage, is_over: Callable[[Beat]
     seen: list[Beat] = []
 
     async def main() -> None:
-        beating = asyncio.create_task(heartbeat.run(lambda: Progress(3, is_busy=True)))
+        beating = asyncio.create_task(heartbeat.run(lambda: WorkProgress(3, is_busy=True)))
         deadline = time.monotonic() + WAIT_S
         while not seen or not is_over(seen[-1]):
             assert time.monotonic() < deadline, seen[-1:]

@@ -18,7 +18,7 @@ from safetensors.numpy import save_file
 
 from slora.core.request import EngineRequest, TokenDelta
 from slora.models.weights.checkpoint import fingerprint
-from slora_adapters.inspection.inspection import inspect
+from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds
 from slora_api.adapters.quarantine import Quarantine

@@ -132,7 +132,7 @@ def test_the_worst_findings_of_a_check_come_first_and_control_characters_are_rep
 
 
 def test_a_redis_that_hangs_is_a_failed_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora_adapters.store.redis_facts._TIMEOUT_S", 0.1)
+    monkeypatch.setattr("slora_adapters.store.durable_redis._TIMEOUT_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"redis://127.0.0.1:{silent.getsockname()[1]}/0"
         ended = examine(tmp_path, "--redis", url, "--json")

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from slora_adapters.process.heartbeat import BEAT_S, Heartbeat, Progress
+from slora_adapters.process.heartbeat import BEAT_S, Heartbeat, WorkProgress
 
 
 def end_with_stdin() -> None:
@@ -33,7 +33,7 @@ def compute_a_little() -> None:
 
 async def serve(heartbeat: Heartbeat, told: Path, *, is_busy: bool) -> None:
     heartbeat.begin_serving()
-    beating = asyncio.create_task(heartbeat.run(lambda: Progress(0, is_busy)))
+    beating = asyncio.create_task(heartbeat.run(lambda: WorkProgress(0, is_busy)))
     await asyncio.sleep(2 * BEAT_S)
     told.touch()
     await beating
