@@ -67,7 +67,7 @@ def restore_backup(
 
 
 def _check_directory(path: Path) -> None:
-    found = sorted(one.name for one in path.iterdir())[:3] if path.is_dir() else []
+    found = sorted(entry.name for entry in path.iterdir())[:3] if path.is_dir() else []
     if found or (path.exists() and not path.is_dir()):
         what = f"has {', '.join(found)}" if found else "is a file"
         raise StoreUnfit(

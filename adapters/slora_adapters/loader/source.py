@@ -153,7 +153,7 @@ class DirectorySource:
         """
         version = AdapterVersion(tenant, adapter.digest)
         if directory is not None:
-            others = tuple(one for one in self._directories.get(version, ()) if one != Path(directory))
+            others = tuple(other for other in self._directories.get(version, ()) if other != Path(directory))
             self._directories[version] = (Path(directory), *others)
         elif version not in self._packed:
             self._packed[version] = pack(adapter, self.shape, self.dtype, self._num_ranks)

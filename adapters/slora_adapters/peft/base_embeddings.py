@@ -109,7 +109,7 @@ def _pick(found: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
     a head, such as GPT-2's, lack that part.
     """
     names = [*list_spellings(name), name.partition(".")[2]]
-    return next((found[one] for one in names if one in found), None)
+    return next((found[spelling] for spelling in names if spelling in found), None)
 
 
 def _list_files(directory: Path) -> Iterable[Path]:

@@ -1,6 +1,6 @@
 """Matches names against regular expressions: as a module, or as a script in its own process with limits.
 
-Python's matcher may need exponential time, even for a short pattern such as `(a+)+$`. `pattern_matching.py` starts
+Python's matcher may need exponential time, even for a short pattern such as `(a+)+$`. `targeting.py` starts
 this file by its path, so this file imports only the standard library. The argument is the id of the process that waits
 for the answer. The script reads a JSON list of `[patterns, names, is_whole]` from its standard input, and answers each
 entry with a line of JSON.
@@ -34,7 +34,7 @@ def find_first_matches(patterns: Iterable[str], names: Sequence[str], *, is_whol
     Raises re.error.
     """
     compiled = [re.compile(pattern) for pattern in patterns]
-    matchers = [one.fullmatch if is_whole else one.match for one in compiled]
+    matchers = [pattern.fullmatch if is_whole else pattern.match for pattern in compiled]
     return [next((n for n, matches in enumerate(matchers) if matches(name)), None) for name in names]
 
 

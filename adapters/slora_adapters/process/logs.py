@@ -40,8 +40,8 @@ def set_up_logging(
         lines = logging.Formatter(f"%(asctime)s {label}%(name)s %(levelname)s %(message)s")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_MaskedLines(lines, mask))
-    for one in filters:
-        handler.addFilter(one)
+    for added in filters:
+        handler.addFilter(added)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
 
 

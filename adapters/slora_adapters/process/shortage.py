@@ -27,7 +27,7 @@ _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 30.0
 def find_shortage(error: BaseException) -> str | None:
     """Returns what the machine lacks, or None if the error has another cause."""
     if isinstance(error, BaseExceptionGroup):
-        found = [find_shortage(one) for one in error.exceptions]
+        found = [find_shortage(inner) for inner in error.exceptions]
         return found[0] if all(found) else None
     if isinstance(error, MemoryError):
         return _SHORT[errno.ENOMEM]

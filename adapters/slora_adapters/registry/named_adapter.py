@@ -173,9 +173,9 @@ class NamedAdapter:
         if removed := sorted(before.records.keys() - self.records.keys()):
             found["removed"] = removed
         moved = {
-            alias: None if one is None else one.describe()
+            alias: None if entry is None else entry.describe()
             for alias in sorted({*before.aliases, *self.aliases})
-            if (one := self.aliases.get(alias)) != before.aliases.get(alias)
+            if (entry := self.aliases.get(alias)) != before.aliases.get(alias)
         }
         return {**found, "aliases": moved} if moved else found
 
@@ -208,9 +208,9 @@ class NamedAdapter:
         state = AliasState({self.last_number: 100}, follows_pushes=True)
         if newest is None:
             self._make(LATEST, state, now)
-        for alias, one in self.aliases.items():
-            if one.history.state.follows_pushes:
-                self._set(alias, one.history.move(state), now)
+        for alias, entry in self.aliases.items():
+            if entry.history.state.follows_pushes:
+                self._set(alias, entry.history.move(state), now)
         record = AdapterRecord(
             self.name, self.last_number, version, details, ExtrasSummary.of(extras), now, self.named_at
         )
@@ -232,8 +232,8 @@ class NamedAdapter:
             self._check_unused(reference, number)
         gone = tuple(self.records.pop(number) for number in sorted(removed))
         if self.records:
-            for alias, one in list(self.aliases.items()):
-                self._take_from(alias, one, removed, now)
+            for alias, entry in list(self.aliases.items()):
+                self._take_from(alias, entry, removed, now)
         else:
             self.aliases.clear()
         return gone
@@ -306,15 +306,15 @@ class NamedAdapter:
     def _set(self, alias: str, history: AliasHistory, now: float) -> None:
         self.aliases[alias] = replace(self.aliases[alias], history=history, updated_at=now)
 
-    def _take_from(self, alias: str, one: Alias, removed: frozenset[int], now: float) -> None:
+    def _take_from(self, alias: str, entry: Alias, removed: frozenset[int], now: float) -> None:
         """Updates one alias after some versions, but not all, were deleted."""
-        after = one.history.without(removed)
+        after = entry.history.without(removed)
         if after is None and alias == LATEST:
-            after = AliasHistory(AliasState({max(self.records): 100}, one.history.state.follows_pushes))
+            after = AliasHistory(AliasState({max(self.records): 100}, entry.history.state.follows_pushes))
         if after is None:
             del self.aliases[alias]
-        elif after != one.history:
-            self._set(alias, after, one.updated_at if after.state == one.history.state else now)
+        elif after != entry.history:
+            self._set(alias, after, entry.updated_at if after.state == entry.history.state else now)
 
     def _check_unused(self, reference: str, number: int | None) -> None:
         """Raises AdapterInUse while an alias points at the version or name that the caller wants to delete.
@@ -323,24 +323,24 @@ class NamedAdapter:
         """
         using = tuple(
             alias
-            for alias, one in sorted(self.aliases.items())
-            if (alias != LATEST if number is None else number in one.targets)
+            for alias, entry in sorted(self.aliases.items())
+            if (alias != LATEST if number is None else number in entry.targets)
         )
         if using:
             raise AdapterInUse(reference, using)
 
 
-def make_rollout(one: Alias, alias: str, records: Mapping[int, AdapterRecord]) -> Rollout:
+def make_rollout(entry: Alias, alias: str, records: Mapping[int, AdapterRecord]) -> Rollout:
     """Builds the rollout of an alias. `records` must contain at least the versions that the alias points at."""
-    state = one.history.state
+    state = entry.history.state
     return Rollout(
         alias,
         {number: records[number] for number in sorted(state.targets)},
         state.targets,
         state.follows_pushes,
-        one.salt,
-        one.pinned,
-        one.updated_at,
+        entry.salt,
+        entry.pinned,
+        entry.updated_at,
     )
 
 

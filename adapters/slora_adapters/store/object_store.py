@@ -208,7 +208,7 @@ class ObjectStore:
     def delete(self, digest: str) -> None:
         check_digest(digest)
         with self._as_unavailable():
-            found = [one for one in self._uploads(digest) if one.done or self._is_abandoned(one)]
+            found = [upload for upload in self._uploads(digest) if upload.done or self._is_abandoned(upload)]
             if not found:
                 self._check_there()
                 return
@@ -248,7 +248,10 @@ class ObjectStore:
 
     def _upload(self, digest: str, upload_id: str, members: Mapping[str, Path | bytes]) -> None:
         folder = self._folder(digest)
-        sizes = [len(one) if isinstance(one, bytes) else one.stat().st_size for one in members.values()]
+        sizes = [
+            len(content) if isinstance(content, bytes) else content.stat().st_size
+            for content in members.values()
+        ]
         turn = 1 + max((upload.turn for upload in self._uploads(digest)), default=0)
         writes = [
             self._threads.submit(self._write, f"{folder}/{upload_id}.{name}", content)
@@ -296,7 +299,7 @@ class ObjectStore:
         """
         # If the removal fails too, only the error of the upload is reported, because it is more useful.
         with suppress(Exception):
-            own = [one for one in self._uploads(digest) if one.upload_id == upload_id]
+            own = [upload for upload in self._uploads(digest) if upload.upload_id == upload_id]
             self._remove_uploads(digest, own)
 
     def _sweep(self) -> None:
@@ -442,7 +445,7 @@ class ObjectStore:
 def _secrets(url: str) -> tuple[str, ...]:
     parts = urlsplit(url)
     found = [parts.password, parts.query]
-    return tuple({text for one in found if one for text in (one, unquote(one))})
+    return tuple({text for name in found if name for text in (name, unquote(name))})
 
 
 def _option_secrets(options: Mapping[str, Any]) -> Iterator[str]:

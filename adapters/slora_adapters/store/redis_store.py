@@ -148,7 +148,7 @@ class RedisStore:
 
     def claims(self) -> frozenset[str]:
         with as_unavailable():
-            return frozenset(one.decode() for one in self._client.smembers(_CLAIMS_KEY))
+            return frozenset(claim.decode() for claim in self._client.smembers(_CLAIMS_KEY))
 
     def check(self) -> None:
         with as_unavailable():

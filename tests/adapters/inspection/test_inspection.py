@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.inspection.certificate import delta_norm
+from slora_adapters.inspection.checked_adapter import delta_norm
 from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import LoraPair

@@ -10,9 +10,9 @@ import pytest
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.checked_adapter import bundle
 from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft import pattern_matching, pattern_process
-from slora_adapters.peft.pattern_matching import PatternField, match_fields
+from slora_adapters.peft import pattern_process, targeting
 from slora_adapters.peft.peft_directory import CONFIG_NAME, TENSORS_NAME, parse_adapter, read_adapter
+from slora_adapters.peft.targeting import PatternField, match_fields
 from tests.adapters.hand_made import SHAPE, make_config, make_members, reason_codes, write_directory
 
 _LINEARS_OF_80_LAYERS = [f"model.layers.{layer}.{x.path}" for layer in range(80) for x in SHAPE.linears]
@@ -115,7 +115,7 @@ def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
     members = bundle(adapter, directory, tmp_path)
     config, tensors = members[CONFIG_NAME], members[TENSORS_NAME]
     assert isinstance(config, bytes) and isinstance(tensors, Path)
-    monkeypatch.setattr(pattern_matching, "_match_in_process", None)
+    monkeypatch.setattr(targeting, "_match_in_process", None)
     stored = {CONFIG_NAME: memoryview(config), TENSORS_NAME: memoryview(tensors.read_bytes())}
     again = parse_adapter(stored, SHAPE, AdapterLimits())
     assert again.digest == adapter.digest and again.config == adapter.config
