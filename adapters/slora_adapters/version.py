@@ -12,12 +12,10 @@ from dataclasses import dataclass
 class AdapterVersion:
     """The weights of an adapter that belongs to one tenant. A numbered version of a name (`AdapterRecord`) refers to
     these weights.
-
-    digest: the lower-case hexadecimal SHA-256 that `digest.py` defines.
     """
 
     tenant: str
-    digest: str
+    digest: str  # the lower-case hexadecimal SHA-256 that `digest.py` defines
 
     @property
     def label(self) -> str:

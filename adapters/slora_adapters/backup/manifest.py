@@ -26,21 +26,19 @@ _NUM_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class BackupFile:
-    """The size and hash of one file. sha256: in hexadecimal."""
+    """The size and hash of one file."""
 
     num_bytes: int
-    sha256: str
+    sha256: str  # in hexadecimal
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The manifest of one backup. created_at: Unix time. files: by path relative to the backup, with `/`. digests: the
-    digests of the blobs in the backup.
-    """
+    """The manifest of one backup."""
 
-    created_at: float
-    files: Mapping[str, BackupFile]
-    digests: tuple[str, ...]
+    created_at: float  # Unix time
+    files: Mapping[str, BackupFile]  # by path relative to the backup, with `/`
+    digests: tuple[str, ...]  # the digests of the blobs in the backup
 
     def list_files(self, directory: Path, folder: str) -> list[Path]:
         """The verified files in a folder of the backup. Others that may be there are not a part of the backup."""

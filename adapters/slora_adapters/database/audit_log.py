@@ -39,30 +39,24 @@ class ActorKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """The person or program that makes a change.
-
-    name: the id of an API key, or the user name under which a command runs. address: the client's IP address, or the
-    host on which a command runs. request_id: the value of the response header `x-request-id`.
-    """
+    """The person or program that makes a change."""
 
     kind: ActorKind
-    name: str = ""
-    address: str = ""
-    request_id: str = ""
+    name: str = ""  # the id of an API key, or the user name under which a command runs
+    address: str = ""  # the client's IP address, or the host on which a command runs
+    request_id: str = ""  # the value of the response header `x-request-id`
 
 
 @dataclass(frozen=True, slots=True)
 class AuditEntry:
-    """One entry of the audit log. action: such as `tenant.create`. target: the id or name of the changed object, such
-    as a key id or an adapter name.
-    """
+    """One entry of the audit log."""
 
     entry_id: int
     created_at: float
     actor: Actor
-    action: str
+    action: str  # such as `tenant.create`
     tenant: str
-    target: str
+    target: str  # the id or name of the changed object, such as a key id or an adapter name
     details: Mapping[str, Any]
 
 

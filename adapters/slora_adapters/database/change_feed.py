@@ -47,32 +47,24 @@ _LAST = select(_COLUMNS.change_id, _COLUMNS.nonce).order_by(_COLUMNS.change_id.d
 class Change:
     """A change of the versions, aliases or pins of one adapter name. If `name` is empty, the API key `key_id` has
     changed. If `key_id` is also empty, the tenant itself has changed, for example its share.
-
-    orphaned: deleted weights that no remaining version of the tenant uses.
-    moved_pin: whether the versions that engines must pin have changed.
-    purged: whether a purge of the tenant has begun or ended.
     """
 
     tenant: str
     name: str = ""
-    orphaned: tuple[AdapterVersion, ...] = ()
-    moved_pin: bool = False
+    orphaned: tuple[AdapterVersion, ...] = ()  # deleted weights that no remaining version of the tenant uses
+    moved_pin: bool = False  # whether the versions that engines must pin have changed
     key_id: str = ""
-    purged: bool = False
+    purged: bool = False  # whether a purge of the tenant has begun or ended
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The changes after a cursor, oldest first. cursor: pass it to the next call.
+    """The changes after a cursor, oldest first."""
 
-    resync: earlier changes may be missing, so the reader must read everything again. is_all: whether these are the last
-    changes in the feed.
-    """
-
-    cursor: str
+    cursor: str  # pass it to the next call
     changes: tuple[Change, ...] = ()
-    resync: bool = False
-    is_all: bool = True
+    resync: bool = False  # earlier changes may be missing, so the reader must read everything again
+    is_all: bool = True  # whether these are the last changes in the feed
 
 
 def publish(connection: Connection, change: Change) -> None:

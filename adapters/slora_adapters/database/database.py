@@ -50,7 +50,6 @@ _PAUSE_S = 1.0
 
 
 def blob_lock(digest: str) -> str:
-    """Returns the name of the lock of a blob."""
     return f"blob {digest}"
 
 

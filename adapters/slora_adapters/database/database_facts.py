@@ -24,14 +24,11 @@ from slora_adapters.errors import StoreUnavailable
 
 @dataclass(frozen=True, slots=True)
 class DatabaseFacts:
-    """Facts about a database. label: its name in messages, without a password. server: its product and version.
+    """Facts about a database."""
 
-    revisions: None if a SQLite file does not exist yet.
-    """
-
-    label: str
-    server: str
-    revisions: Revisions | None
+    label: str  # its name in messages, without a password
+    server: str  # its product and version
+    revisions: Revisions | None  # None if a SQLite file does not exist yet
 
 
 def read_database_facts(place: Path | str) -> DatabaseFacts:

@@ -25,33 +25,25 @@ _COLUMNS = 1 << 13
 
 @dataclass(frozen=True, slots=True)
 class ModuleSummary:
-    """A summary of all modules of the base model that share a name, such as q_proj.
+    """A summary of all modules of the base model that share a name, such as q_proj."""
 
-    adapted: how many of the `total` modules the adapter changes. max_norm: the greatest Frobenius norm of these
-    modules' deltas.
-    """
-
-    adapted: int
+    adapted: int  # how many of the `total` modules the adapter changes
     total: int
     min_rank: int
     max_rank: int
-    max_norm: float
+    max_norm: float  # the greatest Frobenius norm of these modules' deltas
 
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
     """A summary of an accepted adapter, which its owner can compare with the training run. An adapter that covers only
     half of the trained modules, or whose delta is zero in some modules, passes every check but is wrong.
-
-    modules: summaries by module name, in the model's order.
-    base_modules: number of adaptable modules of the base model.
-    pool_bytes: size of the adapter in the page pool of an engine without tensor parallelism.
-    base_name: name of the base model in the config, without folders; None if the config has none.
     """
 
-    modules: Mapping[str, ModuleSummary]
-    base_modules: int
-    pool_bytes: int
+    modules: Mapping[str, ModuleSummary]  # summaries by module name, in the model's order
+    base_modules: int  # number of adaptable modules of the base model
+    pool_bytes: int  # size of the adapter in the page pool of an engine without tensor parallelism
+    # Name of the base model in the config, without folders; None if the config has none.
     base_name: str | None
 
     @property
@@ -66,7 +58,6 @@ class Certificate:
 
 
 def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certificate:
-    """Returns the certificate of a valid adapter."""
     by_name: dict[str, list[LoraPair[StoredTensor] | None]] = {}
     for module_id, module in enumerate(shape.modules):
         by_name.setdefault(module.path.rpartition(".")[2], []).append(adapter.pairs.get(module_id))
@@ -143,26 +134,19 @@ _NUM_EMBEDDED_TOKENS = 4
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
-    """The summary of an adapter that passed the inspection.
-
-    rank: the greatest rank of any module.
-    tensor_bytes: size of the uploaded factors.
-    blob_bytes: size of the blob in a store, including the config and the header of the tensor file.
-    config: the config as a store keeps it.
-    tensors: path of the tensor file to store. The caller of the inspection decides how long the file exists.
-    embedded_tokens: ids of a few tokens whose embeddings the adapter changes most; empty if it does not adapt the
-      embedding.
-    """
+    """The summary of an adapter that passed the inspection."""
 
     digest: str
-    rank: int
+    rank: int  # the greatest rank of any module
     target_modules: tuple[str, ...]
-    tensor_bytes: int
-    blob_bytes: int
+    tensor_bytes: int  # size of the uploaded factors
+    blob_bytes: int  # size of the blob in a store, including the config and the header of the tensor file
     extras: AdapterExtras
     certificate: Certificate
-    config: str
+    config: str  # the config as a store keeps it
+    # Path of the tensor file to store. The caller of the inspection decides how long the file exists.
     tensors: Path
+    # Ids of a few tokens whose embeddings the adapter changes most; empty if it does not adapt the embedding.
     embedded_tokens: tuple[int, ...]
 
     @property

@@ -107,15 +107,12 @@ class _Content:
 
 @dataclass(frozen=True, slots=True)
 class TarMember:
-    """One member of a tar. Its content must be read before the next member is requested.
-
-    oddity: the kind of a member that is neither a file nor a directory; None otherwise.
-    """
+    """One member of a tar. Its content must be read before the next member is requested."""
 
     name: str
     size: int
     is_directory: bool
-    oddity: str | None
+    oddity: str | None  # the kind of a member that is neither a file nor a directory; None otherwise
     content: _Content
 
     @contextmanager

@@ -9,17 +9,14 @@ from slora_adapters.version import AdapterVersion
 
 @dataclass(frozen=True, slots=True)
 class CacheCounts:
-    """A summary of the content of a host cache. Sizes are in bytes.
-
-    capacity_bytes: size of the host cache; 0 while no loader is connected.
-    tenants: bytes by tenant, for the tenants with the most bytes. labels: the requested adapters that are cached, as
-        `AdapterVersion.label` names them.
-    """
+    """A summary of the content of a host cache. Sizes are in bytes."""
 
     num_adapters: int = 0
     used_bytes: int = 0
-    capacity_bytes: int = 0
+    capacity_bytes: int = 0  # size of the host cache; 0 while no loader is connected
+    # Bytes by tenant, for the tenants with the most bytes.
     tenants: Mapping[str, int] = field(default_factory=dict)
+    # The requested adapters that are cached, as `AdapterVersion.label` names them.
     labels: tuple[str, ...] = ()
 
 

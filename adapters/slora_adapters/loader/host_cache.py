@@ -313,11 +313,9 @@ class HostCache:
 
 @dataclass(frozen=True, slots=True)
 class _EvictionCandidate:
-    """A place where a new region would fit if the regions in `evicted` were evicted.
+    """A place where a new region would fit if the regions in `evicted` were evicted."""
 
-    cost: (total loss of the evicted regions, bytes of the resulting gap). The candidate with the least cost is chosen.
-    """
-
+    # (total loss of the evicted regions, bytes of the resulting gap). The candidate with the least cost is chosen.
     cost: tuple[int, int]
     offset: int
     evicted: list[CachedAdapter]

@@ -129,16 +129,12 @@ Done = Callable[[CachedAdapter | FetchFailed], None]
 
 @dataclass(frozen=True, slots=True)
 class ServedFormat:
-    """The format in which adapters are packed.
+    """The format in which adapters are packed."""
 
-    shape: of the whole model. dtype: "float32", "float16" or "bfloat16". num_ranks: the number of tensor-parallel
-    ranks.
-    """
-
-    shape: ModelShape
-    dtype: str
+    shape: ModelShape  # of the whole model
+    dtype: str  # "float32", "float16" or "bfloat16"
     limits: AdapterLimits
-    num_ranks: int = 1
+    num_ranks: int = 1  # the number of tensor-parallel ranks
 
 
 class Loader:

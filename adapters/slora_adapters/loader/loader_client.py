@@ -64,12 +64,11 @@ class _LoaderConnection:
 
     Each held copy refers to the connection that it came from. The arena thus stays mapped after the socket is closed,
     until the last copy is released.
-
-    kept: the object that `on_arena` returned for this arena. It is stored here only to live as long as the arena.
     """
 
     socket: socket.socket
     arena: ByteArray
+    # The object that `on_arena` returned for this arena. It is stored here only to live as long as the arena.
     kept: object
 
 

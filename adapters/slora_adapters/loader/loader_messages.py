@@ -83,9 +83,9 @@ class LoaderMismatch(SloraError):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """The first message of a loader. arena_bytes: size of the arena."""
+    """The first message of a loader."""
 
-    arena_bytes: int
+    arena_bytes: int  # size of the arena
 
 
 def encode_hello(arena_bytes: int) -> Message:

@@ -32,12 +32,9 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 
 @dataclass(frozen=True, slots=True)
 class LoraPair(Generic[AnyFactor]):
-    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
+    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank]."""
 
-    path: path of the module from the model's root, as PEFT's patterns match it.
-    """
-
-    path: str
+    path: str  # path of the module from the model's root, as PEFT's patterns match it
     a: AnyFactor
     b: AnyFactor
     scale: float
@@ -49,30 +46,26 @@ class LoraPair(Generic[AnyFactor]):
 
 @dataclass(frozen=True, slots=True)
 class AdapterExtras:
-    """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON.
-
-    uses: what these texts were made from, for people. It is known only when the files are read.
-    """
+    """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
 
     chat_template: str | None = None
     generation_config: str | None = None
+    # What these texts were made from, for people. It is known only when the files are read.
     uses: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A validated adapter. `digest` identifies its arithmetic (`digest.py`), and does not cover `extras`.
-
-    has_unused: whether the uploaded file also has copies of the base model's embedding or head, or factors of the part
-    that reads images. Stores do not keep these tensors. is_sorted: whether the tensors in the uploaded file have the
-    names of the base model's modules and are in name order.
-    """
+    """A validated adapter. `digest` identifies its arithmetic (`digest.py`), and does not cover `extras`."""
 
     config: PeftConfig
     pairs: Mapping[ModuleId, LoraPair[StoredTensor]]
     digest: str
     extras: AdapterExtras
+    # Whether the uploaded file also has copies of the base model's embedding or head, or factors of the part that reads
+    # images. Stores do not keep these tensors.
     has_unused: bool = False
+    # Whether the tensors in the uploaded file have the names of the base model's modules and are in name order.
     is_sorted: bool = True
 
     @property

@@ -16,14 +16,11 @@ _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class HubReference:
-    """A reference to an adapter on the hub.
-
-    revision: a branch, a tag or a commit; None is the main branch. folder: the adapter's folder in the repository.
-    """
+    """A reference to an adapter on the hub."""
 
     repo: str
-    revision: str | None = None
-    folder: str | None = None
+    revision: str | None = None  # a branch, a tag or a commit; None is the main branch
+    folder: str | None = None  # the adapter's folder in the repository
 
     @staticmethod
     def parse(text: str) -> "HubReference | None":

@@ -27,15 +27,11 @@ ByteArray = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """A packed adapter.
+    """A packed adapter."""
 
-    layout: of each rank's part. scales: float32 [num_modules], 0 for modules that are not adapted. buffer: uint8
-    [num_ranks * layout.num_bytes], possibly shared memory.
-    """
-
-    layout: AdapterLayout
-    scales: npt.NDArray[np.float32]
-    buffer: ByteArray
+    layout: AdapterLayout  # of each rank's part
+    scales: npt.NDArray[np.float32]  # float32 [num_modules], 0 for modules that are not adapted
+    buffer: ByteArray  # uint8 [num_ranks * layout.num_bytes], possibly shared memory
     num_ranks: int = 1
 
     @property
@@ -129,15 +125,11 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where one rank's part of a tensor is written.
+    """Where one rank's part of a tensor is written."""
 
-    rows: [rank, width and padding]. parts: of an A, the columns to write; of a B, the rows. is_transposed: whether the
-    tensor is a B, [width, rank].
-    """
-
-    rows: npt.NDArray[Any]
-    parts: tuple[range, ...]
-    is_transposed: bool
+    rows: npt.NDArray[Any]  # [rank, width and padding]
+    parts: tuple[range, ...]  # of an A, the columns to write; of a B, the rows
+    is_transposed: bool  # whether the tensor is a B, [width, rank]
 
     def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
         """Writes what this rank holds of rows [first_row, first_row + n) of the tensor."""

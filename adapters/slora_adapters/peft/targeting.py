@@ -49,15 +49,11 @@ _PLAIN = re.compile(r"(?:[\w.^-]|\\[.dw-])*\Z", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class PatternField:
-    """A config field that contains patterns.
+    """A config field that contains patterns."""
 
-    name: PEFT's name of the field.
-    patterns: the patterns as the file contains them.
-    is_whole: whether a pattern has to match the whole name of a module. Otherwise it matches a suffix of the name.
-    """
-
-    name: str
-    patterns: Sequence[str]
+    name: str  # PEFT's name of the field
+    patterns: Sequence[str]  # the patterns as the file contains them
+    # Whether a pattern has to match the whole name of a module. Otherwise it matches a suffix of the name.
     is_whole: bool = False
 
     @property

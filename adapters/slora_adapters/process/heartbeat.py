@@ -22,29 +22,22 @@ _MAX_REASON_BYTES = _PAGE_BYTES - _REASON_AT
 
 
 class WorkProgress(NamedTuple):
-    """What a child has done so far.
+    """What a child has done so far."""
 
-    num_completed: completed units of work since the start, such as engine steps or pieces of an adapter.
-    is_busy: whether the child has work now.
-    """
-
+    # Completed units of work since the start, such as engine steps or pieces of an adapter.
     num_completed: int
-    is_busy: bool
+    is_busy: bool  # whether the child has work now
 
 
 class Beat(NamedTuple):
-    """One beat, as the page stores it.
+    """One beat, as the page stores it."""
 
-    number: beats since the start.
-    is_serving: whether the child has finished its startup and listens.
-    computing_us: CPU time of its worker threads in microseconds. It stays 0 if CPU time does not prove progress,
-      because the child busy-waits for a GPU.
-    """
-
-    number: int
-    is_serving: bool
+    number: int  # beats since the start
+    is_serving: bool  # whether the child has finished its startup and listens
     is_busy: bool
     num_completed: int
+    # CPU time of its worker threads in microseconds. It stays 0 if CPU time does not prove progress, because the child
+    # busy-waits for a GPU.
     computing_us: int
 
 

@@ -46,7 +46,6 @@ class NameCache:
         self._lock = Lock()
 
     def get(self, key: NameKey, target: Target) -> Answer | None:
-        """Returns the cached answer; None if it is not cached."""
         if self._is_behind():
             return None
         with self._lock:
@@ -75,7 +74,6 @@ class NameCache:
             self._num_bytes -= _size(self._names.pop(key, {}))
 
     def drop_tenant(self, tenant: str) -> None:
-        """Drops all names of a tenant."""
         with self._lock:
             keys = [key for key in self._names if key[0] == tenant]
         for key in keys:

@@ -33,12 +33,11 @@ SHARED_GRACE_S = 24 * 3600.0
 
 @dataclass(frozen=True, slots=True)
 class PurgedBlobs:
-    """The number and the total bytes of the deleted blobs of a tenant. num_kept: number of blobs that other tenants
-    need, or that are kept because other registries have claimed the store.
-    """
+    """The number and the total bytes of the deleted blobs of a tenant."""
 
     num_deleted: int
     num_bytes: int
+    # Number of blobs that other tenants need, or that are kept because other registries have claimed the store.
     num_kept: int
 
 

@@ -111,15 +111,13 @@ _TIMEOUT_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RedisFacts:
-    """Facts about a Redis. max_bytes: the setting maxmemory; 0 means no limit. eviction: the setting maxmemory-policy.
-    is_logged: the setting appendonly.
-    """
+    """Facts about a Redis."""
 
     version: str
-    max_bytes: int
+    max_bytes: int  # the setting maxmemory; 0 means no limit
     used_bytes: int
-    eviction: str
-    is_logged: bool
+    eviction: str  # the setting maxmemory-policy
+    is_logged: bool  # the setting appendonly
 
 
 def read_redis_facts(url: str) -> RedisFacts:

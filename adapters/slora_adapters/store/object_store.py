@@ -107,15 +107,13 @@ def open_object_store(url: str) -> "ObjectStore":
 
 @dataclass(slots=True)
 class _Upload:
-    """The objects of one upload in a folder. done: name of the upload's `done` object, or None. promised: the member
-    count and the total bytes in this name.
-    """
+    """The objects of one upload in a folder."""
 
     upload_id: str
     members: dict[str, int] = field(default_factory=dict)
-    done: str | None = None
+    done: str | None = None  # name of the upload's `done` object, or None
     turn: int = 0
-    promised: tuple[int, int] = (0, 0)
+    promised: tuple[int, int] = (0, 0)  # the member count and the total bytes in this name
 
     @property
     def is_whole(self) -> bool:

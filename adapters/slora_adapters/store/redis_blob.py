@@ -27,13 +27,11 @@ _MAX_LINE_BYTES = 1 << 10
 
 @dataclass(slots=True)
 class _Answer:
-    """The reply to one command: `num_bytes` of a chunk, of which `num_left` are still unread. begun: whether the first
-    line of the reply was read.
-    """
+    """The reply to one command: `num_bytes` of a chunk, of which `num_left` are still unread."""
 
     num_bytes: int
     num_left: int
-    begun: bool = False
+    begun: bool = False  # whether the first line of the reply was read
 
 
 class RedisBlob:
