@@ -1,9 +1,18 @@
-"""A disk reserve: space for writes that must succeed even on a full disk.
+"""What happens on a full disk, and the disk reserve: space for writes that must succeed even there.
 
 The reserve is a file. When a write finds no free space outside the reserve, the server becomes read-only and only
 urgent changes are allowed: those that free space, revoke or suspend. The first urgent change deletes the file, so that
 only urgent changes use its space. As soon as the disk has free space again, the file is created again, and then all
 changes are allowed.
+
+| who                                   | on a full disk                                                            |
+|---------------------------------------|---------------------------------------------------------------------------|
+| `Database`, for changes               | raises DiskFull; urgent changes (`even_if_full`) use the reserve          |
+| `Database`, for reads                 | reads; without space for SQLite's shared memory, by an exclusive connection |
+| uploads (`Quarantine`), `FileStore`   | raise DiskFull, which clients see as 507                                  |
+| answers, keys, quotas, usage journal  | go on                                                                     |
+| start of a server                     | sockets and metrics go to a temporary directory                           |
+| `DiskWatch`                           | looks every few seconds whether the disk has space again                  |
 """
 
 import errno

@@ -11,21 +11,18 @@ changes.
 
 import asyncio
 import logging
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
 
+from slora.client.replica_group import ReplicaGroup
 from slora.core.errors import EngineUnavailable
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry
-from slora_adapters.version import AdapterVersion
 from slora_api.core.host_changes import HostChanges
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore
 from slora_api.quotas.quota_store import QuotaStore
-
-__all__ = ["ChangeFollower", "VersionHolder"]
 
 _log = logging.getLogger(__name__)
 
@@ -33,20 +30,6 @@ _log = logging.getLogger(__name__)
 _POLL_S = 0.2
 # Interval at which the board is checked for changes by other processes of this host.
 _BOARD_POLL_S = 0.02
-
-
-class VersionHolder(Protocol):
-    """The part of the engine's client that the follower uses."""
-
-    @property
-    def versions(self) -> Set[AdapterVersion]:
-        """The versions that the engine may hold."""
-
-    async def purge_tenant(self, tenant: str) -> object:
-        """Makes the engine drop everything that belongs to a tenant. Raises EngineUnavailable."""
-
-    async def remove_adapter(self, version: AdapterVersion) -> None:
-        """Makes the engine drop a version; a no-op if the engine does not hold it. Raises EngineUnavailable."""
 
 
 class ChangeFollower:
@@ -61,7 +44,7 @@ class ChangeFollower:
         registry: Registry,
         key_store: KeyStore,
         quota_store: QuotaStore,
-        engine: VersionHolder,
+        engine: ReplicaGroup,
         on_moved_pin: Callable[[], None],
         host_changes: HostChanges | None = None,
     ) -> None:
