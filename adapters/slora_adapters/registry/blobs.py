@@ -6,10 +6,11 @@ the blob, and a backup reserves every blob that it copies. `collect` keeps reser
 
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 
-from sqlalchemy import bindparam, delete, func, insert, select, union, union_all, update
+from sqlalchemy import BindParameter, bindparam, delete, func, insert, select, union, union_all, update
 from sqlalchemy.engine import Connection
 
 from slora_adapters.database import schema
@@ -23,6 +24,14 @@ from slora_adapters.store.store import check_digest
 RESERVATION_S = 3600.0
 
 _v, _r, _p = schema.adapter_versions.c, schema.adapter_reservations.c, schema.file_pieces.c
+# At most this many blobs are asked for at once: SQLite accepts 32,766 parameters.
+_BLOBS_AT_ONCE = 1000
+_digests: BindParameter[Sequence[str]] = bindparam("digests", expanding=True)
+_REFERENCED_OF = union(
+    select(_v.digest).where(_v.digest.in_(_digests)),
+    select(_p.blob).where(_p.blob.in_(_digests)),
+    select(_r.digest).where(_r.digest.in_(_digests), _r.expires_at > bindparam("now")),
+)
 _REFERENCED = union_all(
     select(_v.digest).where(_v.digest == bindparam("digest"), _v.tenant != bindparam("leaving")),
     select(_p.blob).where(_p.blob == bindparam("digest"), _p.tenant != bindparam("leaving")),
@@ -39,10 +48,14 @@ class BlobReferences:
         self._database = database
         self._clock = clock
 
-    def is_referenced(self, digest: str) -> bool:
-        """Returns whether a version or a file of any tenant, or a reservation, needs the blob."""
-        wanted = {"digest": digest, "now": self._clock(), "leaving": ""}
-        return bool(self._database.read(_REFERENCED, wanted))
+    def find_referenced(self, digests: Iterable[str]) -> set[str]:
+        """Returns those of the blobs that a version or a file of any tenant, or a reservation, needs."""
+        found: set[str] = set()
+        rest = iter(digests)
+        while piece := list(islice(rest, _BLOBS_AT_ONCE)):
+            rows = self._database.read(_REFERENCED_OF, {"digests": piece, "now": self._clock()})
+            found.update(digest for (digest,) in rows)
+        return found
 
     def sizes_of(self, tenant: str) -> Mapping[str, int]:
         """Returns the size of each blob that versions and files of the tenant refer to, by digest."""

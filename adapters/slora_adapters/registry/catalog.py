@@ -143,11 +143,9 @@ class Catalog:
         if self._other_claims():
             return 0
         now, before = self._clock(), self._unneeded_since
-        self._unneeded_since = {
-            digest: before.get(digest, now)
-            for digest in self.store.digests()
-            if not self.registry.blobs.is_referenced(digest)
-        }
+        stored = set(self.store.digests())
+        unneeded = stored - self.registry.blobs.find_referenced(stored)
+        self._unneeded_since = {digest: before.get(digest, now) for digest in unneeded}
         due = [digest for digest, since in self._unneeded_since.items() if now - since >= self._grace_s]
         return sum(self.registry.blobs.collect(digest, self._drop) for digest in due)
 

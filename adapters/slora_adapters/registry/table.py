@@ -191,7 +191,11 @@ _FIND_TARGETS = (
 
 # Queries for some weights of any tenants. At most this many are asked for at once: SQLite accepts 32,766 parameters.
 _VERSIONS_AT_ONCE = 1000
-_is_wanted = tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True))
+# SQLite finds rows of pairs only by a scan, and rows of digests by the index.
+_is_wanted = and_(
+    _v.digest.in_(bindparam("digests", expanding=True)),
+    tuple_(_v.tenant, _v.digest).in_(bindparam("versions", expanding=True)),
+)
 NAMED = select(_v.tenant, _v.digest).where(_is_wanted).distinct()
 NUMBERS_OF = (
     select(_v.tenant, _v.digest, _v.name, _v.number)
@@ -251,7 +255,9 @@ def read_of_versions(
     """Runs NAMED, NUMBERS_OF or REFERENCES_TO for any number of weights. Yields the weights and the other columns."""
     keys = sorted((version.tenant, version.digest) for version in versions)
     for start in range(0, len(keys), _VERSIONS_AT_ONCE):
-        for tenant, digest, *rest in read(statement, {"versions": keys[start : start + _VERSIONS_AT_ONCE]}):
+        piece = keys[start : start + _VERSIONS_AT_ONCE]
+        wanted = {"versions": piece, "digests": sorted({digest for _, digest in piece})}
+        for tenant, digest, *rest in read(statement, wanted):
             yield AdapterVersion(tenant, digest), rest
 
 

@@ -127,7 +127,7 @@ def test_a_blob_whose_deletion_failed_can_be_uploaded_again(open_database: OpenD
     with pytest.raises(StoreUnavailable, match="does not answer"):
         registry.blobs.collect(D1, fail)
     with reserved(registry, D1):
-        assert registry.blobs.is_referenced(D1)
+        assert registry.blobs.find_referenced([D1])
 
 
 def test_an_upload_whose_reservation_was_lost_is_refused(

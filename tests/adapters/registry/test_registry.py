@@ -216,9 +216,9 @@ def test_a_version_is_orphaned_with_its_last_name_and_its_blob_with_the_last_ten
         registry.put(name, _v(tenant), DETAILS)
     assert registry.delete("t1", "a").orphaned == (), "b still stands for it"
     last_of_t1 = registry.delete("t1", "b")
-    assert last_of_t1.orphaned == (_v("t1"),) and registry.blobs.is_referenced(D1), "t2 needs the bytes"
+    assert last_of_t1.orphaned == (_v("t1"),) and registry.blobs.find_referenced([D1]), "t2 needs the bytes"
     last = registry.delete("t2", "a")
-    assert last.orphaned == (_v("t2"),) and not registry.blobs.is_referenced(D1)
+    assert last.orphaned == (_v("t2"),) and not registry.blobs.find_referenced([D1])
 
 
 def test_collect_deletes_only_unreferenced_blobs(registry: Registry) -> None:

@@ -393,8 +393,9 @@ class RegistryMachine(RuleBasedStateMachine):
         }
         everybodys = {digest for one in self.plain.values() for digest in one.versions.values()}
         assert {version.digest for version in removal.orphaned} == {DIGESTS[digest] for digest in gone - own}
-        kept = {digest for digest in gone if self.registries[0].blobs.is_referenced(DIGESTS[digest])}
-        assert kept == gone & everybodys
+        kept = {DIGESTS[digest] for digest in gone & everybodys}
+        for registry in self.registries:
+            assert registry.blobs.find_referenced(DIGESTS[digest] for digest in gone) == kept
 
     @invariant()
     def everything_is_as_in_the_model(self) -> None:

@@ -173,7 +173,9 @@ class Crashes:
                 for record in now.versions(tenant, name.label)
             }
             if not self.database:
-                wait_for(lambda: all(map(now.blobs.is_referenced, self.blobs())) or None, served.alive)
+                wait_for(
+                    lambda: now.blobs.find_referenced(self.blobs()) == set(self.blobs()) or None, served.alive
+                )
             wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
             Catalog(later, FileStore(self.data / "adapters")).sweep()
             assert self.blobs() == wanted
