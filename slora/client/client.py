@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from slora.client.open_streams import OpenStreams
+from slora.client.open_streams import OpenStream, OpenStreams
 from slora.client.router import ReportedState
 from slora.core.engine_address import EngineAddress, HandshakeFailed, connect
 from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, LiveState, Pin, TenantPurge
@@ -237,9 +237,9 @@ class RemoteEngine:
                 writer.close()
             await asyncio.sleep(_RECONNECT_S)
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
+    def generate(self, request: EngineRequest) -> OpenStream:
         self._versions.update(request.versions)
-        return self._streams.read(request, self._send_request, self._abort)
+        return self._streams.open(request, self._send_request, self._abort)
 
     def end_choice(self, request_id: str, index: int) -> None:
         self._streams.end_choice(request_id, index)

@@ -197,9 +197,11 @@ class ReplicaGroup:
         try:
             while not answer.is_complete:
                 try:
-                    async with aclosing(self._compute(answer)) as deltas:
+                    client, run = self._begin_run(answer)
+                    async with aclosing(client.generate(run)) as deltas:
                         async for arrived in deltas:
-                            yield arrived
+                            if new := answer.take(arrived):
+                                yield new
                     return
                 except EngineUnavailable as error:
                     await self._prepare_retry(answer, error)
@@ -314,14 +316,10 @@ class ReplicaGroup:
             raise EngineUnavailable(_NONE_SERVES)
         return replies
 
-    async def _compute(self, answer: OpenAnswer) -> AsyncGenerator[list[TokenDelta], None]:
-        """Computes the rest of an answer on one engine. Raises EngineUnavailable if the engine is lost."""
-        request = answer.request
-        replica = self._choose_for(request)
-        async with aclosing(replica.client.generate(answer.begin_run(replica.name))) as deltas:
-            async for arrived in deltas:
-                if kept := answer.take(arrived):
-                    yield kept
+    def _begin_run(self, answer: OpenAnswer) -> tuple[RemoteEngine, EngineRequest]:
+        """Chooses the engine that computes the rest of an answer. Returns it with the request to send to it."""
+        replica = self._choose_for(answer.request)
+        return replica.client, answer.begin_run(replica.name)
 
     def _choose_for(self, request: EngineRequest) -> _Replica:
         num_tokens = len(request.prompt_token_ids) + count_answer_tokens(request)

@@ -84,9 +84,9 @@ class LocalEngine:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         try:
-            async with aclosing(self._streams.read(request, self._send, self._abort)) as deltas:
-                async for delta in deltas:
-                    yield delta
+            async with aclosing(self._streams.open(request, self._send, self._abort)) as deltas:
+                async for arrived in deltas:
+                    yield arrived
         finally:
             self._loops.pop(request.request_id, None)
 

@@ -8,6 +8,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -131,8 +132,9 @@ class EngineReplica:
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
         """Yields what the engine computes. The caller accounts for the usage: no tenant is billed."""
-        async for deltas in self._engine.generate(replace(request, account="")):
-            yield deltas
+        async with aclosing(self._engine.generate(replace(request, account=""))) as deltas:
+            async for arrived in deltas:
+                yield arrived
 
     def __del__(self) -> None:
         """Ray Serve calls this once before it ends the replica, when no request by handle is left."""

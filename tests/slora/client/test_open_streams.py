@@ -27,7 +27,7 @@ def test_other_tasks_run_while_a_slow_reader_catches_up() -> None:
         other = asyncio.create_task(take_turns())
         token_ids: list[int] = []
         request = EngineRequest("r", "t", [1], (), SamplingParams())
-        async with aclosing(streams.read(request, send, lambda request_id: None)) as arriving:
+        async with aclosing(streams.open(request, send, lambda request_id: None)) as arriving:
             async for arrived in arriving:
                 token_ids += [token for delta in arrived for token in delta.token_ids]
                 assert len(token_ids) <= 64 * (turns + 1), "no other task runs between two lists"
