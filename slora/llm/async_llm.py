@@ -34,7 +34,7 @@ from slora.llm.request_builder import (
     read_embedding,
 )
 from slora.runner.process_group import start_group
-from slora.text.answer import Answer, Completion, CompletionDelta, stream_answer
+from slora.text.answer import Answer, Completion, CompletionDelta
 
 
 class AsyncLLM:
@@ -140,9 +140,8 @@ class AsyncLLM:
         (answer,) = await asyncio.to_thread(build)
         answer.request.sampling.refuse_streaming()
         async with aclosing(self._read(answer)) as deltas:
-            async for arrived in deltas:
-                for delta in arrived:
-                    yield delta
+            async for delta in deltas:
+                yield delta
 
     async def _finish(self, build: Callable[[], list[Answer]]) -> Completion:
         (answer,) = await asyncio.to_thread(build)
@@ -151,5 +150,10 @@ class AsyncLLM:
                 pass
         return answer.completion()
 
-    def _read(self, answer: Answer) -> AsyncGenerator[list[CompletionDelta], None]:
-        return stream_answer(self._engine.generate(answer.request), answer, self._engine.end_choice)
+    async def _read(self, answer: Answer) -> AsyncGenerator[CompletionDelta, None]:
+        async with aclosing(self._engine.generate(answer.request)) as deltas:
+            async for arrived in deltas:
+                for delta in answer.take_list(arrived, self._engine.end_choice):
+                    yield delta
+                if answer.is_over:
+                    return

@@ -5,8 +5,7 @@ that choice in the engine. This module uses neither the engine nor HTTP.
 """
 
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from slora.core.request import EngineRequest, FinishReason, RequestTiming, TokenDelta, TokenLogprobs
@@ -218,6 +217,23 @@ class Answer:
             choice.stop,
         )
 
+    def take_list(
+        self, arrived: Sequence[TokenDelta], end_choice: Callable[[str, int], None]
+    ) -> list[CompletionDelta]:
+        """Adds the deltas of unfinished choices. Once `is_over`, the caller must close the engine's stream.
+
+        end_choice: called with request id and choice index when a stop string ends one choice while others continue.
+        """
+        taken = []
+        for delta in arrived:
+            if not self.wants(delta.index):
+                continue
+            new = self.take(delta)
+            if new.finish_reason is not None and delta.finish_reason is None and not self.is_over:
+                end_choice(self.request.request_id, delta.index)
+            taken.append(new)
+        return taken
+
     def completion(self) -> Completion:
         kept = self._choices
         if len(kept) > self._sampling.n:
@@ -320,32 +336,6 @@ class _ChoiceState:
         logprobs = self._logprobs if with_logprobs else None
         text = "".join(self._text)
         return Choice(text, self._token_ids, self.reason, logprobs, tuple(self._tokens), self.stop)
-
-
-async def stream_answer(
-    deltas: AsyncGenerator[list[TokenDelta], None], answer: Answer, end_choice: Callable[[str, int], None]
-) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Yields the answer in lists of deltas, as the engine's `deltas` arrive. No list is empty.
-
-    end_choice: called with request id and choice index when a stop string ends one choice while others continue.
-
-    When the answer is complete, or when this iterator is closed or cancelled, it closes `deltas`, which aborts the
-    request if it is unfinished.
-    """
-    async with aclosing(deltas):
-        async for arrived in deltas:
-            taken = []
-            for delta in arrived:
-                if not answer.wants(delta.index):
-                    continue
-                new = answer.take(delta)
-                if new.finish_reason is not None and delta.finish_reason is None and not answer.is_over:
-                    end_choice(answer.request.request_id, delta.index)
-                taken.append(new)
-            if taken:
-                yield taken
-            if answer.is_over:
-                return
 
 
 def _shorten(delta: TokenDelta, num_tokens: int) -> TokenDelta:

@@ -11,7 +11,7 @@ from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.completions.answer_format import AnswerFormat, Usage
 from slora_api.completions.answer_timing import timing_headers, timing_object
 from slora_api.completions.generation import Generator
-from slora_api.completions.prompt_echo import PromptEcho, stream_with_echoes
+from slora_api.completions.prompt_echo import PromptEchoes
 from slora_api.completions.schemas import AnswerFields
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
@@ -57,16 +57,15 @@ async def answer_request(
     `Generator.run`.
     """
     deltas = generator.run(answers, meter)
+    repeated = PromptEchoes(echoes, answers, generator.tokenizer) if echoes else None
     tenant = answers[0].request.tenant
     if not fields.stream:
-        work = _complete(tenant, deltas, answers, echoes, usage, generator)
+        work = _complete(deltas, answers, repeated, usage)
         completions = await unless_disconnected(request.receive, work)
         write = _write_answer(shape, completions, usage, tenant, writing)
         body = await unless_disconnected(request.receive, write)
         return PartedResponse(body, headers | timing_headers(answers))
-    if echoes:
-        deltas = stream_with_echoes(tenant, deltas, echoes, answers, generator.tokenizer)
-    events = _events(deltas, shape, usage, answers)
+    events = _events(deltas, shape, usage, answers, repeated)
     first = await unless_disconnected(request.receive, hold_head(events))
     return EventStream(first, events, shape.failure, headers, shape.keep_alive)
 
@@ -87,12 +86,7 @@ async def _write_answer(
 
 
 async def _complete(
-    tenant: str,
-    deltas: _Deltas,
-    answers: Sequence[Answer],
-    echoes: Sequence[str],
-    usage: Usage,
-    generator: Generator,
+    deltas: _Deltas, answers: Sequence[Answer], echoes: PromptEchoes | None, usage: Usage
 ) -> list[Completion]:
     """Returns the completions in the order of the prompts. All computed tokens are added to `usage`."""
     async with aclosing(deltas):
@@ -100,22 +94,32 @@ async def _complete(
             for delta in arrived:
                 usage.add(delta)
     completions = [answer.completion() for answer in answers]
-    for index, text in enumerate(echoes):
-        echo = await PromptEcho.read(tenant, text, answers[index], generator.tokenizer)
-        completions[index] = echo.prepend_to(completions[index])
-    return completions
+    return completions if echoes is None else await echoes.prepend_to(completions)
 
 
-async def _events(deltas: _Deltas, shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> _Events:
+async def _events(
+    deltas: _Deltas,
+    shape: AnswerFormat,
+    usage: Usage,
+    answers: Sequence[Answer],
+    echoes: PromptEchoes | None = None,
+) -> _Events:
     """Yields the events of a stream in writes of a bounded size.
 
-    The events of the last deltas are sent together with the end of the stream. By then, `deltas` has released the
-    permits of the request.
+    The events of the last deltas are sent together with the end of the stream. By then, the usage is durable and
+    `deltas` has released the permits of the request.
     """
     opened, last = False, list[CompletionDelta]()
     num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
     async with aclosing(deltas):
         async for arrived in deltas:
+            if echoes is not None:
+                for delta in arrived:
+                    for part in await echoes.parts_before(delta):
+                        for events in _join(_make_events([part], shape, usage, opens=not opened)):
+                            yield events
+                        opened = True
+                        await asyncio.sleep(0)
             num_unfinished -= sum(delta.finish_reason is not None for delta in arrived)
             if not num_unfinished:
                 last += arrived

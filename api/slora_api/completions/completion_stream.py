@@ -7,18 +7,15 @@ This module does not depend on HTTP or JSON.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self
 
 from slora.client.client import EngineClient
 from slora.core.request import TokenDelta
-from slora.text.answer import Answer, CompletionDelta, stream_answer
+from slora.text.answer import Answer, CompletionDelta
 
-__all__ = ["TOKENS_AT_ONCE", "merge_streams", "stream_completion"]
-
-_T = TypeVar("_T")
+__all__ = ["TOKENS_AT_ONCE", "MergedStreams", "stream_completion"]
 
 # The maximum number of lists of deltas per stream that wait for a slow reader. If this many lists wait, no further list
 # is taken from the engine.
@@ -29,38 +26,32 @@ TOKENS_AT_ONCE = 32
 
 
 async def stream_completion(
-    client: EngineClient, answer: Answer
+    client: EngineClient, answer: Answer, on_send: Callable[[Answer], None] = lambda answer: None
 ) -> AsyncGenerator[list[CompletionDelta], None]:
     """Streams the answers to one prompt in lists of deltas, which are never empty. The last delta of each answer has a
-    finish_reason. A delta with log-probabilities has a list of its own.
+    finish_reason. on_send: called immediately before the request is sent to the engine.
+
+    A delta with log-probabilities has a list of its own, and at most `TOKENS_AT_ONCE` tokens. A beam search returns a
+    whole answer in one delta.
 
     Raises the errors of `EngineClient.generate`.
     """
-    tokens = client.generate(answer.request)
-    if answer.request.sampling.logprobs is not None:
-        tokens = _split_long(tokens)
-    async with aclosing(stream_answer(tokens, answer, client.end_choice)) as deltas:
-        async for arrived in deltas:
-            # Deltas with log-probabilities of the prompt are not passed on, because `answer` has collected them.
-            if shown := [delta for delta in arrived if not delta.prompt_logprobs]:
-                yield shown
-            if shown and shown[-1].tokens:
-                # Let other tasks run. The next deltas may already be ready, and the reader would write them without
-                # yielding to the event loop.
-                await asyncio.sleep(0)
-
-
-async def _split_long(
-    deltas: AsyncGenerator[list[TokenDelta], None],
-) -> AsyncGenerator[list[TokenDelta], None]:
-    """Splits deltas of more than `TOKENS_AT_ONCE` tokens and yields each part in a list of its own. A beam search
-    returns a whole answer in one delta.
-    """
-    async with aclosing(deltas):
-        async for arrived in deltas:
-            for delta in arrived:
-                for part in _split(delta):
-                    yield [part]
+    on_send(answer)
+    is_split = answer.request.sampling.logprobs is not None
+    async with aclosing(client.generate(answer.request)) as tokens:
+        async for arrived in tokens:
+            parts = ([part] for delta in arrived for part in _split(delta)) if is_split else (arrived,)
+            for part in parts:
+                taken = answer.take_list(part, client.end_choice)
+                # Deltas with log-probabilities of the prompt are not passed on, because `answer` has collected them.
+                if shown := [delta for delta in taken if not delta.prompt_logprobs]:
+                    yield shown
+                    if shown[-1].tokens:
+                        # Let other tasks run. The next deltas may already be ready, and the reader would write them
+                        # without yielding to the event loop.
+                        await asyncio.sleep(0)
+                if answer.is_over:
+                    return
 
 
 def _split(delta: TokenDelta) -> Iterator[TokenDelta]:
@@ -78,45 +69,43 @@ def _split(delta: TokenDelta) -> Iterator[TokenDelta]:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """Marks the end of a stream. error: the exception that ended it, if it failed."""
-
-    error: Exception | None = None
-
-
-async def _pump(stream: AsyncGenerator[list[_T], None], queue: asyncio.Queue[list[_T] | _Ended]) -> None:
-    try:
-        async with aclosing(stream):
-            async for some in stream:
-                await queue.put(some)
-    except Exception as error:  # `merge_streams` raises this error.
-        await queue.put(_Ended(error))
-    else:
-        await queue.put(_Ended())
-
-
-async def merge_streams(
-    streams: Sequence[AsyncGenerator[list[_T], None]],
-) -> AsyncGenerator[list[_T], None]:
-    """Merges several streams into one, which yields the lists in the order in which they arrive. If a stream fails,
-    closes the other streams and raises the error.
+class MergedStreams:
+    """Merges several streams into one, which has the lists in the order in which they arrive. If a stream fails, closes
+    the other streams and raises the error. Close it with `aclosing`.
     """
-    queue: asyncio.Queue[list[_T] | _Ended] = asyncio.Queue(maxsize=_QUEUE_LISTS * len(streams))
-    pumps = [asyncio.create_task(_pump(stream, queue)) for stream in streams]
-    running = len(pumps)
-    try:
-        while running:
-            item = await queue.get()
-            if isinstance(item, list):
-                yield item
-                # Let other requests run, because the next lists may already be ready.
-                await asyncio.sleep(0)
-            elif item.error is not None:
-                raise item.error
-            else:
-                running -= 1
-    finally:
-        for pump in pumps:
+
+    def __init__(self, streams: Sequence[AsyncGenerator[list[CompletionDelta], None]]) -> None:
+        # A stream puts its lists, and at its end None or its error.
+        self._queue = asyncio.Queue[list[CompletionDelta] | Exception | None](_QUEUE_LISTS * len(streams))
+        self._pumps = [asyncio.create_task(self._pump(stream)) for stream in streams]
+        self._num_running = len(streams)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> list[CompletionDelta]:
+        # Let other requests run, because the next lists may already be ready.
+        await asyncio.sleep(0)
+        while self._num_running:
+            found = await self._queue.get()
+            if isinstance(found, Exception):
+                raise found
+            if found is not None:
+                return found
+            self._num_running -= 1
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        for pump in self._pumps:
             pump.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _pump(self, stream: AsyncGenerator[list[CompletionDelta], None]) -> None:
+        ending: Exception | None = None
+        try:
+            async with aclosing(stream):
+                async for deltas in stream:
+                    await self._queue.put(deltas)
+        except Exception as error:
+            ending = error
+        await self._queue.put(ending)

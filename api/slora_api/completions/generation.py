@@ -13,7 +13,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.adapters.served_model import ServedModel
-from slora_api.completions.completion_stream import merge_streams, stream_completion
+from slora_api.completions.completion_stream import MergedStreams, stream_completion
 from slora_api.completions.prompts import Prompt
 from slora_api.completions.readiness import Readiness
 from slora_api.completions.request_limiter import RequestLimiter
@@ -22,7 +22,7 @@ from slora_api.core.errors import Starting
 from slora_api.embeddings.embedding_run import EmbeddedInput, run_lanes
 from slora_api.http.json_slices import LongList
 from slora_api.metrics.metrics import Metrics
-from slora_api.quotas.quota_meter import RequestMeter, Spending
+from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.usage.usage_recorder import OpenRequest, UsageRecorder
 
 __all__ = ["Generator", "embedding_requests"]
@@ -81,7 +81,7 @@ class Generator:
         """Fills the answers of one tenant and streams the deltas as they arrive, in lists that are never empty. Closing
         the stream early aborts the requests of all answers.
 
-        The last list is yielded when the usage of all requests is durable and the answers have their timing.
+        The stream ends when the usage of all requests is durable and the answers have their timing.
 
         Raises the errors of the meter, the limiter, the engine and the usage journal. After an error, no request is
         left running.
@@ -92,36 +92,31 @@ class Generator:
         width, width_param = request.sampling.width, request.sampling.width_param
         prompt_tokens = sum(len(answer.request.prompt_token_ids) for answer in answers)
         answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
+        sent: dict[int, OpenRequest] = {}
+
+        def open_usage(answer: Answer) -> None:
+            sent[answer.index] = self.usage.open(answer, spending.open())
+
         async with meter.hold(prompt_tokens, answer_tokens, len(answers) * width, width_param) as spending:
             with self._permits(
                 request.tenant, len(answers), width, width_param, is_background=request.is_background
             ):
-                sent: list[OpenRequest] = []
-                streams = [self._stream(answer, sent, spending) for answer in answers]
-                num_unfinished = sum(answer.request.sampling.num_choices for answer in answers)
-                seen_first = False
-                last: list[CompletionDelta] = []
-                async with aclosing(streams[0] if len(streams) == 1 else merge_streams(streams)) as deltas:
+                streams = [stream_completion(self.client, answer, open_usage) for answer in answers]
+                seen_first = request.is_background
+                async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
                     async for arrived in deltas:
-                        if not (seen_first or request.is_background):
+                        if not seen_first:
                             seen_first = True
                             self.metrics.first_token(time.perf_counter() - started_at)
-                        for delta in arrived:
-                            if delta.finish_reason is not None:
-                                num_unfinished -= 1
-                                if not request.is_background:
+                        if not request.is_background:
+                            for delta in arrived:
+                                if delta.finish_reason is not None:
                                     seconds = time.perf_counter() - started_at
                                     self.metrics.finished(delta.finish_reason, seconds)
-                        if num_unfinished:
-                            yield arrived
-                        else:
-                            last = arrived
-                await self.usage.wait(sent)
-                timings = {one.answer.request.request_id: one.timing for one in sent}
-                for answer in answers:
-                    answer.timing = timings.get(answer.request.request_id)
-                if last:
-                    yield last
+                        yield arrived
+                await self.usage.wait(list(sent.values()))
+        for answer in answers:
+            answer.timing = sent[answer.index].timing
 
     async def embed(
         self,
@@ -169,15 +164,6 @@ class Generator:
         if is_background:
             return nullcontext()
         return self.limiter.admit_generation(tenant, num_prompts, answers_each, param)
-
-    async def _stream(
-        self, answer: Answer, sent: list[OpenRequest], spending: Spending
-    ) -> AsyncGenerator[list[CompletionDelta], None]:
-        """Streams one answer. Adds its request to `sent` and `spending` when the request is sent to the engine."""
-        sent.append(self.usage.open(answer, spending.open()))
-        async with aclosing(stream_completion(self.client, answer)) as deltas:
-            async for arrived in deltas:
-                yield arrived
 
 
 def _request_id(terms: ServiceTerms, index: int) -> str:

@@ -3,9 +3,7 @@
 This module does not depend on HTTP or JSON.
 """
 
-import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from slora.text.answer import AlignedToken, Answer, Completion, CompletionDelta
@@ -13,7 +11,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_api.completions.completion_stream import TOKENS_AT_ONCE
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["PromptEcho", "stream_with_echoes"]
+__all__ = ["PromptEchoes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +22,14 @@ class PromptEcho:
     tokens: tuple[AlignedToken, ...] = ()
 
     @staticmethod
-    async def read(tenant: str, text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
+    async def read(text: str, answer: Answer, tokenizer: Tokenizer) -> "PromptEcho":
         """Returns the echo of the prompt `text`. answer: the answer to the prompt. If log-probabilities were requested,
         the answer must already have the log-probabilities of the prompt.
         """
         if not answer.lists_logprobs:
             return PromptEcho(text)
         # Run on a thread, because a long prompt is processed token by token.
-        return PromptEcho(text, await tenant_thread(tenant, _align_prompt, answer, tokenizer))
+        return PromptEcho(text, await tenant_thread(answer.request.tenant, _align_prompt, answer, tokenizer))
 
     def prepend_to(self, completion: Completion) -> Completion:
         choices = [
@@ -51,30 +49,35 @@ class PromptEcho:
             start_char = end_char
 
 
-async def stream_with_echoes(
-    tenant: str,
-    deltas: AsyncGenerator[list[CompletionDelta], None],
-    texts: Sequence[str],
-    answers: Sequence[Answer],
-    tokenizer: Tokenizer,
-) -> AsyncGenerator[list[CompletionDelta], None]:
-    """Streams the deltas, and puts the text of the prompt before the text of each choice. `texts` and `answers` have
-    one entry for each prompt.
-    """
-    echoes: dict[int, PromptEcho] = {}
-    echoed: set[tuple[int, int]] = set()
-    async with aclosing(deltas):
-        async for arrived in deltas:
-            for delta in arrived:
-                index, choice = delta.index, delta.choice
-                if (index, choice) not in echoed:
-                    echoed.add((index, choice))
-                    if index not in echoes:
-                        echoes[index] = await PromptEcho.read(tenant, texts[index], answers[index], tokenizer)
-                    for part in echoes[index].divide(index):
-                        yield [replace(part, choice=choice)]
-                        await asyncio.sleep(0)
-            yield arrived
+class PromptEchoes:
+    """Repeats the prompts of a request before its answers. `texts` and `answers` have one entry for each prompt."""
+
+    def __init__(self, texts: Sequence[str], answers: Sequence[Answer], tokenizer: Tokenizer) -> None:
+        self._texts = texts
+        self._answers = answers
+        self._tokenizer = tokenizer
+        self._echoes: dict[int, PromptEcho] = {}
+        # Prompt and choice of each answer that has its echo.
+        self._echoed: set[tuple[int, int]] = set()
+
+    async def parts_before(self, delta: CompletionDelta) -> Iterator[CompletionDelta]:
+        """Returns the parts of the echo that precede the delta; none unless it is the first one of its choice."""
+        if (delta.index, delta.choice) in self._echoed:
+            return iter(())
+        self._echoed.add((delta.index, delta.choice))
+        echo = await self._read(delta.index)
+        return (replace(part, choice=delta.choice) for part in echo.divide(delta.index))
+
+    async def prepend_to(self, completions: Sequence[Completion]) -> list[Completion]:
+        return [(await self._read(index)).prepend_to(one) for index, one in enumerate(completions)]
+
+    async def _read(self, index: int) -> PromptEcho:
+        echo = self._echoes.get(index)
+        if echo is None:
+            echo = self._echoes[index] = await PromptEcho.read(
+                self._texts[index], self._answers[index], self._tokenizer
+            )
+        return echo
 
 
 def _align_prompt(answer: Answer, tokenizer: Tokenizer) -> tuple[AlignedToken, ...]:

@@ -16,8 +16,8 @@ limit the tokens that the engine computes in the meantime.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack, aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
@@ -139,28 +139,14 @@ class EventStream(Response):
         self._failure = failure
         self._keep_alive = keep_alive
 
-    async def _parts(self, request_id: str) -> AsyncGenerator[bytes, None]:
-        """Yields the events. If computing them fails, the last event is the error. request_id: the id for the log."""
-        try:
-            yield self._first if isinstance(self._first, bytes) else await self._first
-            async for events in self._events:
-                yield events
-        except Exception as error:
-            # The response has started, so an exception handler can no longer report the error to the client.
-            if not isinstance(error, SloraError):
-                logger.error("request %s failed while streaming", request_id, exc_info=error)
-            for part in self._failure(describe_error(error)):
-                yield part
-
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_abandon, self._first, self._events)
-            parts = await stack.enter_async_context(aclosing(self._parts(scope["state"]["request_id"])))
             await send(start)
             end: Iterable[bytes] = ()
             try:
-                await unless_disconnected(receive, self._send_parts(parts, send))
+                await unless_disconnected(receive, self._send_events(send, scope["state"]["request_id"]))
             except ClientGone:
                 return
             except asyncio.CancelledError:
@@ -171,8 +157,10 @@ class EventStream(Response):
                 await send(_body(part))
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_parts(self, parts: _Events, send: Send) -> None:
-        """Sends the parts. Between two events, sends `keep_alive` whenever nothing else was sent for a while."""
+    async def _send_events(self, send: Send, request_id: str) -> None:
+        """Sends the events. If computing them fails, the last event is the error. Between two events, sends
+        `keep_alive` whenever nothing else was sent for a while.
+        """
         now = asyncio.get_running_loop().time
         sending, sent_at, is_between = asyncio.Lock(), now(), True
 
@@ -189,13 +177,28 @@ class EventStream(Response):
 
         keeping = asyncio.create_task(keep_alive())
         try:
-            async for part in parts:
-                async with sending:
-                    await send(_body(part))
-                    sent_at, is_between = now(), part.endswith(_EVENT_END)
+            while parts := await self._take(request_id):
+                for part in parts:
+                    async with sending:
+                        await send(_body(part))
+                        sent_at, is_between = now(), part.endswith(_EVENT_END)
         finally:
             keeping.cancel()
             await asyncio.gather(keeping, return_exceptions=True)
+
+    async def _take(self, request_id: str) -> Sequence[bytes]:
+        """Returns the next events, or those that tell of an error; none after the last ones."""
+        first, self._first = self._first, b""
+        try:
+            found = (
+                await first if isinstance(first, asyncio.Task) else first or await anext(self._events, b"")
+            )
+        except Exception as error:
+            # The response has started, so an exception handler can no longer report the error to the client.
+            if not isinstance(error, SloraError):
+                logger.error("request %s failed while streaming", request_id, exc_info=error)
+            return list(self._failure(describe_error(error)))
+        return [found] if found else ()
 
 
 def _body(content: bytes) -> Message:

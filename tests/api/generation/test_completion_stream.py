@@ -10,7 +10,7 @@ from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLog
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
-from slora_api.completions.completion_stream import TOKENS_AT_ONCE, merge_streams, stream_completion
+from slora_api.completions.completion_stream import TOKENS_AT_ONCE, MergedStreams, stream_completion
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
 from tests.support.tiny_tokenizers import byte_fallback
 
@@ -128,8 +128,8 @@ def test_closing_a_stream_early_aborts_its_request() -> None:
     assert engine.aborted == ["r"]
 
 
-def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[list[CompletionDelta], None]:
-    return merge_streams(
+def merged(engine: ScriptedEngine, count: int) -> MergedStreams:
+    return MergedStreams(
         [
             stream_completion(engine, Answer(replace(request(), request_id=f"r{index}"), TOKENIZER, index))
             for index in range(count)
@@ -137,10 +137,15 @@ def merged(engine: ScriptedEngine, count: int) -> AsyncGenerator[list[Completion
     )
 
 
+async def gather_merged(engine: ScriptedEngine, count: int) -> list[CompletionDelta]:
+    async with aclosing(merged(engine, count)) as deltas:
+        return [delta async for arrived in deltas for delta in arrived]
+
+
 def test_merged_streams_carry_every_delta_of_each() -> None:
     engine = ScriptedEngine([deltas_of(text) for text in (b"one", b"two", b"three")])
     texts = {0: "", 1: "", 2: ""}
-    for delta in asyncio.run(gather(merged(engine, 3))):
+    for delta in asyncio.run(gather_merged(engine, 3)):
         texts[delta.index] += delta.text
     assert texts == {0: "one", 1: "two", 2: "three"}
     assert engine.aborted == []
@@ -150,7 +155,7 @@ def test_one_stream_that_fails_ends_the_others() -> None:
     hanging = [TokenDelta((65,))]
     engine = ScriptedEngine([hanging, [EngineUnavailable("gone")], hanging], hang=True)
     with pytest.raises(EngineUnavailable, match="gone"):
-        asyncio.run(gather(merged(engine, 3)))
+        asyncio.run(gather_merged(engine, 3))
     assert len(engine.aborted) == 2
 
 

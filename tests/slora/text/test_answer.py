@@ -1,8 +1,6 @@
 """How an answer is collected from its deltas, without an engine."""
 
-import asyncio
 import re
-from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 import pytest
@@ -11,7 +9,7 @@ from hypothesis import strategies as st
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
-from slora.text.answer import Answer, stream_answer
+from slora.text.answer import Answer
 from tests.api.scripted_engine import EOS, byte_tokenizer, deltas_of
 from tests.slora.text.test_detokenizer import fast_of, tokenizer_of
 
@@ -134,17 +132,17 @@ def test_deltas_of_an_ended_choice_in_the_same_list_are_left_out() -> None:
     sampling = SamplingParams(n=2, stop=("b",))
     answer = Answer(EngineRequest("r", "t", [1], (), sampling), byte_tokenizer())
     ended: list[tuple[str, int]] = []
-
-    async def arriving() -> AsyncGenerator[list[TokenDelta], None]:
-        yield [*(TokenDelta((byte,)) for byte in b"abcd"), TokenDelta((120,), index=1)]
-        yield [TokenDelta((120,), index=1), TokenDelta((), FinishReason.LENGTH, index=1)]
-
-    async def read() -> list[tuple[int, str, FinishReason | None]]:
-        stream = stream_answer(arriving(), answer, lambda *choice: ended.append(choice))
-        return [(one.choice, one.text, one.finish_reason) async for arrived in stream for one in arrived]
-
+    lists = (
+        [*(TokenDelta((byte,)) for byte in b"abcd"), TokenDelta((120,), index=1)],
+        [TokenDelta((120,), index=1), TokenDelta((), FinishReason.LENGTH, index=1)],
+    )
+    taken = [
+        delta
+        for arrived in lists
+        for delta in answer.take_list(arrived, lambda *choice: ended.append(choice))
+    ]
     stopped, length = FinishReason.STOP, FinishReason.LENGTH
-    assert asyncio.run(read()) == [
+    assert [(delta.choice, delta.text, delta.finish_reason) for delta in taken] == [
         (0, "a", None), (0, "", stopped), (1, "x", None), (1, "x", None), (1, "", length)
     ]  # fmt: skip
     assert ended == [("r", 0)]
