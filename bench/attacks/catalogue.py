@@ -27,7 +27,6 @@ ATTACKS = (
         12,
         "two pushes at once, one version allowed",
         uploads.racing_pushes,
-        uploads.ONE_VERSION,
         in_mixture=False,
     ),
     Attack(13, "15 stop strings of 240,000 characters", prompts.long_stops),

@@ -1,4 +1,4 @@
-"""The server under attack: `slora serve --demo` as users run it, with two of the demo's adapters and a longer context.
+"""The server under attack: `slora demo` as users run it, with two of the demo's adapters and a longer context.
 
 The server runs with the recorder of slow event-loop callbacks, so that a row can tell a stall from a busy machine.
 """
@@ -126,7 +126,7 @@ def attacked_server(folder: Path, sources: Path, limits: Limits) -> Iterator[Tar
     for name in _ADAPTERS:
         shutil.copytree(ROOT / "demo" / "adapters" / name, demo / "adapters" / name)
     data_dir = folder / "data"
-    command = [*server_command(sources, folder / "slow.jsonl"), "serve", "--port", "0", "--demo", str(demo)]
+    command = [*server_command(sources, folder / "slow.jsonl"), "demo", str(demo), "--port", "0"]
     command += ["--data-dir", str(data_dir), "--device", "cpu", "--pool-bytes", "256MiB"]
     command += [flag.format(folder=folder) for flag in limits.flags]
     command, variables = in_shell(command, folder / "log", limits), server_environment(sources)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from functools import partial
 
 from bench.attacks.answers import beside_each_other, count, sent
-from bench.attacks.target import Limits, Target, adapter_files
+from bench.attacks.target import Target, adapter_files
 
-__all__ = ["ONE_VERSION", "large_extras", "nested_tars", "odd_generation_config", "racing_pushes"]
+__all__ = ["large_extras", "nested_tars", "odd_generation_config", "racing_pushes"]
 
-ONE_VERSION = Limits(("--max-versions-per-tenant", "1"))
 _NUM_VERSIONS = 30
 _NUM_LISTS = 30
 _NUM_ROUNDS = 10
@@ -46,6 +45,10 @@ def racing_pushes(target: Target) -> Callable[[], str]:
         rounds = []
         for at in range(_NUM_ROUNDS):
             key = target.key(f"racer{at}")
+            with target.admin() as admin:
+                admin.patch(
+                    f"/admin/tenants/racer{at}/quota", json={"adapter_versions": 1}
+                ).raise_for_status()
             sends = [partial(target.upload, key, "mine", adapter_files(4 + number)) for number in range(2)]
             answers = beside_each_other(sends)
             rounds.append(f"{sum(answer.startswith('201') for answer in answers)} accepted")

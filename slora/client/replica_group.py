@@ -50,6 +50,8 @@ _Reply = TypeVar("_Reply")
 
 # A request is given up after this many engines began to compute it and died without a new token of it.
 MAX_LOSSES = 3
+# How long an interrupted answer waits for an engine before it ends with an error.
+RESUME_S = 120.0
 # Requests of a tenant that begin with the same tokens are sent to the same engine, if its load allows. A shorter common
 # beginning saves little.
 _PREFIX_TOKENS = 64
@@ -97,11 +99,11 @@ class ReplicaGroup:
     """An EngineClient over any number of engines. The coroutine `run` must run for as long as the group is used.
 
     sockets: one for each engine, named after the engine.
-    resume_s: how long an interrupted request waits for an engine.
+    resume_s: how long an interrupted request waits for an engine; with 0, it ends at once.
     is_stalled: whether the engine of this name makes no progress. It then gets no requests while another engine serves.
     """
 
-    def __init__(self, sockets: Sequence[Path], resume_s: float) -> None:
+    def __init__(self, sockets: Sequence[Path], resume_s: float = RESUME_S) -> None:
         self.is_stalled: Callable[[str], bool] = lambda name: False
         self._by_name: dict[str, _Replica] = {}
         self._resume_s = resume_s
@@ -372,7 +374,7 @@ class ReplicaGroup:
         except TimeoutError:
             raise EngineUnavailable(
                 "the engine died while it processed this request, and no engine could continue it within "
-                f"{self._resume_s:g} s (--resume-seconds); send the request again"
+                f"{self._resume_s:g} s; send the request again"
             ) from error
         if answer.refusal is not None:
             raise answer.refusal

@@ -1,7 +1,8 @@
 """Every setting of the engine, and the sizes that are derived from the settings and the machine."""
 
-from dataclasses import MISSING, dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from slora.core.errors import ConfigError
 from slora.core.request import MAX_COMPOSED_ADAPTERS
@@ -13,8 +14,8 @@ from slora.core.setting import (
     OnOff,
     Whole,
     check_settings,
+    parameter,
     setting,
-    setting_specs,
 )
 from slora_kernels.kv_format import KVFormat
 
@@ -104,12 +105,6 @@ class EngineConfig:
     max_num_batched_tokens: int | None = setting(
         None, "largest number of tokens that one step computes", Auto(Whole(1)), metavar="N"
     )
-    scheduling: str = setting(
-        "fair",
-        "fair divides the engine between tenants by weight; fcfs serves requests in order of arrival",
-        Choice(("fair", "fcfs")),
-        metavar="NAME",
-    )
     prefix_cache: str = setting(
         "tenant",
         "which cached prefixes a request may reuse: tenant: only prefixes of its own tenant; public: "
@@ -118,24 +113,10 @@ class EngineConfig:
         Choice(("off", "tenant", "public")),
         metavar="NAME",
     )
-    preemption: str = setting(
-        "auto",
-        "how a sequence is preempted when the pool has too few pages: swap copies its KV to the "
-        "host, recompute computes it again later, and auto chooses whichever takes less time",
-        Choice(("auto", "swap", "recompute")),
-        metavar="NAME",
-    )
     swap_bytes: int | None = setting(
         None,
         "host memory for swapped sequences: auto takes a quarter of the pool's size; 0 disables swapping",
         Auto(ByteSize()),
-        metavar="SIZE",
-    )
-    load_bytes_per_step: int | None = setting(
-        None,
-        "largest number of adapter bytes copied into the pool during one step: auto allows steps to "
-        "take a tenth longer, and more while many requests wait for adapters",
-        Auto(ByteSize(1)),
         metavar="SIZE",
     )
     cuda_graphs: bool = setting(
@@ -148,16 +129,18 @@ class EngineConfig:
         Whole(0, MAX_DRAFT_TOKENS),
         metavar="N",
     )
-    metrics_tenants: int = setting(
-        20,
-        "most tenants with a label of their own in the metrics; the metrics count all others as 'other'",
-        Whole(0, 1000),
-        metavar="N",
-    )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
-    max_composed_adapters: int = setting(
-        4, "most adapters that one request may add up", Whole(1, MAX_COMPOSED_ADAPTERS), metavar="N"
-    )
+    # fair divides the engine between tenants by weight; fcfs serves requests in order of arrival.
+    scheduling: str = parameter("fair", Choice(("fair", "fcfs")))
+    # swap copies the KV of a preempted sequence to the host; recompute computes it again; auto takes what is faster.
+    preemption: str = parameter("auto", Choice(("auto", "swap", "recompute")))
+    # The most adapter bytes that are copied into the pool during one step. auto (None) allows steps to take a tenth
+    # longer, and more while many requests wait for adapters.
+    load_bytes_per_step: int | None = parameter(None, Auto(ByteSize(1)))
+    # The most tenants with a label of their own in the metrics. All others count as 'other'.
+    metrics_tenants: int = parameter(20, Whole(0, 1000))
+    # The most adapters that one request may add up.
+    max_composed_adapters: int = parameter(4, Whole(1, MAX_COMPOSED_ADAPTERS))
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -246,7 +229,7 @@ class KVFootprint:
 
 # The limits of a step, and the policies that the operator chooses, as plain values.
 
-_DEFAULTS = {spec.name: spec.default for spec in setting_specs(EngineConfig)}
+_DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in fields(EngineConfig)}
 
 
 @dataclass(frozen=True, slots=True)

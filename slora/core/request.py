@@ -89,7 +89,7 @@ class Pooling:
 # Larger adapter weights only make the outputs overflow. An adapter's own scale has the same limit.
 MAX_ADAPTER_WEIGHT = 10_000.0
 MAX_PRIORITY = 1_000
-# The highest possible value of the setting `max_composed_adapters`.
+# The highest possible value of `EngineConfig.max_composed_adapters`.
 MAX_COMPOSED_ADAPTERS = 16
 MAX_DEADLINE_S = 86_400.0
 

@@ -96,8 +96,8 @@ def check_terms(priority: int, deadline_s: float | None, info: EngineInfo) -> No
         )
     if priority and info.scheduling == "fcfs":
         raise RequestRefused(
-            f"priority is {priority}, but this server serves requests in order of arrival "
-            "(--scheduling fcfs); omit priority",
+            f"priority is {priority}, but this engine serves requests in order of arrival "
+            "(scheduling fcfs); omit priority",
             "priority",
         )
     if deadline_s is not None and not 0 < deadline_s <= MAX_DEADLINE_S:

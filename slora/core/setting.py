@@ -188,6 +188,13 @@ def setting(default: Any, help_text: str, kind: Kind | None = None, *, metavar: 
     return field(default=default, metadata={"setting": _Declaration(help_text, kind or Text(), metavar)})
 
 
+def parameter(default: Any, kind: Kind) -> Any:
+    """Declares a field of a configuration that has no flag and no variable, because its default suits every server.
+    Python callers, tests and benchmarks may choose another value, which is checked as that of a setting.
+    """
+    return field(default=default, metadata={"parameter": kind})
+
+
 @dataclass(frozen=True, slots=True)
 class SettingSpec:
     """A declared setting, for the command line and the environment."""
@@ -238,9 +245,11 @@ def setting_specs(owner: type) -> tuple[SettingSpec, ...]:
     )
 
 
-def check_settings(config: object) -> None:
-    """Raises ConfigError for the first setting of a configuration whose value is not accepted."""
-    for spec in setting_specs(type(config)):
-        value = getattr(config, spec.name)
-        if not spec.kind.admits(value):
-            raise ConfigError(f"{spec.name} is {value!r}; it must be {spec.kind.accepted}")
+def check_settings(config: Any) -> None:
+    """Raises ConfigError for the first setting or parameter of a configuration whose value is not accepted."""
+    kinds = {declared.name: declared.metadata.get("parameter") for declared in fields(config)}
+    kinds |= {spec.name: spec.kind for spec in setting_specs(type(config))}
+    for name, kind in kinds.items():
+        value = getattr(config, name)
+        if kind is not None and not kind.admits(value):
+            raise ConfigError(f"{name} is {value!r}; it must be {kind.accepted}")

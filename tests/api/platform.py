@@ -256,7 +256,7 @@ def running_platform(
         grammars,
         Generator(engine, tokenizer, limiter, metrics, recorder),
         PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
-        UsageReport(ledger, registry.find_names, tenant_store, "base", chosen.batch_price_percent),
+        UsageReport(ledger, registry.find_names, tenant_store, "base"),
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,

@@ -7,14 +7,16 @@ import argparse
 import gc
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
+from typing import Any
 
-from slora.core.setting import SettingSpec
+from slora.core.engine_config import EngineConfig
+from slora.core.setting import SettingSpec, setting_specs
 from slora_adapters.process.logs import give_up, open_missing_streams, print_line
-from slora_api.core.cluster_settings import cluster_setting_specs
+from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_specs
 from slora_api.core.package_version import find_package_version
-from slora_api.core.settings import server_setting_specs
+from slora_api.core.settings import Settings, server_setting_specs
 from slora_kernels.cpu_isa import check_cpu_isa
 
 __all__ = ["main", "make_parser"]
@@ -82,6 +84,29 @@ _EXTRAS = {
 }
 
 _VARIABLES = "Each flag is also an environment variable: --max-model-len is SLORA_MAX_MODEL_LEN."
+# The settings that the help of a server shows, with texts that fit on a line. `--help-all` shows all, with whole texts.
+_USUAL_SETTINGS = {
+    "model": "directory of the base model",
+    "model_name": "its name for clients",
+    "dtype": "auto, float32, bfloat16 or float16",
+    "quantization": "weights in 8 bits: auto, int8 or fp8",
+    "device": "auto, cpu or cuda",
+    "tensor_parallel_size": "GPUs that divide the model",
+    "replicas": "engines, each with the whole model",
+    "pool_bytes": "memory for KV cache and adapters",
+    "kv_cache_dtype": "format of the KV cache: auto or fp8",
+    "max_model_len": "most tokens of prompt and answer",
+    "max_num_seqs": "most running sequences",
+    "max_lora_rank": "highest rank of an adapter",
+    "host": "address to listen on",
+    "port": "port to listen on",
+    "api_workers": "processes that answer HTTP",
+    "data_dir": "place of tenants, keys and adapters",
+    "store": "adapters elsewhere: redis://, s3://",
+    "database": "tenants elsewhere: postgresql://",
+    "redis": "warm tier in front of the store",
+    "log_format": "text or json",
+}
 # Settings by which a command finds a running cluster.
 _CLUSTER_PLACE = ("cluster_name", "ray_address", "data_dir")
 _QUOTA_HELP = {
@@ -141,21 +166,49 @@ def _add_serve(commands: _Commands) -> None:
     doctor = commands.add(
         "doctor", "check this machine and the settings of a server, and say what to do", has_json=True
     )
+    demo.add_argument(
+        "demo", nargs="?", metavar="DIR", help="another demo: a directory with model/ and adapters/NAME"
+    )
     for parser in (serve, demo, doctor):
         parser.epilog = _VARIABLES
-        _add_settings(
-            parser, [spec for spec in server_setting_specs() if parser is not demo or spec.name != "demo"]
-        )
+        _add_settings(parser, server_setting_specs())
         if parser is doctor:
             parser.epilog += (
                 " Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails."
             )
 
 
-def _add_settings(parser: argparse.ArgumentParser, specs: Iterable[SettingSpec]) -> None:
+def _add_settings(parser: argparse.ArgumentParser, specs: Sequence[SettingSpec]) -> None:
     for spec in specs:
-        shown = f" (default {spec.default_text})" if spec.default_text else ""
-        parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text + shown)
+        text = _USUAL_SETTINGS.get(spec.name, argparse.SUPPRESS)
+        if spec.name in _USUAL_SETTINGS and spec.default_text not in ("", "auto"):
+            text += f" ({spec.default_text})"
+        parser.add_argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=text)
+    parser.add_argument(
+        "--help-all", nargs=0, action=_HelpAll, specs=specs, help="show all settings, and what they do"
+    )
+
+
+class _HelpAll(argparse.Action):
+    """Prints the settings in groups, with their whole texts and defaults, and ends the process."""
+
+    def __init__(self, *, specs: Sequence[SettingSpec], **options: Any) -> None:
+        super().__init__(**options)
+        self._specs = specs
+
+    def __call__(self, parser: argparse.ArgumentParser, *rest: object) -> None:
+        shown = argparse.ArgumentParser(
+            prog=parser.prog, usage=f"{parser.prog} [settings]", epilog=_VARIABLES, add_help=False
+        )
+        groups = {"engine": EngineConfig, "server": Settings, "cluster": ClusterSettings}
+        for title, owner in groups.items():
+            group, names = shown.add_argument_group(title), {spec.name for spec in setting_specs(owner)}
+            for spec in self._specs:
+                if spec.name in names:
+                    default = f" (default {spec.default_text})" if spec.default_text else ""
+                    group.add_argument(spec.flag, metavar=spec.metavar, help=spec.help_text + default)
+        shown.print_help()
+        parser.exit()
 
 
 def _add_cluster(commands: _Commands) -> None:
@@ -627,7 +680,7 @@ def _add_top(commands: _Commands) -> None:
 # Settings of the engine that affect a plan.
 _PLANNED_SETTINGS = (
     "dtype", "tensor_parallel_size", "model_impl", "quantization", "kv_cache_dtype", "pool_bytes", "block_tokens",
-    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "preemption", "swap_bytes",
+    "max_model_len", "max_num_seqs", "max_num_batched_tokens", "swap_bytes",
 )  # fmt: skip
 
 

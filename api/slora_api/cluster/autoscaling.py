@@ -11,20 +11,22 @@ if TYPE_CHECKING:
 __all__ = ["PRESSURE", "choose_num_replicas", "measure_pressure"]
 
 PRESSURE = "slora_pressure"
+# The load of a replica to which Ray scales.
+TARGET_LOAD = 0.5
 
 
-def measure_pressure(stats: EngineStats, max_num_seqs: int, target_load_percent: int) -> float:
-    """Returns the load of a replica, divided by the target.
+def measure_pressure(stats: EngineStats, max_num_seqs: int) -> float:
+    """Returns the load of a replica, divided by the target, `TARGET_LOAD`.
 
     The load is the larger of two shares: the held pages of the pool, and the requests divided by the sequences of the
     largest batch.
 
-    Worked example: 40% of the pages are held, 300 requests run or wait, and a batch has at most 256 sequences. With a
-    target of 50%, the pressure is 300 / 256 / 0.5 = 2.34, so this load needs 2.34 times as many replicas.
+    Worked example: 40% of the pages are held, 300 requests run or wait, and a batch has at most 256 sequences. The
+    pressure is 300 / 256 / 0.5 = 2.34, so this load needs 2.34 times as many replicas.
     """
     requests = stats.running + stats.waiting + stats.awaiting_adapter
     load = max(stats.pages_held / stats.pages_total, requests / max_num_seqs)
-    return load / (target_load_percent / 100)
+    return load / TARGET_LOAD
 
 
 def choose_num_replicas(context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:

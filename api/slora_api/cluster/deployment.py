@@ -27,6 +27,10 @@ _DEPLOYMENT = "engine"
 _POLL_S = 0.5
 # A replica whose engine cannot start fails each time. Ray tries this often for each replica.
 _STARTS = 3
+# Ray removes replicas more slowly than it adds them, because a new replica reads its weights first.
+_SLOWER_DOWN = 20
+# How long `slora deploy` waits for the replicas.
+_DEPLOY_S = 1800.0
 # Draining takes the engine at most 15 s, see `replica_host.py`.
 _DRAIN_S = 30.0
 # How a traceback in a message of Ray names an error of ours.
@@ -105,7 +109,6 @@ class Deployment:
         spec = ReplicaSpec(
             self._name,
             config.version(os.environ, secret),
-            config.cluster.target_load_percent,
             self._host,
             config.replica_texts(os.environ),
             secret,
@@ -146,30 +149,26 @@ class Deployment:
             "autoscaling_config": AutoscalingConfig(
                 min_replicas=num_replicas,
                 max_replicas=cluster.max_replicas,
-                upscale_delay_s=cluster.scale_up_seconds,
-                downscale_delay_s=cluster.scale_down_seconds,
+                upscale_delay_s=cluster.scale_seconds,
+                downscale_delay_s=cluster.scale_seconds * _SLOWER_DOWN,
                 policy=AutoscalingPolicy(policy_function=choose_num_replicas),
             )
         }
 
     def _bundle(self, gpus: int) -> dict[str, float]:
         ranks = self._config.server.engine.tensor_parallel_size
-        counts = {"CPU": float(ranks * self._config.cluster.cpus_per_rank), "GPU": float(ranks * gpus)}
+        counts = {"CPU": float(ranks), "GPU": float(ranks * gpus)}
         return {name: count for name, count in counts.items() if count}
 
     def _choose_gpus(self) -> int:
-        if (given := self._config.cluster.gpus_per_rank) is not None:
-            return given
-        has_gpus = any("GPU" in node["Resources"] for node in ray.nodes() if node["Alive"])
-        return int(has_gpus and self._config.server.engine.device != "cpu")
+        """Returns how many GPUs each rank reserves."""
+        if (device := self._config.server.engine.device) != "auto":
+            return int(device == "cuda")
+        return int(any("GPU" in node["Resources"] for node in ray.nodes() if node["Alive"]))
 
     def _check_fit(self, gpus: int) -> None:
         """Refuses replicas that no host of the cluster has room for, not even without other work."""
         bundle, ranks = self._bundle(gpus), self._config.server.engine.tensor_parallel_size
-        if not bundle:
-            raise ConfigError(
-                "cpus_per_rank and gpus_per_rank are both 0: give one of them, so that Ray can place replicas"
-            )
         hosts = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         if any(all(host.get(name, 0) >= count for name, count in bundle.items()) for host in hosts):
             return
@@ -177,7 +176,7 @@ class Deployment:
         largest = ", ".join(f"{max(host.get(name, 0) for host in hosts):g} {name}" for name in bundle)
         raise ConfigError(
             f"a replica with tensor_parallel_size {ranks} needs {needed} on one host, but the largest host of the Ray "
-            f"cluster has {largest}: lower tensor_parallel_size, cpus_per_rank or gpus_per_rank, or add a host"
+            f"cluster has {largest}: lower tensor_parallel_size, or add a host"
         )
 
     def _check_shared(self, config: ClusterConfig) -> None:
@@ -197,7 +196,7 @@ class Deployment:
 
     def wait(self, version: str) -> None:
         """Waits until all replicas have this version and serve. Prints each change. Raises DeployFailed."""
-        deadline = time.monotonic() + self._config.cluster.deploy_seconds
+        deadline = time.monotonic() + _DEPLOY_S
         printed = ""
         while True:
             progress = self._cluster.progress()
@@ -213,8 +212,7 @@ class Deployment:
                 raise DeployFailed(f"the replicas do not start: {_shorten(progress.message)}")
             if time.monotonic() > deadline:
                 raise DeployFailed(
-                    f"not all replicas serve after {self._config.cluster.deploy_seconds:g} s (deploy_seconds): "
-                    f"{line}. {_shorten(progress.message)}"
+                    f"not all replicas serve after {_DEPLOY_S:g} s: {line}. {_shorten(progress.message)}"
                 )
             time.sleep(_POLL_S)
 

@@ -46,7 +46,6 @@ class ReplicaSpec:
 
     cluster_name: str
     version: str
-    target_load_percent: int
     host: str | None
     texts: Mapping[str, str] = field(repr=False)
     secret: bytes = field(repr=False)
@@ -115,7 +114,7 @@ class EngineReplica:
             stats = await self._engine.stats()
         except EngineUnavailable:  # It is being restarted.
             return {}
-        pressure = measure_pressure(stats, self._engine.info.max_num_seqs, self._spec.target_load_percent)
+        pressure = measure_pressure(stats, self._engine.info.max_num_seqs)
         return {PRESSURE: pressure}
 
     async def record_routing_stats(self) -> dict[str, Any]:

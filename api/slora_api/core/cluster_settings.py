@@ -26,36 +26,14 @@ class ClusterSettings:
         None, "largest number of replicas, to which Ray scales up under load; replicas is then the smallest number. "
         "auto: replicas is the number", Auto(Whole(1, 1024)), metavar="N",
     )  # fmt: skip
-    target_load_percent: int = setting(
-        50, "load of a replica to which autoscaling steers, in percent: the larger of the held share of its page pool, "
-        "and of its requests divided by max_num_seqs", Whole(1, 100), metavar="PERCENT",
-    )  # fmt: skip
-    scale_up_seconds: float = setting(
-        30.0,
-        "how long the load must ask for more replicas before they are started",
-        Seconds(),
-        metavar="SECONDS",
-    )
-    scale_down_seconds: float = setting(
-        600.0,
-        "how long the load must ask for fewer replicas before they are drained",
-        Seconds(),
-        metavar="SECONDS",
-    )
-    cpus_per_rank: int = setting(
-        1, "cores of Ray that each tensor-parallel rank of a replica reserves", Whole(0, 1024), metavar="N"
-    )
-    gpus_per_rank: int | None = setting(
-        None, "GPUs of Ray that each tensor-parallel rank of a replica reserves; auto is 1 if a host of the cluster "
-        "has a GPU, unless device is cpu", Auto(Whole(0, 1)), metavar="N",
+    scale_seconds: float = setting(
+        30.0, "how long the load must ask for more replicas before they are started; for fewer replicas, it must ask "
+        "20 times as long", Seconds(), metavar="SECONDS",
     )  # fmt: skip
     surge: bool = setting(
         True, "whether an upgrade starts a new replica before it drains an old one, which needs room for one more "
         "replica: on or off", OnOff(),
     )  # fmt: skip
-    deploy_seconds: float = setting(
-        1800.0, "how long slora deploy waits for the replicas", Seconds(1), metavar="SECONDS"
-    )
 
 
 def cluster_setting_specs() -> tuple[SettingSpec, ...]:

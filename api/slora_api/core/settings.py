@@ -67,10 +67,6 @@ class Settings:
         1, "number of engine processes. Each has the whole model, its own page pool, and a share of the cores or a GPU "
         "of its own", Whole(1, 64), metavar="N",
     )  # fmt: skip
-    resume_seconds: float = setting(
-        120.0, "how long an answer in progress waits for an engine after its engine died, before it ends with an "
-        "error; 0 ends it at once", Seconds(0), metavar="SECONDS",
-    )  # fmt: skip
     data_dir: str = setting(
         "data", "directory for tenants, keys and adapters (created if missing)", metavar="DIR"
     )
@@ -154,12 +150,6 @@ class Settings:
     max_concurrent_per_tenant: int = setting(
         256, "largest number of answers of one tenant in progress or queued", Whole(1), metavar="N"
     )
-    max_concurrent_uploads: int = setting(
-        4, "largest number of adapter uploads in progress", Whole(1), metavar="N"
-    )
-    max_versions_per_tenant: int = setting(
-        10_000, "largest number of adapter versions of one tenant", Whole(1), metavar="N"
-    )
     max_adapter_bytes_per_tenant: int = setting(
         2**38,
         "largest number of bytes stored for the adapters of one tenant: weights, chat templates and "
@@ -167,26 +157,12 @@ class Settings:
         ByteSize(),
         metavar="SIZE",
     )
-    max_file_bytes: int = setting(2**27, "largest file of a batch", ByteSize(1), metavar="SIZE")
-    max_files_per_tenant: int = setting(
-        1000, "largest number of files of one tenant: inputs and answers of batches", Whole(1), metavar="N"
-    )
     max_file_bytes_per_tenant: int = setting(
         2**30, "largest number of bytes of all files of one tenant", ByteSize(1), metavar="SIZE"
-    )
-    max_batches_per_tenant: int = setting(
-        100, "largest number of batches of one tenant that are not finished", Whole(1), metavar="N"
-    )
-    batch_lines_in_flight: int = setting(
-        64, "lines of batches in progress at once in one API process", Whole(1, 4096), metavar="N"
     )
     gateway_metrics: bool = setting(
         False, "whether GET /metrics answers without a key, for gateways that cannot send one: on or off. The answer "
         "has only what gateways route by: the load, and the names of the adapters in the pool", OnOff(),
-    )  # fmt: skip
-    batch_price_percent: int = setting(
-        50, "price of a token of a batch in usage reports, in percent of the price of other tokens", Whole(0, 100),
-        metavar="PERCENT",
     )  # fmt: skip
     usage_days: int = setting(
         90, "days for which usage is kept by request, minute and hour. The sums of days are kept for ever",
@@ -199,11 +175,15 @@ class Settings:
         60.0, "how long the engine or the loader may make no progress while it has work before it is "
         "killed and restarted. /readyz fails after 3 seconds without progress", Seconds(1), metavar="SECONDS",
     )  # fmt: skip
-    demo: str = setting(
-        "",
-        "demo mode: create tenants, keys and adapters from DIR, which has model/ and adapters/",
-        metavar="DIR",
-    )
+    # The directory of the demo, which only `slora demo` sets: the server makes its tenants, keys and adapters.
+    demo: str = ""
+    # These limits have no flag, because one value suits every server. Tests take smaller ones.
+    max_concurrent_uploads: int = 4
+    max_versions_per_tenant: int = 10_000
+    max_file_bytes: int = 2**27
+    max_files_per_tenant: int = 1000
+    max_batches_per_tenant: int = 100
+    batch_lines_in_flight: int = 64
 
 
 def choose_host_cache_bytes(settings: Settings) -> int:
@@ -250,7 +230,8 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
     environment = without_service_links(environment)
     engine = _read(EngineConfig, flags, environment)
     server = _read(Settings, flags, environment)
-    if demo := server.get("demo"):
+    if demo := flags.get("demo"):
+        server["demo"] = demo
         engine = {"model": Path(demo) / "model", "model_name": _DEMO_MODEL_NAME, **engine}
     if "model" not in engine:
         raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")

@@ -243,9 +243,7 @@ def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[
         likely_pool = num_ranks * pool if pool else int(max(0, free - weights) * CPU_POOL_SHARE)
         needs = {"weights": weights, "page pool": likely_pool} if found_model else {"page pool": likely_pool}
     swap = settings.engine.swap_bytes
-    if settings.engine.preemption == "recompute":
-        swap = 0
-    elif swap is None:
+    if swap is None:
         swap = int(min(likely_pool, max(0, free - sum(needs.values()))) * SWAP_SHARE)
     else:
         swap *= num_ranks

@@ -71,7 +71,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
         spec.name: flags.get(spec.name) or os.environ.get(spec.variable) for spec in server_setting_specs()
     }
     secrets = _find_secrets(texts)
-    has_model = bool(texts["model"] or texts["demo"])
+    has_model = bool(texts["model"])
     # At most two facts and eleven checks at once.
     threads = ThreadPoolExecutor(16)
     try:

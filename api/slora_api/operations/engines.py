@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
+from slora.client.replica_group import RESUME_S
 from slora.core.engine_state import EngineState
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
@@ -47,19 +48,13 @@ class EngineGroup(Protocol):
 
 
 class Engines:
-    """Lists and restarts the engines of this host.
+    """Lists and restarts the engines of this host."""
 
-    resume_s: how long an answer waits for an engine, see `--resume-seconds`.
-    """
-
-    def __init__(
-        self, group: EngineGroup, metrics: Metrics, board: HostBoard, database: Database, resume_s: float
-    ) -> None:
+    def __init__(self, group: EngineGroup, metrics: Metrics, board: HostBoard, database: Database) -> None:
         self._group = group
         self._metrics = metrics
         self._board = board
         self._database = database
-        self._resume_s = resume_s
         self._restarting = asyncio.Lock()
 
     @property
@@ -115,14 +110,10 @@ class Engines:
                 f"The engine `{name}` cannot be restarted now: {problems[name]}. Try again later."
             )
         if not allow_outage and not any(why is None for one, why in problems.items() if one != name):
-            answers = (
-                f"answers in progress would pause for up to {self._resume_s:g} s (--resume-seconds)"
-                if self._resume_s
-                else "answers in progress would end with an error (--resume-seconds 0)"
-            )
             raise EngineConflict(
                 f"The engine `{name}` is not restarted, because no other engine serves: until it serves again, new "
-                f"requests would be refused, and {answers}. Send `allow_outage: true` to accept this."
+                f"requests would be refused, and answers in progress would pause for up to {RESUME_S:g} s. Send "
+                "`allow_outage: true` to accept this."
             )
 
     def _record(self, name: str, *, allow_outage: bool) -> None:

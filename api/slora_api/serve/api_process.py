@@ -229,7 +229,7 @@ async def open_services(
         grammars,
         Generator(client, model.tokenizer, limiter, counted, recorder, readiness),
         PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
-        UsageReport(ledger, registry.find_names, tenant_store, model.name, settings.batch_price_percent),
+        UsageReport(ledger, registry.find_names, tenant_store, model.name),
         TenantLife(tenant_store, ledger, adapters, client),
         registry,
         quota_store,
@@ -237,7 +237,7 @@ async def open_services(
         shipper,
         quarantine,
         Batches(database, Files(database, adapters, file_limits(settings)), settings.max_batches_per_tenant),
-        Engines(client, counted, board, database, settings.resume_seconds),
+        Engines(client, counted, board, database),
         LiveFeed(client, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )
@@ -323,7 +323,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         listener = stack.enter_context(socket.socket(fileno=config.listener))
         board = HostBoard(config.board, config.board_size, config.number)
         pepper = Pepper.from_file(data.pepper)
-        client = ReplicaGroup(config.engine_sockets, settings.resume_seconds)
+        client = ReplicaGroup(config.engine_sockets)
         replicas = ReplicaList(config.replicas, client) if config.replicas else None
         services = await open_services(
             stack, settings, model, data, pepper, client, board, config.metrics, replicas

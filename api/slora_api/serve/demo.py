@@ -66,7 +66,7 @@ def find_demo_adapters(directory: Path) -> list[Path]:
     """Returns the directories of the demo's adapters. Raises ConfigError if there are none."""
     found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
     if not found:
-        raise ConfigError(f"{directory} contains no adapters; --demo needs DIR/model and DIR/adapters/NAME")
+        raise ConfigError(f"{directory} contains no adapters; a demo has DIR/model and DIR/adapters/NAME")
     return found
 
 

@@ -140,7 +140,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = open_sockets(stack, data, settings.replicas)
         pepper = Pepper.from_file(data.pepper)
-        client = ReplicaGroup(() if cluster else sockets.engines, settings.resume_seconds)
+        client = ReplicaGroup(() if cluster else sockets.engines)
         replicas = ReplicaList(cluster.files, client) if cluster else None
         # The main process answers requests itself, or starts workers that answer them.
         num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
@@ -221,9 +221,9 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
 
 
 def serve_demo(arguments: argparse.Namespace) -> int:
-    """Runs a server like `main`, with the demo that is part of slora."""
+    """Runs a server like `main`, with a demo: the one that is part of slora, unless another is given."""
     try:
-        arguments.demo = str(find_demo_directory())
+        arguments.demo = arguments.demo or str(find_demo_directory())
     except ConfigError as error:
         print_line(f"slora: {error}", sys.stderr)
         return 1

@@ -157,11 +157,14 @@ class UsagePage:
     next_after: tuple[int | str, ...] | None
 
 
+# A token of a batch has half the price of any other token, as at OpenAI.
+_BATCH_DISCOUNT = 0.5
+
+
 class UsageReport:
     """Makes the pages of all reports. The names of tenants come from `tenant_store`.
 
     base_model: the name of the base model, as the reports show it.
-    batch_price_percent: the price of a token in a batch, in percent of the price of any other token.
     """
 
     def __init__(
@@ -170,10 +173,8 @@ class UsageReport:
         find_names: FindNames,
         tenant_store: TenantStore,
         base_model: str,
-        batch_price_percent: int = 50,
     ) -> None:
         self._ledger = ledger
-        self._discount = 1 - batch_price_percent / 100
         self._find_names = find_names
         self._tenant_store = tenant_store
         self._base_model = base_model
@@ -257,8 +258,8 @@ class UsageReport:
             "num_batch_requests": batch.num_requests,
             "batch_input_tokens": batch.prompt_tokens,
             "batch_output_tokens": batch.generated_tokens,
-            "billed_input_tokens": usage.prompt_tokens - self._discount * batch.prompt_tokens,
-            "billed_output_tokens": usage.generated_tokens - self._discount * batch.generated_tokens,
+            "billed_input_tokens": usage.prompt_tokens - _BATCH_DISCOUNT * batch.prompt_tokens,
+            "billed_output_tokens": usage.generated_tokens - _BATCH_DISCOUNT * batch.generated_tokens,
         }
 
     def _cells(self, row: UsageRow, asked: UsageFilter, names: "_Names") -> Iterator[Any]:

@@ -87,8 +87,6 @@ def outcome(
         str(MAX_UPLOAD),
         "--max-lora-rank",
         str(MAX_RANK),
-        "--max-concurrent-uploads",
-        "8",
     )
     shape = read_model_spec(kit.base).shape("float32")
     with serving(kit.base, tmp_path_factory.mktemp("hostile") / "data", *flags) as server:

@@ -294,15 +294,12 @@ def test_a_server_that_cannot_start_says_why_in_one_line(
                 1,
                 "127.0.0.1:9",
             ),
-            (
-                ("--demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0"),
-                1,
-                "contains no adapters",
-            ),
             ((), 2, "--model (SLORA_MODEL)"),
         ]
-        for flags, expected, words in cases:
-            assert main(["serve", *flags]) == expected, flags
+        commands = [(("serve", *flags), expected, words) for flags, expected, words in cases]
+        demo = ("demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0")
+        for command, expected, words in [*commands, (demo, 1, "contains no adapters")]:
+            assert main(command) == expected, command
             message = capsys.readouterr().err
             assert message.startswith("slora: ") and words in message and message.count("\n") == 1
 

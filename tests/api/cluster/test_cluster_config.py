@@ -26,12 +26,12 @@ def test_a_cluster_file_has_the_settings_of_the_cluster_and_of_the_server(tmp_pa
         write(
             tmp_path,
             "model: /models/llama\nreplicas: 2\nmax_replicas: 4\nsurge: off\npool_bytes: 2GiB\n"
-            "prefix_cache: 'off'\nscale_up_seconds: 1.5\nmax_model_len: auto\n",
+            "prefix_cache: 'off'\nscale_seconds: 1.5\nmax_model_len: auto\n",
         )
     )
     config = ClusterConfig.read(texts, {"SLORA_REPLICAS": "3", "SLORA_CLUSTER_NAME": "blue"})
     assert (config.server.replicas, config.cluster.max_replicas) == (2, 4)
-    assert (config.cluster.surge, config.cluster.scale_up_seconds) == (False, 1.5)
+    assert (config.cluster.surge, config.cluster.scale_seconds) == (False, 1.5)
     assert config.server.engine.pool_bytes == 2 << 30 and config.server.engine.prefix_cache == "off"
     assert config.cluster.cluster_name == "blue"
 

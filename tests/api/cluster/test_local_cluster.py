@@ -277,7 +277,7 @@ def test_scaling_and_an_upgrade_under_load_refuse_no_request_and_lose_no_record(
             stranger = cluster.deploy("--replicas", "2", "--max-lora-rank", "64")
             assert stranger.returncode == 1
             assert "its max_lora_rank is 64, but that of the other replicas is 128" in stranger.stderr
-            unfit = cluster.deploy("--replicas", "2", "--gpus-per-rank", "1", "--tensor-parallel-size", "2")
+            unfit = cluster.deploy("--replicas", "2", "--device", "cuda", "--tensor-parallel-size", "2")
             assert unfit.returncode == 2
             assert "needs 2 CPU and 2 GPU on one host, but the largest host" in unfit.stderr
             status = cluster.status()
@@ -331,7 +331,7 @@ def test_replicas_are_added_under_load_and_removed_after_it(
     kit: Kit, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     flags = ("--replicas", "1", "--max-replicas", "3", "--max-num-seqs", "4")
-    seconds = ("--scale-up-seconds", "1", "--scale-down-seconds", "3")
+    seconds = ("--scale-seconds", "0.5")
     with deployed(kit.base, tmp_path / "data", *flags, *seconds) as cluster:
         key = cluster.served.make_key("acme")
         began = time.monotonic()

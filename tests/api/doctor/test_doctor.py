@@ -35,7 +35,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def examine(directory: Path, *flags: str, **variables: str) -> Ended:
     chosen = ["--data-dir", str(directory / "data"), "--port", "0", "--host-cache-bytes", "1MiB"]
     if "--model" not in flags:
-        chosen += ["--demo", str(DEMO)]
+        chosen += ["--model", str(DEMO / "model"), "--model-name", "slora-demo"]
     return run_command("doctor", *chosen, "--pool-bytes", "1MiB", *flags, **variables)
 
 

@@ -1,4 +1,4 @@
-"""The demo as a new user runs it: `slora serve --demo demo` with default kernels, and one key for each tenant."""
+"""The demo as a new user runs it: `slora demo` with default kernels, and one key for each tenant."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ class Demo:
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
     data_dir = tmp_path_factory.mktemp("demo") / "data"
-    command = [*SLORA, "serve", "--demo", str(DEMO), "--port", "0", "--data-dir", str(data_dir)]
+    command = [*SLORA, "demo", "--port", "0", "--data-dir", str(data_dir)]
     with running(command, environment(), data_dir) as served:
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz").text or None, served.alive)
         served.child("slora.engine.process").kill()

@@ -30,16 +30,12 @@ def test_every_setting_of_the_engine_is_passed_by_name(kit: Kit, tmp_path: Path)
 def test_memory_and_scheduling_settings_reach_the_engine(kit: Kit, tmp_path: Path) -> None:
     flags = {
         "prefix_cache": "public",
-        "preemption": "swap",
         "swap_bytes": "64MiB",
-        "scheduling": "fcfs",
-        "load_bytes_per_step": "1MB",
         "cuda_graphs": "off",
         "kv_cache_dtype": "fp8",
     }
     told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
-    expected = flags | {"swap_bytes": 64 << 20, "load_bytes_per_step": 10**6, "cuda_graphs": False}
+    expected = flags | {"swap_bytes": 64 << 20, "cuda_graphs": False}
     assert {name: told[name] for name in flags} == expected
     plain = engine_settings(Settings(EngineConfig(kit.base)), tmp_path / "plain")
-    assert (plain["swap_bytes"], plain["load_bytes_per_step"]) == (None, None)
-    assert plain["cuda_graphs"] is True
+    assert plain["swap_bytes"] is None and plain["cuda_graphs"] is True
