@@ -120,7 +120,7 @@ def test_a_token_that_a_training_added_is_refused_by_name(
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
     assert (
         tokenizer.convert_tokens_to_ids("<|call|>")
-        < json.loads((base / "config.json").read_text())["vocab_size"]
+        < json.loads((base / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     )
     directory = tmp_path / "extended"
     save_with_trainer(directory, base, tokenizer)
