@@ -12,18 +12,6 @@ from slora_adapters.inspection.checked_adapter import ModuleSummary
 from slora_adapters.registry.record import AdapterRecord, Rollout
 from slora_api.adapters.base_identity import BaseMatch
 
-__all__ = [
-    "AdapterObject",
-    "AliasObject",
-    "CertificateObject",
-    "PublishedObject",
-    "VersionObject",
-    "adapter_json",
-    "alias_json",
-    "digest_text",
-    "version_json",
-]
-
 
 class AdapterObject(TypedDict):
     """A name or an alias, with the version that it serves.

@@ -8,8 +8,6 @@ from urllib.parse import quote
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 
-__all__ = ["move", "roll_back", "versions"]
-
 
 def _read_targets(words: Sequence[str]) -> dict[str, int]:
     """Parses the targets of an alias: `3` is version 3 for all requests, `3=90 4=10` splits the requests. The server

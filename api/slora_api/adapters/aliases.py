@@ -12,8 +12,6 @@ from slora_api.adapters.adapter_json import AliasObject, alias_json
 from slora_api.adapters.pinning import Pinning
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["Aliases"]
-
 
 class Aliases:
     """The aliases of all tenants. Each call sees only one tenant. A name or alias that does not exist raises

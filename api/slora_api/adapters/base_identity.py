@@ -17,8 +17,6 @@ from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_api.core.threads import control_thread
 
-__all__ = ["BaseIdentity", "BaseMatch"]
-
 logger = logging.getLogger(__name__)
 
 BaseMatch = Literal["verified", "name-matched", "unverified"]

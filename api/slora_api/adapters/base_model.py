@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.adapters.base_identity import BaseIdentity
 
-__all__ = ["DEFAULT_MODEL", "BaseModelInfo"]
-
 # A request with this model name uses the default adapter of its API key.
 DEFAULT_MODEL = "default"
 

@@ -27,8 +27,6 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import InspectionFailed
 
-__all__ = ["CANARY_TENANT", "Canary", "choose_prompt"]
-
 # A tenant's name cannot contain a colon.
 CANARY_TENANT = "slora:canary"
 # The prompt is shorter than a default KV block of 16 tokens, so that the prefix cache keeps nothing of it.

@@ -32,8 +32,6 @@ from slora_api.cli.remote import (
     walk,
 )
 
-__all__ = ["pin", "pins", "prewarm", "push", "remove", "show", "unpin"]
-
 # Multipart field -> the name of the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")

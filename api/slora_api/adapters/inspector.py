@@ -21,8 +21,6 @@ from slora_api.core.errors import InspectionFailed
 from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_kernels.layout import ModelShape
 
-__all__ = ["InspectionBounds", "Inspector"]
-
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of

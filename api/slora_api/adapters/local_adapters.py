@@ -21,8 +21,6 @@ from slora_api.core.errors import BadRequest, Forbidden, NotFound
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["LocalAdapters"]
-
 _CHUNK_BYTES = 1 << 20
 # The maximum number of loads of one tenant that may wait for their turn.
 _MAX_WAITING = 64

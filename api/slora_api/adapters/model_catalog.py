@@ -42,8 +42,6 @@ from slora_api.core.threads import tenant_thread
 from slora_api.keys.allow_list import MAX_MODELS, AllowList
 from slora_api.keys.key_record import KeyRecord
 
-__all__ = ["ModelCatalog", "ModelObject", "PrewarmObject"]
-
 # A suggestion for an unknown model compares up to twice this many names, which takes about 10 ms.
 _MAX_COMPARED = 256
 _MAX_REFERENCE_CHARS = 128

@@ -18,8 +18,6 @@ from slora_api.http.request_bounds import RequestBounds
 from slora_api.keys.authentication import AdapterReader, InferenceKey
 from slora_api.serve.services import Services, TenantRoute, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(route_class=TenantRoute, tags=["models"])
 
 

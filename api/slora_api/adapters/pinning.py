@@ -31,8 +31,6 @@ from slora_api.core.threads import control_thread
 from slora_api.keys.tenant_status import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
-__all__ = ["Pinning"]
-
 _log = logging.getLogger(__name__)
 
 _PAUSE_S = 1.0

@@ -49,8 +49,6 @@ from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 
-__all__ = ["Publisher"]
-
 _log = logging.getLogger(__name__)
 
 # Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.

@@ -16,8 +16,6 @@ from slora_adapters.errors import DiskFull
 from slora_adapters.process.full_disk import DiskReserve, is_full
 from slora_api.core.threads import control_thread, tenant_thread
 
-__all__ = ["Quarantine", "StagedUpload"]
-
 _log = logging.getLogger(__name__)
 
 

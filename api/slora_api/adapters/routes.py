@@ -27,8 +27,6 @@ from slora_api.http.openapi import errors, form_body
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey
 from slora_api.serve.services import TenantRoute, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])
 
 

@@ -7,8 +7,6 @@ from slora.core.request import WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.core.errors import BadRequest
 
-__all__ = ["ServedModel", "add_up_models"]
-
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:

@@ -20,8 +20,6 @@ from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.core.errors import BadRequest
 from slora_api.http.multipart_form import FormPart, check_fields, read_boundary, read_form
 
-__all__ = ["Uploads"]
-
 # Multipart field -> the name of the file in the quarantine.
 _FILES: Mapping[str, str] = {
     "config": CONFIG_NAME,

@@ -16,8 +16,6 @@ from slora.core.errors import ConfigError, NotComparable, RequestRefused
 from slora.verify.verification import ModuleCheck, Verification, VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
-__all__ = ["verify"]
-
 _LAYER = re.compile(r"(?P<layers>.*\.)(?P<layer>\d+)\.(?P<module>.+)")
 _MOST_ROWS = 12
 

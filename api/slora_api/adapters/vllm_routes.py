@@ -26,8 +26,6 @@ from slora_api.keys.authentication import Operator
 from slora_api.serve.services import Services, Wired
 from slora_api.tenants.tenant_store import Tenant
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/v1", tags=["adapters"])
 
 

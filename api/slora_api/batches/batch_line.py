@@ -17,17 +17,6 @@ from slora_api.core.errors import BadRequest
 from slora_api.http.json_structure import JsonStructure
 from slora_api.http.request_bounds import CHAT_VALUES, COMPLETION_VALUES, JsonBounds
 
-__all__ = [
-    "MAX_LINES",
-    "BatchLine",
-    "TooManyLines",
-    "read_lines",
-    "split_lines",
-    "take_lines",
-    "write_failure",
-    "write_response",
-]
-
 _T = TypeVar("_T")
 
 # The limits of OpenAI's API.

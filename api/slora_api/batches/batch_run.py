@@ -50,8 +50,6 @@ from slora_api.keys.key_store import KeyStore
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = ["LEASE_S", "BatchRun", "DelayedLines"]
-
 logger = get_rate_limited_logger(__name__)
 
 LEASE_S = 30.0

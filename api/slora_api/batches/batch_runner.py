@@ -24,8 +24,6 @@ from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.running_requests import RunningRequests
 
-__all__ = ["BatchRunner"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 1.0

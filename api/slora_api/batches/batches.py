@@ -35,8 +35,6 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_api.batches.files import UNFINISHED, Files, Piece, StoredFile, files_lock, new_blob, new_id
 from slora_api.core.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
-__all__ = ["Batch", "BatchProblem", "BatchStatus", "Batches", "LeaseLost", "LineAnswer"]
-
 WINDOW_S = 86_400.0
 _b, _f, _p = schema.batches.c, schema.files.c, schema.file_pieces.c
 

@@ -14,8 +14,6 @@ from slora_adapters.process.progress_bar import count_reads, show_progress
 from slora_api.cli.output import Columns, Record, print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 
-__all__ = ["cancel", "output", "show", "show_all", "submit"]
-
 _POLL_S = 2.0
 _ENDED = ("completed", "failed", "expired", "cancelled")
 # Number of batches on one page.

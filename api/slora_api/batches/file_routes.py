@@ -18,8 +18,6 @@ from slora_api.http.openapi import errors, form_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import TenantRoute, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _FileLimit = Annotated[int, Query(ge=1, le=10_000)]

@@ -11,8 +11,6 @@ from slora_api.batches.files import check_purpose
 from slora_api.core.errors import BadRequest, BodyTooLarge
 from slora_api.http.multipart_form import FormPart, check_fields, read_boundary, read_form
 
-__all__ = ["ReceivedFile", "receive_file"]
-
 _FILE = "file"
 _TEXTS = ("purpose", "expires_after[anchor]", "expires_after[seconds]")
 _MAX_TEXT_BYTES = 256

@@ -35,8 +35,6 @@ from slora_adapters.store.store import Blob, Store
 from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = ["PURPOSES", "FileLimits", "Files", "Piece", "StoredFile", "files_lock", "new_blob", "new_id"]
-
 PURPOSES = ("batch", "batch_output")
 # The only member of a blob.
 _CONTENT = "content"

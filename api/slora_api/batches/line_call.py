@@ -17,8 +17,6 @@ from slora_api.core.errors import ApiError, TenantSuspended, describe_error
 from slora_api.keys.key_record import KeyRecord
 from slora_api.keys.running_requests import RunningRequests
 
-__all__ = ["LineResponse", "call_route"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -8,8 +8,6 @@ from slora_api.chat.json_calls import Steps, ToolNames
 from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
 
-__all__ = ["THINK_END", "THINK_START", "AnswerReader", "AnswerSyntax"]
-
 THINK_START, THINK_END = "<think>", "</think>"
 
 _NEWLINES = re.compile(r"\n*")

@@ -9,8 +9,6 @@ from slora_api.chat.mistral_calls import read_mistral_calls
 from slora_api.chat.python_calls import read_call_list, read_fenced_calls
 from slora_api.chat.text_reader import TextReader
 
-__all__ = ["CALL_FORMATS", "CallBlock", "CallFormat", "CallLayout", "find_call_format"]
-
 
 @dataclass(frozen=True, slots=True)
 class CallBlock:

@@ -5,8 +5,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["make_call_id", "shorten_call_ids"]
-
 # The number of letters and digits that Mistral's templates require in an id.
 _SHORT_CHARS = 9
 

@@ -13,8 +13,6 @@ from slora.core.sampling_params import OPTIONS_KEY
 from slora.grammar.schema_form import prepare_schema
 from slora_api.chat.answer_reader import THINK_END, THINK_START, AnswerSyntax
 
-__all__ = ["ChatGrammar"]
-
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 

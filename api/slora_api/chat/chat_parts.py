@@ -9,8 +9,6 @@ from slora_api.chat.call_ids import make_call_id
 from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.tool_schemas import read_custom_input
 
-__all__ = ["ChatParts"]
-
 Json = dict[str, Any]
 
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from slora.text.answer import AlignedToken
 
-__all__ = ["ContentTokens"]
-
 
 class ContentTokens:
     """Assigns each token of one answer to the first piece of content with which the token overlaps.

@@ -10,8 +10,6 @@ from slora_api.chat.json_calls import Steps, ToolNames, read_arguments
 from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
 
-__all__ = ["CALL_BEGIN", "CALL_END", "SEPARATOR", "read_deepseek_calls"]
-
 CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 _WORD = re.compile(r"[a-zA-Z0-9_.-]*")
 _FENCE = re.compile(r"`*")

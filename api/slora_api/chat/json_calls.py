@@ -13,8 +13,6 @@ from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
 from slora_api.chat.value_scan import hold_value, value_parts
 
-__all__ = ["Steps", "ToolNames", "read_arguments", "read_json_calls"]
-
 # A parser yields pieces of the answer, and None when it needs more text.
 Steps = Generator[Piece | None, None, None]
 

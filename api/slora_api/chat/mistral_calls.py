@@ -6,8 +6,6 @@ from slora_api.chat.json_calls import Steps, ToolNames, read_arguments, read_jso
 from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.text_reader import NoMatch, TextReader
 
-__all__ = ["read_mistral_calls"]
-
 _WORD = re.compile(r"[a-zA-Z0-9_.-]*")
 
 

@@ -3,8 +3,6 @@
 from enum import Enum, auto
 from typing import NamedTuple
 
-__all__ = ["Piece", "PieceKind"]
-
 
 class PieceKind(Enum):
     """The kind of a piece. A CALL begins a tool call, and its text is the tool's name. ARGUMENTS belong to the latest

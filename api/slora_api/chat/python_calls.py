@@ -10,8 +10,6 @@ from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.text_reader import NoMatch, TextReader
 from slora_api.chat.value_scan import PYTHON_QUOTES, hold_value
 
-__all__ = ["read_call_list", "read_fenced_calls"]
-
 # Parsing this many characters blocks the event loop for about 10 ms.
 _MAX_SOURCE_CHARS = 4096
 # A string in one or three quotes, on one line. Formatted strings are not literals, so only `r` and `u` may precede the

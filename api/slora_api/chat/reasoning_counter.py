@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 
-__all__ = ["ReasoningCounter"]
-
 
 @dataclass(slots=True)
 class _Count:

@@ -7,8 +7,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["LEAST_EFFORTS", "ReasoningSwitch", "find_reasoning_switch"]
-
 # Boolean variables. Qwen 3, GLM and SmolLM 3 use the first variable. DeepSeek V3.1 and Granite use the second one.
 _TOGGLES = ("enable_thinking", "thinking")
 _EFFORT = "reasoning_effort"

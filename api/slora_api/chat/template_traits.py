@@ -8,8 +8,6 @@ from slora_api.chat.answer_reader import THINK_END
 from slora_api.chat.call_format import CallFormat, find_call_format
 from slora_api.chat.reasoning_switch import ReasoningSwitch, find_reasoning_switch
 
-__all__ = ["TemplateTraits", "read_traits"]
-
 _COMMENT = re.compile(r"\{#.*?(?:#\}|\Z)", re.DOTALL)
 _TOOLS = re.compile(r"\btools\b")
 # Llama's templates read `message.tool_calls[0]`. Others loop over the calls, or pass them to a filter.

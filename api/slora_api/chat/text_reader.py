@@ -8,8 +8,6 @@ import re
 from collections.abc import Generator
 from typing import TypeVar
 
-__all__ = ["MAX_HELD_CHARS", "NoMatch", "TextReader", "Waiting"]
-
 _T = TypeVar("_T")
 # A part of a parser. It yields None while it waits for text, and returns a value.
 Waiting = Generator[None, None, _T]

@@ -29,36 +29,6 @@ from slora_api.http.field_types import (
     make_refusal,
 )
 
-__all__ = [
-    "CUSTOM_INPUT",
-    "MAX_TOOLS",
-    "AllowedChoice",
-    "AnyChoice",
-    "CustomTool",
-    "FunctionTool",
-    "GrammarFormat",
-    "Mode",
-    "NamedChoice",
-    "NamedFunction",
-    "SentCall",
-    "SentCustom",
-    "SentFunction",
-    "Tool",
-    "ToolChoice",
-    "Tools",
-    "check_distinct_names",
-    "check_schema",
-    "check_tool_choice",
-    "check_tool_count",
-    "check_tool_messages",
-    "check_tool_name",
-    "find_forced_tools",
-    "find_shown_tools",
-    "make_call",
-    "read_allowed",
-    "read_custom_input",
-]
-
 MAX_TOOLS = 128
 # The model sees a custom tool as a function with this parameter.
 CUSTOM_INPUT = "input"

@@ -5,8 +5,6 @@ from collections.abc import Generator
 
 from slora_api.chat.text_reader import TextReader, Waiting
 
-__all__ = ["JSON_QUOTES", "PYTHON_QUOTES", "hold_value", "value_parts"]
-
 JSON_QUOTES = '"'
 PYTHON_QUOTES = "\"'"
 

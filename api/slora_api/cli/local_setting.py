@@ -3,8 +3,6 @@
 import argparse
 import os
 
-__all__ = ["read_local_setting"]
-
 
 def read_local_setting(arguments: argparse.Namespace, name: str) -> str:
     """Returns the value of a server setting from its flag, or else from its environment variable; empty if neither is

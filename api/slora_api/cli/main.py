@@ -19,8 +19,6 @@ from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, server_setting_specs
 from slora_kernels.cpu_isa import check_cpu_isa
 
-__all__ = ["main", "make_parser"]
-
 # Subcommand -> the module and the function that takes the parsed arguments and returns the exit code.
 _HANDLERS = {
     "serve": ("slora_api.serve.serve", "main"),

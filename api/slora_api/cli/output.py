@@ -4,8 +4,6 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-__all__ = ["Columns", "Record", "print_json", "print_records"]
-
 Record = Mapping[str, Any]
 # Column heading -> the function that makes the cell of a record.
 Columns = Mapping[str, Callable[[Record], str]]

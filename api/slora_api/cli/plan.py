@@ -20,8 +20,6 @@ from slora.planning.roofline import EFFICIENCIES
 from slora_api.cli.output import print_json, print_records
 from slora_api.core.settings import AUTO_HOST_CACHE_BYTES
 
-__all__ = ["plan"]
-
 # Settings of the engine that the plan's flags always contain.
 _STATED = ("model", "pool_bytes", "max_model_len")
 _HOST_BANDWIDTH = 24e9

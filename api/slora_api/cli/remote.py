@@ -16,21 +16,6 @@ from slora_api.core.listing import MAX_LIMIT
 from slora_api.core.server_address import explain_service_links, is_loopback, own_url, without_service_links
 from slora_api.core.settings import server_setting_specs
 
-__all__ = [
-    "CommandFailed",
-    "admin_client",
-    "admin_key",
-    "check",
-    "error_code",
-    "error_text",
-    "explained",
-    "nothing_to_change",
-    "open_client",
-    "server_url",
-    "tenant_client",
-    "walk",
-]
-
 # The timeout is long, because the server answers an upload after validating it, and a first token may wait for an
 # adapter to load.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)

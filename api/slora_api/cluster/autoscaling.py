@@ -8,8 +8,6 @@ from slora.core.engine_state import EngineStats
 if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
-__all__ = ["PRESSURE", "choose_num_replicas", "measure_pressure"]
-
 PRESSURE = "slora_pressure"
 # The load of a replica to which Ray scales.
 TARGET_LOAD = 0.5

@@ -23,8 +23,6 @@ from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_spe
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
 
-__all__ = ["ClusterConfig", "read_cluster_file", "read_cluster_settings"]
-
 # What a replica needs, beside the settings of its engine.
 _REPLICA_SETTINGS = (
     *("data_dir", "store", "store_environment", "redis", "database", "host_cache_bytes"),

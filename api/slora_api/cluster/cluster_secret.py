@@ -7,8 +7,6 @@ from slora.core.errors import ConfigError
 from slora_adapters.process.durable_file import create_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 
-__all__ = ["read_secret"]
-
 _MIN_SECRET_BYTES = 32
 
 

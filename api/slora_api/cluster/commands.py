@@ -25,8 +25,6 @@ from slora_api.serve.replica_list import ReplicaListFiles
 from slora_api.serve.serve import ClusterEngines, run_server
 from slora_api.serve.supervisor import Child
 
-__all__ = ["deploy", "serve", "show", "stop"]
-
 _Command = Callable[[argparse.Namespace], int]
 
 

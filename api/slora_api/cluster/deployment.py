@@ -21,8 +21,6 @@ from slora_api.cluster.replica_registry import ReplicaRegistry
 from slora_api.cluster.request_router import STATS_PERIOD_S, AdapterRequestRouter
 from slora_api.serve.base_model_files import BaseModelFiles
 
-__all__ = ["Cluster", "DeployFailed", "Deployment", "Progress", "connect_to_ray"]
-
 _DEPLOYMENT = "engine"
 _POLL_S = 0.5
 # A replica whose engine cannot start fails each time. Ray tries this often for each replica.

@@ -4,8 +4,6 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-__all__ = ["FollowerConfig"]
-
 
 @dataclass(frozen=True, slots=True)
 class FollowerConfig:

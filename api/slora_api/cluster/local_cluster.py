@@ -10,8 +10,6 @@ from slora.core.errors import ConfigError
 from slora_adapters.process.durable_file import create_durably, replace_durably
 from slora_api.cluster.cluster_config import ClusterConfig
 
-__all__ = ["LOCAL_HOST", "QUIET", "LocalCluster"]
-
 LOCAL_HOST = "127.0.0.1"
 # Ray sends nothing to its makers, and logs to its own files only.
 QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}

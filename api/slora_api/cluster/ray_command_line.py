@@ -4,8 +4,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-__all__ = ["RayCommand"]
-
 
 @dataclass(frozen=True, slots=True)
 class RayCommand:

@@ -2,8 +2,6 @@
 
 from slora.core.errors import ConfigError
 
-__all__ = ["check_ray_version"]
-
 _SERIES = "2.60"
 
 

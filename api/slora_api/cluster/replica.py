@@ -29,8 +29,6 @@ from slora_api.core.settings import read_settings
 from slora_api.core.threads import control_thread
 from slora_api.serve.replica_list import ListedReplica
 
-__all__ = ["EngineReplica", "ReplicaSpec"]
-
 logger = logging.getLogger("slora.replica")
 
 _POLL_S = 0.05

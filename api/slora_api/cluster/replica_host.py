@@ -29,8 +29,6 @@ from slora_api.serve.supervisor import Child, Supervisor
 from slora_api.usage.usage_ledger import UsageLedger
 from slora_api.usage.usage_shipper import UsageShipper
 
-__all__ = ["ReplicaHost"]
-
 logger = logging.getLogger("slora.replica")
 
 _BACKLOG = 128

@@ -13,8 +13,6 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled mo
 
 from slora_api.serve.replica_list import ListedReplica
 
-__all__ = ["ANNOUNCE_S", "ReplicaRegistry", "Sightings"]
-
 ANNOUNCE_S = 1.0
 # A replica that has not announced itself for this long is lost. API processes notice the loss of a connection earlier.
 _LOST_S = 15.0

@@ -11,8 +11,6 @@ from slora.client.router import ReplicaState, RoutedWork, Router
 from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["STATS_PERIOD_S", "AdapterRequestRouter"]
-
 # Ray asks the replicas this often which adapters they have. Its default of 10 s is too long for cold adapters.
 STATS_PERIOD_S = 1.0
 # Estimates: the seconds of a token, and the tokens of an answer without max_tokens.

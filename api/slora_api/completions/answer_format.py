@@ -26,8 +26,6 @@ from slora_api.core.errors import ErrorAnswer
 from slora_api.http.json_slices import LongList, encode_ascii
 from slora_api.http.sse import KEEP_ALIVE
 
-__all__ = ["AnswerFormat", "ChatFormat", "CompletionFormat", "LogprobsFormat", "Usage"]
-
 Json = dict[str, Any]
 _DONE = b"data: [DONE]\n\n"
 # Makes a list from a function that yields the items. The function is called either immediately or only while the JSON

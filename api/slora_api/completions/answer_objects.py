@@ -10,8 +10,6 @@ from typing_extensions import TypedDict
 from slora.core.request import FinishReason
 from slora_api.completions.answer_timing import TimingObject
 
-__all__ = ["ChatCompletion", "ChatCompletionChunk", "Completion", "CompletionChunk"]
-
 
 class PromptTokensDetails(TypedDict):
     """Details of the prompt's tokens. cached_tokens: tokens of the prompt that were found in the prefix cache."""

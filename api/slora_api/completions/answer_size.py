@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from slora_api.core.errors import BadRequest
 from slora_api.http.request_bounds import RequestBounds
 
-__all__ = ["AnswerSize"]
-
 
 @dataclass(frozen=True, slots=True)
 class AnswerSize:

@@ -8,8 +8,6 @@ from typing_extensions import TypedDict
 from slora.core.request import RequestTiming
 from slora.text.answer import Answer
 
-__all__ = ["TimingObject", "timing_headers", "timing_object"]
-
 _HEADER = "x-slora-timing"
 
 

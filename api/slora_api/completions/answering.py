@@ -20,8 +20,6 @@ from slora_api.http.parted_response import PartedResponse
 from slora_api.http.sse import EventStream, hold_head, unless_disconnected
 from slora_api.quotas.quota_meter import RequestMeter
 
-__all__ = ["AnswerResponse", "answer_request"]
-
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
 # Events are written together once they have this many bytes. The last event may exceed this size.

@@ -30,15 +30,6 @@ from slora_api.keys.key_record import KeyRecord
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.serve.services import Services
 
-__all__ = [
-    "ANSWER_ERRORS",
-    "Prepared",
-    "answer_prompts",
-    "answer_with",
-    "count_chat_tokens",
-    "prompt_maker",
-]
-
 # AdapterFetchFailed is not listed: it has the code of ModelNotFound, StoreUnavailable or AdapterCorrupt.
 ANSWER_ERRORS = errors(
     *(

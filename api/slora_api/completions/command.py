@@ -10,8 +10,6 @@ import httpx
 
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client
 
-__all__ = ["answer_path", "complete", "prompt_fields"]
-
 DEFAULT_MAX_TOKENS = 256
 
 

@@ -15,8 +15,6 @@ from slora_api.cli.output import print_json
 from slora_api.cli.remote import CommandFailed, error_code, error_text, explained, tenant_client
 from slora_api.completions.command import answer_path, prompt_fields
 
-__all__ = ["compare"]
-
 # Narrower columns are hard to read. If the columns would be narrower, the answers are printed one below the other.
 _MIN_COLUMN_CHARS = 24
 _GAP = " | "

@@ -15,8 +15,6 @@ from slora.client.client import EngineClient
 from slora.core.request import TokenDelta
 from slora.text.answer import Answer, CompletionDelta
 
-__all__ = ["TOKENS_AT_ONCE", "MergedStreams", "stream_completion"]
-
 # The maximum number of lists of deltas per stream that wait for a slow reader. If this many lists wait, no further list
 # is taken from the engine.
 _QUEUE_LISTS = 16

@@ -25,8 +25,6 @@ from slora_api.metrics.metrics import Metrics
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.usage.usage_recorder import OpenRequest, UsageRecorder
 
-__all__ = ["Generator", "embedding_requests"]
-
 
 @dataclass(frozen=True, slots=True)
 class Generator:

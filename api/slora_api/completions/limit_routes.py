@@ -11,8 +11,6 @@ from slora_api.http.request_bounds import RequestBounds
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["models"])
 
 

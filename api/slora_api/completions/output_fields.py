@@ -16,8 +16,6 @@ from slora.core.sampling_params import StructuredOutput
 from slora_api.http.field_types import RequestModel, check_depth, make_refusal
 from slora_api.http.unsupported import Unsupported
 
-__all__ = ["OutputFields"]
-
 _Schema = Annotated[dict[str, Any] | bool, AfterValidator(check_depth)]
 _SchemaOrText = Annotated[dict[str, Any] | bool | str, AfterValidator(check_depth)]
 

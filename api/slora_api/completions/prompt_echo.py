@@ -11,8 +11,6 @@ from slora.text.tokenizer import Tokenizer
 from slora_api.completions.completion_stream import TOKENS_AT_ONCE
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["PromptEchoes"]
-
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:

@@ -14,8 +14,6 @@ from slora.text.tokenizer import Tokenizer
 from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["PromptEncoder"]
-
 # Tokenizing 8,000 characters takes one to three milliseconds.
 _INLINE_CHARS = 8_000
 # Tokenizing this many short texts takes two milliseconds.

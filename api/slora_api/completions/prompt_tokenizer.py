@@ -26,8 +26,6 @@ from slora_api.http.request_bounds import RequestBounds
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.sandbox.chat_templates import ChatTemplates
 
-__all__ = ["PromptTokenizer", "TokenizedChat"]
-
 
 @dataclass(frozen=True, slots=True)
 class TokenizedChat:

@@ -33,8 +33,6 @@ from slora_api.completions.service_terms import ServiceTerms
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.sandbox.grammar_checks import GrammarChecks
 
-__all__ = ["ConversationRequest", "Prompt", "PromptMaker"]
-
 # The default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
 # Checking the sampling parameters of this many prompts, each with the largest logit_bias, takes 2 ms.

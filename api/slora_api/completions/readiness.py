@@ -4,8 +4,6 @@ requests read them.
 
 from dataclasses import dataclass, field
 
-__all__ = ["Readiness"]
-
 
 @dataclass(slots=True)
 class Readiness:

@@ -12,8 +12,6 @@ from slora_api.core.errors import BadRequest, Stopping
 from slora_api.core.host_board import HostBoard
 from slora_api.http.permit_pool import PermitPool
 
-__all__ = ["RequestLimiter"]
-
 
 class RequestLimiter:
     """Counts answers and uploads in progress. After `stop()`, no further request is admitted.

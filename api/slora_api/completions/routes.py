@@ -19,8 +19,6 @@ from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import Services, Wired, open_meter
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["completions"])
 
 

@@ -59,42 +59,6 @@ from slora_api.http.field_types import (
 )
 from slora_api.http.unsupported import Unsupported
 
-__all__ = [
-    "AdapterWeight",
-    "AliasMove",
-    "AnswerFields",
-    "ChatMessage",
-    "ChatRequest",
-    "ChatTemplateFields",
-    "CompletionRequest",
-    "DetokenizeRequest",
-    "EmbeddingRequest",
-    "FileForm",
-    "GenerationFields",
-    "Limit",
-    "LoadLoraRequest",
-    "NewBatchRequest",
-    "NewKeyRequest",
-    "NewTenantRequest",
-    "PurgeRequest",
-    "QuotaChanges",
-    "ReasoningEffort",
-    "RerankRequest",
-    "ScoreFields",
-    "ScoreRequest",
-    "StreamOptions",
-    "TemplateFields",
-    "TenantChanges",
-    "TenantPatch",
-    "Thinking",
-    "ThinkingSwitch",
-    "TokenizeRequest",
-    "UnloadLoraRequest",
-    "UploadForm",
-    "VersionNumber",
-    "make_message",
-]
-
 # The number of items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
 # A version number has at most 18 digits, as in references.

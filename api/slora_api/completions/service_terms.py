@@ -8,8 +8,6 @@ from slora.core.request import TenantShare
 from slora_api.completions.schemas import AnswerFields
 from slora_api.keys.key_record import KeyRecord
 
-__all__ = ["BACKGROUND_ID", "ServiceTerms", "background_id"]
-
 # The batch runner passes the id of a batch line under this key in the request's state. Clients cannot set it.
 BACKGROUND_ID = "background_id"
 

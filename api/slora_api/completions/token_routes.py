@@ -18,8 +18,6 @@ from slora_api.http.sse import unless_disconnected
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import Metered, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["tokens"])
 
 _ERRORS = errors(ModelNotFound, AdapterCorrupt, Starting)

@@ -8,8 +8,6 @@ from pydantic import AfterValidator
 
 from slora_api.http.field_types import RequestModel, make_refusal
 
-__all__ = ["TruncationFields"]
-
 # vLLM's value for "as many as fit".
 _AS_MANY_AS_FIT = -1
 

@@ -17,8 +17,6 @@ from starlette.exceptions import HTTPException
 
 from slora_api.core.package_version import find_package_version
 
-__all__ = ["router"]
-
 # These routes are not part of the API, so its OpenAPI document does not list them.
 router = APIRouter(tags=["server"], include_in_schema=False)
 

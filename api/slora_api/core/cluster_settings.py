@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from slora.core.setting import Auto, OnOff, Seconds, SettingSpec, Whole, setting, setting_specs
 
-__all__ = ["ClusterSettings", "cluster_setting_specs"]
-
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:

@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from slora_api.core.errors import TenantBusy
 
-__all__ = ["CpuBudget"]
-
 
 @dataclass(slots=True)
 class _Balance:

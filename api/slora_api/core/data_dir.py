@@ -12,15 +12,6 @@ from pathlib import Path
 from slora.core.errors import SloraError
 from slora_adapters.process.full_disk import is_full
 
-__all__ = [
-    "DataDir",
-    "DataDirInUse",
-    "ensure_temporary_directory",
-    "find_lock_holder",
-    "find_running_url",
-    "open_data_dir",
-]
-
 logger = logging.getLogger(__name__)
 
 _LOCK = "server.lock"

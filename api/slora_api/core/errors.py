@@ -74,44 +74,6 @@ from slora_adapters.errors import (
 from slora_adapters.process.shortage import find_shortage
 from slora_api.core.key_masking import mask_keys
 
-__all__ = [
-    "SOON_S",
-    "ApiError",
-    "BadRequest",
-    "BodyEncoded",
-    "BodyTooLarge",
-    "BudgetExhausted",
-    "ClientGone",
-    "Conflict",
-    "EngineConflict",
-    "ErrorAnswer",
-    "ErrorObject",
-    "Forbidden",
-    "HeadersTooLarge",
-    "InUse",
-    "InspectionFailed",
-    "KeyConflict",
-    "KeyRevoked",
-    "ModelNotFound",
-    "NotFound",
-    "PinsFull",
-    "PurgeBegun",
-    "QuotaExceeded",
-    "RateLimited",
-    "RequestTooSlow",
-    "ServerBusy",
-    "Starting",
-    "Stopping",
-    "TenantBusy",
-    "TenantSuspended",
-    "Unauthorized",
-    "describe_error",
-    "describe_for_messages",
-    "error_response",
-    "find_status",
-    "speaks_anthropic",
-]
-
 
 class ApiError(SloraError):
     """Base of the errors that this package raises; its message is sent to the client."""

@@ -21,8 +21,6 @@ from dataclasses import dataclass, field
 
 from slora_api.core.errors import TenantBusy
 
-__all__ = ["FairSlots", "reserved_slots", "slots_of_process"]
-
 
 def reserved_slots(num_slots: int) -> int:
     """Returns how many slots stay free for tenants without a slot: a quarter of all slots, but at least one. With fewer

@@ -21,8 +21,6 @@ from itertools import islice
 from threading import Lock
 from typing import Any, Literal
 
-__all__ = ["BoardSize", "HostBoard", "Tally", "TallyName"]
-
 TallyName = Literal["answers", "uploads", "body bytes", "connections"]
 _TALLIES: tuple[TallyName, ...] = ("answers", "uploads", "body bytes", "connections")
 _WORD_BYTES = 8

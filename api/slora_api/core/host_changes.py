@@ -10,8 +10,6 @@ from collections.abc import Callable
 
 from slora_api.core.host_board import HostBoard
 
-__all__ = ["HostChanges"]
-
 # The longest time for which the caches are bypassed. After this time, the caches are used again even if the feed could
 # not be read, because the database may be unavailable.
 _MAX_BEHIND_S = 1.0

@@ -6,8 +6,6 @@ logs and error reports.
 
 import re
 
-__all__ = ["mask_keys", "mask_passwords"]
-
 # A message may quote only the beginning of a value, so the end of the key may be missing.
 _KEY = re.compile(r"(slora_[0-9A-Za-z]{8})_[0-9A-Za-z]{8,43}(?:_[0-9A-Za-z]{0,6})?", re.ASCII)
 

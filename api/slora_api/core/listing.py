@@ -9,8 +9,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from typing_extensions import TypedDict
 
-__all__ = ["DEFAULT_LIMIT", "MAX_LIMIT", "ListObject", "PageObject", "list_json"]
-
 T = TypeVar("T", bound=Mapping[str, Any])
 
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000

@@ -3,8 +3,6 @@
 from functools import cache
 from importlib.metadata import version
 
-__all__ = ["find_package_version"]
-
 
 @cache
 def find_package_version() -> str:

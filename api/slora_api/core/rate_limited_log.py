@@ -6,8 +6,6 @@ import logging
 import time
 from collections.abc import Callable
 
-__all__ = ["RateLimitFilter", "get_rate_limited_logger"]
-
 _PERIOD_S = 60.0
 
 

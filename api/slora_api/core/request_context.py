@@ -13,16 +13,6 @@ from starlette.datastructures import Headers
 
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
-__all__ = [
-    "ENDED_BY",
-    "RequestContext",
-    "RequestFields",
-    "RequestSpan",
-    "Tracing",
-    "current_request",
-    "current_span",
-]
-
 # The field of a request's state that holds the error which has ended the request. A stream sends this error as its last
 # event.
 ENDED_BY = "ended_by"

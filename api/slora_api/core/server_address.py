@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
-__all__ = ["explain_service_links", "is_loopback", "own_url", "without_service_links"]
-
 # Kubernetes describes each service of a namespace in variables of its pods. A service named `slora` sets SLORA_PORT.
 _LINK_NAME = re.compile(
     r"SLORA_(.*_)?(SERVICE_(HOST|PORT)(_\w+)?|PORT_\d+_(TCP|UDP|SCTP)(_(PORT|PROTO|ADDR))?)"

@@ -30,17 +30,6 @@ from slora_api.core.cluster_settings import cluster_setting_specs
 from slora_api.core.server_address import explain_service_links, without_service_links
 from slora_kernels.machine_limits import machine_limits
 
-__all__ = [
-    "AUTO_HOST_CACHE_BYTES",
-    "TOOL_CALL_PARSERS",
-    "Settings",
-    "choose_host_cache_bytes",
-    "explain_unknown_variables",
-    "read_settings",
-    "server_setting_specs",
-    "unknown_variables",
-]
-
 # `auto`, and the names of the formats in `slora_api.chat.call_format`.
 TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "deepseek", "hermes", "phi4", "llama3", "gemma")
 _PREFIX = "SLORA_"

@@ -23,8 +23,6 @@ from weakref import WeakKeyDictionary
 
 from slora_api.core.fair_slots import FairSlots
 
-__all__ = ["HOUSEKEEPING", "control_thread", "tenant_slot", "tenant_thread"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

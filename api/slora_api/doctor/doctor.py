@@ -25,8 +25,6 @@ from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, failure
 from slora_api.serve.device import DEVICE_LIMIT_S, find_device
 
-__all__ = ["diagnose"]
-
 logger = logging.getLogger(__name__)
 
 _COLORS = {Status.OK: "32", Status.WARNING: "33", Status.FAILS: "31"}

@@ -12,15 +12,6 @@ from typing_extensions import TypedDict
 from slora_api.embeddings.embedding_run import EmbeddedInput
 from slora_api.http.json_slices import LongList
 
-__all__ = [
-    "EmbeddingList",
-    "RerankedList",
-    "ScoreList",
-    "compare_embeddings",
-    "encode_embedding",
-    "format_embeddings",
-]
-
 
 class EmbeddingUsage(TypedDict):
     prompt_tokens: int

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from slora.core.request import EngineRequest
 from slora_api.http.json_slices import LongList
 
-__all__ = ["EmbeddedInput", "count_lanes", "run_lanes"]
-
 # This many short texts are enough to fill the token budget of a step. By default, one tenant may have four times as
 # many answers in progress.
 _MAX_LANES = 64

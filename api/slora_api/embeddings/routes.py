@@ -33,8 +33,6 @@ from slora_api.keys.key_record import KeyRecord
 from slora_api.quotas.quota_meter import RequestMeter
 from slora_api.serve.services import Services, Wired, open_meter
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["embeddings"])
 
 

@@ -23,8 +23,6 @@ from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.connections import Connections
 from slora_api.http.http_protocol import HttpProtocol, encode_answer
 
-__all__ = ["Acceptor"]
-
 _log = get_rate_limited_logger(__name__)
 
 # Accepting this many connections blocks the event loop for about 2 ms.

@@ -38,8 +38,6 @@ from slora_api.http.min_rate_timeout import MinRateTimeout
 from slora_api.http.permit_pool import PermitPool
 from slora_api.http.request_bounds import MAX_SMALL_BODY_BYTES
 
-__all__ = ["BodyLimitMiddleware", "BodyLimits"]
-
 # Mobile connections are interrupted for several seconds when the phone changes cells.
 _GRACE_S = 20.0
 # All bodies together may take the memory of this many bodies of the maximum size.

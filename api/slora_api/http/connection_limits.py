@@ -4,8 +4,6 @@ from dataclasses import dataclass
 
 from slora_api.core.fair_slots import reserved_slots
 
-__all__ = ["ConnectionLimits"]
-
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:

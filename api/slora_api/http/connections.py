@@ -23,8 +23,6 @@ from slora_api.core.host_board import HostBoard, Tally
 from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.connection_limits import ConnectionLimits
 
-__all__ = ["Connection", "Connections"]
-
 _log = get_rate_limited_logger(__name__)
 
 # A batch closes 1 in 64 connections. Connections are closed in batches, because each search for idle ones visits all

@@ -16,8 +16,6 @@ from markupsafe import Markup, escape
 from slora_api.http.lazy_content import LazyContent
 from slora_api.http.openapi import OpenApiDocument
 
-__all__ = ["DocsPage", "make_template", "router"]
-
 router = APIRouter(tags=["server"])
 
 _CODE = re.compile(r"`([^`]+)`")

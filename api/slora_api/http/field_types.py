@@ -15,22 +15,6 @@ from pydantic_core import PydanticCustomError, to_json
 from slora_api.http.request_bounds import MAX_NAME_CHARS
 from slora_api.http.unsupported import EMPTY_VALUES, IGNORED_HINTS, is_empty
 
-__all__ = [
-    "MAX_DEPTH",
-    "STRICT",
-    "IgnoredFields",
-    "Name",
-    "RequestModel",
-    "Text",
-    "check_depth",
-    "check_length",
-    "check_object",
-    "join_text_parts",
-    "make_refusal",
-    "note_ignored",
-    "refuse_surrogates",
-]
-
 # No field is ignored silently, and no value is converted.
 STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 # Maximum nesting of arrays and objects. It is deeper than any schema that OpenAI accepts.

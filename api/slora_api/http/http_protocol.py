@@ -31,8 +31,6 @@ from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.min_rate_timeout import MinRateTimeout
 
-__all__ = ["HttpProtocol", "encode_answer"]
-
 _log = get_rate_limited_logger(__name__)
 
 # Parsing a head of this size on the event loop takes up to 10 ms, if it consists of the shortest headers.

@@ -18,8 +18,6 @@ from slora_api.http.connection_limits import ConnectionLimits
 from slora_api.http.connections import Connections
 from slora_api.http.http_protocol import HttpProtocol
 
-__all__ = ["HttpServer"]
-
 
 class HttpServer(uvicorn.Server):
     """Serves `app` until `should_exit` is set.

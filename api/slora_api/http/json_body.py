@@ -20,8 +20,6 @@ from slora_api.http.field_types import IgnoredFields
 from slora_api.http.json_structure import JsonStructure
 from slora_api.http.request_bounds import JsonBounds, RequestBounds
 
-__all__ = ["read_json"]
-
 T = TypeVar("T")
 
 _PART_BYTES = 1 << 16

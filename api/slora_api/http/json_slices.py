@@ -13,8 +13,6 @@ from typing import Any
 
 from slora_api.core.fair_slots import FairSlots
 
-__all__ = ["LongList", "Once", "Written", "encode_ascii", "slice_ascii", "write_json"]
-
 # Events are pure ASCII, because some clients also end a line at U+2028 or U+0085.
 encode_ascii = json.JSONEncoder(separators=(",", ":")).encode
 _dump = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode

@@ -14,8 +14,6 @@ from slora.core.errors import describe_context
 from slora_api.core.errors import BadRequest
 from slora_api.http.request_bounds import JsonBounds
 
-__all__ = ["JsonStructure"]
-
 # The pattern also matches an unterminated string at the end of the searched bytes. Otherwise, the search would try the
 # pattern again at each later quote.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from threading import Lock
 
-__all__ = ["LazyContent"]
-
 
 class LazyContent:
     """Content that the first request makes by calling `make`. Requests that arrive meanwhile wait for the same

@@ -4,8 +4,6 @@ import socket
 
 from slora.core.errors import ConfigError
 
-__all__ = ["open_listener"]
-
 # Connections that may wait in the kernel to be accepted.
 _BACKLOG = 2048
 # The kernel's send buffer of one connection. By default it grows to 4 MiB. The server notices that a client does not

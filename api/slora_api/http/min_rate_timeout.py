@@ -1,7 +1,5 @@
 """Limits the time for which a peer may keep the server waiting, depending on the bytes that it sends or receives."""
 
-__all__ = ["MinRateTimeout"]
-
 
 class MinRateTimeout:
     """A timeout with a minimum rate: `left_s` is the time for which a slow peer may still keep the server waiting.

@@ -13,8 +13,6 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from slora_api.core.errors import ApiError, BadRequest
 from slora_api.core.threads import tenant_thread
 
-__all__ = ["FormPart", "check_fields", "read_boundary", "read_form"]
-
 # Bytes handed to the parsing thread at once. A round trip to the thread takes 50 us, which is negligible for this many
 # bytes.
 _CHUNK_BYTES = 1 << 20

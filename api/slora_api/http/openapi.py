@@ -37,8 +37,6 @@ from slora_api.core.package_version import find_package_version
 from slora_api.http.lazy_content import LazyContent
 from slora_api.keys.authentication import required_scopes
 
-__all__ = ["OpenApiDocument", "errors", "event_stream", "form_body", "json_body", "router"]
-
 _Json = dict[str, Any]
 _Responses = dict[int | str, _Json]
 

@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from fastapi.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-__all__ = ["PartedResponse"]
-
 
 class PartedResponse(Response):
     """A response with a JSON body in parts. It subclasses Response because FastAPI requires it, but uses only the

@@ -27,8 +27,6 @@ from slora_api.core.errors import SOON_S, ServerBusy, TenantBusy
 from slora_api.core.fair_slots import reserved_slots
 from slora_api.core.host_board import Tally
 
-__all__ = ["PermitPool"]
-
 # Weight of one returned permit in the average of the holding times.
 _AVERAGE_STEP = 1 / 16
 # The openai client does not retry at all if the server asks for a longer wait.

@@ -30,15 +30,6 @@ from slora.core.sampling_params import (
 from slora_api.core.errors import BadRequest
 from slora_api.core.settings import Settings
 
-__all__ = [
-    "CHAT_VALUES",
-    "COMPLETION_VALUES",
-    "MAX_NAME_CHARS",
-    "MAX_SMALL_BODY_BYTES",
-    "JsonBounds",
-    "RequestBounds",
-]
-
 # Limit of bodies other than uploads and generation. Parsing and validating such a body takes less than 5 ms.
 MAX_SMALL_BODY_BYTES = 1 << 16
 # Maximum number of fields of one JSON object. The schema reports every unknown field. Each report takes 3 microseconds.

@@ -19,8 +19,6 @@ from slora_api.core.errors import ApiError, Stopping, error_response, speaks_ant
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestContext, Tracing, current_request
 
-__all__ = ["RequestScopeMiddleware"]
-
 logger = logging.getLogger(__name__)
 
 # The request ids that a client may choose. They are safe in a header and in a log line.

@@ -27,8 +27,6 @@ from slora_adapters.errors import SloraError
 from slora_api.core.errors import ClientGone, ErrorAnswer, Stopping, describe_error
 from slora_api.core.request_context import ENDED_BY
 
-__all__ = ["KEEP_ALIVE", "EventStream", "hold_head", "unless_disconnected"]
-
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")

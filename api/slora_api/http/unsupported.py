@@ -15,8 +15,6 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from slora_adapters.abbreviation import abbreviate
 
-__all__ = ["EMPTY_VALUES", "IGNORED_HINTS", "Unsupported", "is_empty"]
-
 # The values with which clients fill fields that they do not use.
 EMPTY_VALUES: list[Any] = [None, "", [], {}]
 

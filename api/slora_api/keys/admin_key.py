@@ -15,8 +15,6 @@ from slora_adapters.process.durable_file import create_durably
 from slora_api.keys.api_key import Pepper, make_key
 from slora_api.keys.key_record import BOOTSTRAP_KEY_ID, OperatorKey
 
-__all__ = ["BOOTSTRAP_KEY", "AdminKey", "explain_weak_key", "open_admin_key"]
-
 logger = logging.getLogger(__name__)
 
 _FILE_NAME = "admin-key.hmac"

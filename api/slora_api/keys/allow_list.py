@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from slora_adapters.registry.record import LATEST
 
-__all__ = ["MAX_MODELS", "AllowList"]
-
 # The maximum number of entries. The number is limited, because listing the models of a key reads each entry's model
 # from the database.
 MAX_MODELS = 100

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from slora_adapters.process.durable_file import create_durably
 
-__all__ = ["NewKey", "Pepper", "make_key", "read_key_id"]
-
 _BASE62 = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _ID_CHARS, _SECRET_CHARS, _CHECKSUM_CHARS = 8, 43, 6
 _KEY = re.compile(r"(slora_([0-9A-Za-z]{8})_[0-9A-Za-z]{43})_([0-9A-Za-z]{6})", re.ASCII)

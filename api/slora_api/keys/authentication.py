@@ -45,23 +45,6 @@ from slora_api.keys.running_requests import RunningRequests
 from slora_api.keys.scopes import OPERATOR_SCOPES, Scope
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = [
-    "GATEWAY",
-    "PUBLIC_PATHS",
-    "AdapterReader",
-    "AdapterWriter",
-    "AnyKey",
-    "AuthenticationMiddleware",
-    "InferenceKey",
-    "MetricsReader",
-    "Operator",
-    "UsageReader",
-    "check_routes",
-    "is_operator",
-    "is_public",
-    "required_scopes",
-]
-
 logger = logging.getLogger(__name__)
 
 # Load balancers and container engines call the paths of health checks without a key. These paths reveal only whether

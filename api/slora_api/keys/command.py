@@ -10,8 +10,6 @@ from urllib.parse import quote
 from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained, walk
 
-__all__ = ["create", "create_operator_key", "revoke", "rotate", "show", "show_operator_keys"]
-
 _OPERATOR_KEYS = "/admin/keys"
 
 

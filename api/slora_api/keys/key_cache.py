@@ -12,8 +12,6 @@ from typing import Generic, Protocol, TypeVar
 
 from slora_adapters.database.change_feed import Changes
 
-__all__ = ["KeyCache"]
-
 # An entry takes about one kilobyte.
 _MAX_KEYS = 100_000
 # The maximum number of unknown ids in the cache, and the seconds for which each id stays. A client that repeats a wrong

@@ -10,8 +10,6 @@ from slora_api.keys.allow_list import AllowList
 from slora_api.keys.scopes import Scope
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = ["BOOTSTRAP_KEY_ID", "Caller", "KeyRecord", "OperatorKey"]
-
 # The key id of the bootstrap key; see `admin_key.py`.
 BOOTSTRAP_KEY_ID = "bootstrap"
 

@@ -14,21 +14,6 @@ from slora_api.keys.key_record import Caller, KeyRecord, OperatorKey
 from slora_api.keys.scopes import join_scopes, split_scopes
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = [
-    "KEYS_OF_TENANT",
-    "KEY_EXISTS",
-    "KEY_POSITION",
-    "ONE_KEY",
-    "OPERATOR_KEYS",
-    "SHARE_COLUMNS",
-    "TERMS",
-    "VALID_KEY",
-    "copy_quota",
-    "describe_grant",
-    "make_record",
-    "make_row",
-]
-
 _t, _k = schema.tenants.c, schema.api_keys.c
 SHARE_COLUMNS = (_t.weight, _t.min_pool_share, _t.max_pool_share, _t.priority)
 _TERM_COLUMNS = (_t.name, _t.status, *SHARE_COLUMNS)

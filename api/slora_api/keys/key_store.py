@@ -55,8 +55,6 @@ from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.scopes import TENANT_SCOPES, Scope
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = ["MAX_OVERLAP_S", "KeyStore"]
-
 logger = logging.getLogger(__name__)
 
 _MAX_NAME_CHARS = 128

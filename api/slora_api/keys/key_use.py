@@ -18,8 +18,6 @@ from slora_adapters.errors import StoreUnavailable
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_record import Caller
 
-__all__ = ["KeyUse"]
-
 _PERIOD_S = 10.0
 # The resolution of the times, in seconds.
 _GRAIN_S = 60

@@ -5,8 +5,6 @@ from fastapi import APIRouter
 from slora_api.keys.authentication import AnyKey
 from slora_api.keys.routes import KeyObject, key_json
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["server"])
 
 

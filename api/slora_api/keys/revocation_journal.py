@@ -22,8 +22,6 @@ from threading import Lock
 
 from slora_adapters.process.durable_file import create_durably
 
-__all__ = ["MAX_ENTRIES", "RevocationJournal"]
-
 logger = logging.getLogger(__name__)
 
 _HEADER, _NUMBER = struct.Struct("<QQ"), struct.Struct("<Q")

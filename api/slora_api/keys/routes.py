@@ -15,8 +15,6 @@ from slora_api.keys.key_record import Caller, KeyRecord
 from slora_api.keys.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_scopes
 from slora_api.serve.services import NamedTenant, Wired
 
-__all__ = ["KeyObject", "key_json", "router"]
-
 router = APIRouter(prefix="/admin", tags=["operator"])
 
 

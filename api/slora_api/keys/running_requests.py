@@ -22,8 +22,6 @@ from slora_api.core.request_context import ENDED_BY
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore
 
-__all__ = ["RunningRequests"]
-
 _POLL_S = 0.2
 
 

@@ -5,8 +5,6 @@ from enum import StrEnum
 
 from slora_api.core.errors import BadRequest
 
-__all__ = ["OPERATOR_SCOPES", "TENANT_SCOPES", "Scope", "join_scopes", "parse_scopes", "split_scopes"]
-
 
 class Scope(StrEnum):
     INFERENCE = "inference"

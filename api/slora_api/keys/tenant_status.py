@@ -2,8 +2,6 @@
 
 from enum import StrEnum
 
-__all__ = ["TenantStatus"]
-
 
 class TenantStatus(StrEnum):
     """ACTIVE: the tenant is served. SUSPENDED: its keys are refused until the operator resumes it. PURGING: its keys

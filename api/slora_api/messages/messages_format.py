@@ -14,8 +14,6 @@ from slora_api.core.errors import ErrorAnswer, describe_for_messages
 from slora_api.http.json_slices import Written, encode_ascii
 from slora_api.messages.messages_request import MessagesChat
 
-__all__ = ["MessagesFormat"]
-
 Json = dict[str, Any]
 # The type of the delta of each kind of block, and the field that holds its text.
 _DELTAS = {

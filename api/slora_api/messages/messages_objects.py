@@ -4,8 +4,6 @@ from typing import Any, Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-__all__ = ["MessageEvent", "MessageObject", "TokenCount"]
-
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 

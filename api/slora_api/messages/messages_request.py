@@ -46,8 +46,6 @@ from slora_api.http.field_types import (
 from slora_api.http.request_bounds import MAX_NAME_CHARS
 from slora_api.http.unsupported import Unsupported
 
-__all__ = ["CountTokensRequest", "MessagesChat", "MessagesRequest"]
-
 _MAX_TOOL_NAME_CHARS = 128
 _encode = json.JSONEncoder(ensure_ascii=False).encode
 

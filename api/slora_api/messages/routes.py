@@ -13,8 +13,6 @@ from slora_api.messages.messages_objects import MessageEvent, MessageObject, Tok
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
 from slora_api.serve.services import Wired, open_meter
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["completions"])
 
 _EVENTS = (

@@ -9,8 +9,6 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 
-__all__ = ["AdapterReferences"]
-
 logger = logging.getLogger(__name__)
 
 # Gateways scrape twenty times a second. Aliases may move at any time, so the names are read again after this time.

@@ -14,8 +14,6 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
-__all__ = ["engine_metrics", "gateway_metrics", "name_tenants"]
-
 T = TypeVar("T")
 
 

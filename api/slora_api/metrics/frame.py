@@ -17,8 +17,6 @@ from typing_extensions import TypedDict
 from slora.core.engine_state import EngineState, LiveState, PageCounts, PageOwner, Quantiles, TenantState
 from slora_adapters.version import AdapterVersion
 
-__all__ = ["EngineObject", "FrameMaker", "FrameObject", "Names", "describe_engine"]
-
 # A frame has at most this many owners, because a cell is one byte. Owners beyond the limit share one number.
 _MAX_OWNERS = 250
 _OTHER = PageOwner("other", "")

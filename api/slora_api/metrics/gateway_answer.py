@@ -4,8 +4,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-__all__ = ["GatewayAnswer"]
-
 # Gateways scrape twenty times a second.
 _CACHED_S = 0.05
 

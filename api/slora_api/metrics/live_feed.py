@@ -20,8 +20,6 @@ from slora_api.core.errors import ServerBusy, TenantBusy
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 from slora_api.metrics.frame import FrameMaker, Names
 
-__all__ = ["LiveFeed"]
-
 logger = logging.getLogger(__name__)
 
 _INTERVAL_S = 0.4

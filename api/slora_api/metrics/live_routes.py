@@ -15,8 +15,6 @@ from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.metrics.frame import FrameObject
 from slora_api.serve.services import Services, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["usage"])
 
 _ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(

@@ -35,8 +35,6 @@ from slora_api.metrics.request_metrics import (
     RequestMetrics,
 )
 
-__all__ = ["EngineNumbers", "Metrics", "allocate_files", "share_metrics"]
-
 # Space for a few thousand series. It is allocated at the start, because a write to a memory-mapped file on a full disk
 # would kill the process.
 _FILE_BYTES = 1 << 20

@@ -8,8 +8,6 @@ from slora_adapters.process.full_disk import is_full
 from slora_api.core.data_dir import DataDir
 from slora_api.metrics.metrics import allocate_files
 
-__all__ = ["open_metrics_files"]
-
 
 def open_metrics_files(stack: AsyncExitStack, data: DataDir, num_workers: int) -> Path:
     """Returns the folder with an empty file for each worker. The folder is in the data directory if the disk has room,

@@ -6,8 +6,6 @@ from prometheus_client import CollectorRegistry, Histogram
 
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 
-__all__ = ["ENGINE", "FIRST_TOKEN_S", "LATENCY_S", "VLLM_LABELS", "RequestMetrics"]
-
 # The labels of vLLM's metrics. A server has one engine.
 VLLM_LABELS = ("model_name", "engine")
 ENGINE = "0"

@@ -19,8 +19,6 @@ from slora_api.metrics.engine_metrics import name_tenants
 from slora_api.metrics.metrics import EngineNumbers
 from slora_api.serve.services import Services, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["server"])
 
 # The time limit for reading the engine's statistics. The engine answers between two steps, and even the longest step

@@ -8,8 +8,6 @@ from typing import Any
 from slora_api.cli.output import print_records
 from slora_api.cli.remote import admin_client, explained, walk
 
-__all__ = ["log"]
-
 _COLUMNS = {
     "TIME": lambda entry: datetime.fromtimestamp(entry["created"]).isoformat(" ", "seconds"),
     "ACTOR": lambda entry: entry["actor"] or entry["actor_kind"],

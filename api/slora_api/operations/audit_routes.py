@@ -14,8 +14,6 @@ from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.serve.services import Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["operator"])
 
 _Time = Annotated[float, Query(ge=0, allow_inf_nan=False)]

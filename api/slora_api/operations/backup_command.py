@@ -20,8 +20,6 @@ from slora_api.keys.api_key import Pepper
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.revocation_journal import RevocationJournal
 
-__all__ = ["backup", "restore"]
-
 
 @explained
 def backup(arguments: argparse.Namespace) -> None:

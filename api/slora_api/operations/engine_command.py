@@ -11,8 +11,6 @@ import httpx
 from slora_api.cli.output import Columns, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained
 
-__all__ = ["restart", "show"]
-
 _POLL_S = 0.5
 _ENGINES = "/admin/engines"
 

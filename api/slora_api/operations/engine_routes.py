@@ -12,8 +12,6 @@ from slora_api.keys.authentication import Operator
 from slora_api.operations.engines import HostEngineObject
 from slora_api.serve.services import Wired
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/admin", tags=["operator"])
 
 

@@ -20,8 +20,6 @@ from slora_api.core.threads import control_thread
 from slora_api.metrics.frame import EngineObject, describe_engine
 from slora_api.metrics.metrics import Metrics
 
-__all__ = ["EngineGroup", "Engines", "HostEngineObject"]
-
 
 class HostEngineObject(EngineObject):
     """One of the engines of the host. restarts: how often the engine process has ended since the server started."""

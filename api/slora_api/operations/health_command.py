@@ -6,8 +6,6 @@ import argparse
 
 from slora_api.cli.remote import check, explained, open_client
 
-__all__ = ["health"]
-
 
 @explained
 def health(arguments: argparse.Namespace) -> None:

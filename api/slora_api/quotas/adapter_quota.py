@@ -7,8 +7,6 @@ from slora_adapters.registry.record import ExtrasSummary, StorageUsage
 from slora_api.core.errors import QuotaExceeded
 from slora_api.quotas.quota_store import QuotaStore
 
-__all__ = ["AdapterQuota", "check_stored"]
-
 
 class AdapterQuota:
     """Checks new adapter versions. refused: called at each refusal, with the field of the exceeded limit."""

@@ -7,8 +7,6 @@ from urllib.parse import quote
 from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, nothing_to_change
 
-__all__ = ["change", "show"]
-
 _COLUMNS: Columns = {
     "QUOTA": lambda row: row["field"],
     "USED": lambda row: str(row["used"]),

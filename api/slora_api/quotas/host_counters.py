@@ -45,8 +45,6 @@ from slora_api.quotas.quota_counters import (
     Use,
 )
 
-__all__ = ["HostCounters"]
-
 logger = logging.getLogger(__name__)
 
 _LAYOUT = b"slora quotas 1\0\0"

@@ -11,8 +11,6 @@ from slora.core.request import MAX_COMPOSED_ADAPTERS
 from slora_api.core.errors import BadRequest
 from slora_api.core.settings import Settings
 
-__all__ = ["NO_QUOTA", "QUOTA_FIELDS", "TENANT_ONLY", "Quota", "default_quota"]
-
 # Field -> the largest limit that it accepts. JSON numbers above 2**53 lose digits in some clients.
 _MOST = {
     "requests_per_minute": 10**9,

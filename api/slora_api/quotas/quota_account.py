@@ -6,8 +6,6 @@ from dataclasses import dataclass, field
 from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import BUCKETS, Charge, Use
 
-__all__ = ["Account", "Moment"]
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:

@@ -15,18 +15,6 @@ from typing import Protocol
 
 from slora_api.quotas.quota import Quota
 
-__all__ = [
-    "BUCKETS",
-    "Charge",
-    "NotSeeded",
-    "Obstacle",
-    "QuotaCounters",
-    "Refusal",
-    "Reservation",
-    "Subject",
-    "Use",
-]
-
 # A charge counts in the second in which it is made and in the next 60.
 BUCKETS = 61
 

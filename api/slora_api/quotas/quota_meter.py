@@ -46,8 +46,6 @@ from slora_api.quotas.quota_counters import (
 )
 from slora_api.quotas.quota_store import QuotaStore
 
-__all__ = ["QuotaMeter", "RequestMeter", "Spending", "UsageHistory"]
-
 logger = logging.getLogger(__name__)
 
 _DAY_S = 86_400

@@ -21,8 +21,6 @@ from slora_api.keys.key_cache import KeyCache
 from slora_api.quotas.quota import NO_QUOTA, QUOTA_FIELDS, Quota
 from slora_api.quotas.quota_counters import Subject
 
-__all__ = ["KeyQuotas", "QuotaStore"]
-
 _q = schema.quotas.c
 _QUOTA = select(*(_q[name] for name in QUOTA_FIELDS)).where(
     _q.tenant == bindparam("tenant"), _q.key_id == bindparam("key_id")

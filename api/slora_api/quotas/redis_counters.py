@@ -42,8 +42,6 @@ from slora_api.quotas.quota_counters import (
     Use,
 )
 
-__all__ = ["RedisCounters", "open_redis_counters"]
-
 logger = logging.getLogger(__name__)
 
 _LEASE_S = 20.0

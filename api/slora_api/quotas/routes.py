@@ -16,8 +16,6 @@ from slora_api.quotas.adapter_quota import check_stored
 from slora_api.quotas.quota_counters import Subject
 from slora_api.serve.services import NamedTenant, Services, Wired
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["quotas"])
 
 

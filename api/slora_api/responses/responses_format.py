@@ -25,8 +25,6 @@ from slora_api.http.json_slices import LongList, Once, Written, encode_ascii, sl
 from slora_api.http.sse import KEEP_ALIVE
 from slora_api.responses.responses_request import ResponsesRequest
 
-__all__ = ["ResponsesFormat"]
-
 Json = dict[str, Any]
 _TOO_MANY_REQUESTS = 429
 _PREFIXES = {PieceKind.REASONING: "rs", PieceKind.CONTENT: "msg", PieceKind.CALL: "fc"}

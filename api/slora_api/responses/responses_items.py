@@ -32,8 +32,6 @@ from slora_api.http.field_types import (
     refuse_surrogates,
 )
 
-__all__ = ["Input", "make_messages"]
-
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 

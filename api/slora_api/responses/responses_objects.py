@@ -7,8 +7,6 @@ from typing_extensions import TypedDict
 from slora_api.completions.answer_objects import TokenLogprob
 from slora_api.completions.schemas import ReasoningEffort
 
-__all__ = ["InputTokens", "ResponseEvent", "ResponseObject"]
-
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 

@@ -42,8 +42,6 @@ from slora_api.http.field_types import Name, RequestModel, Text, check_depth, ma
 from slora_api.http.unsupported import Unsupported
 from slora_api.responses.responses_items import Input, make_messages
 
-__all__ = ["ResponsesRequest"]
-
 _LOGPROBS = "message.output_text.logprobs"
 # The values that `include` accepts. Only the first value has an effect. Reasoning items have their text in `content`,
 # which serves the same purpose as encrypted reasoning. The other values name items that answers never have.

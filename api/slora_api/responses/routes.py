@@ -14,8 +14,6 @@ from slora_api.responses.responses_objects import InputTokens, ResponseEvent, Re
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.serve.services import Wired, open_meter
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["completions"])
 
 _EVENTS = (

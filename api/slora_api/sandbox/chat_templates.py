@@ -18,8 +18,6 @@ from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request
 
-__all__ = ["RENDER_CPU_S", "ChatTemplates"]
-
 # Limit of the CPU seconds of one request. Common templates take well below a millisecond, and the longest known
 # template takes a few milliseconds. Thousands of messages take tens of milliseconds.
 RENDER_CPU_S = 2.0

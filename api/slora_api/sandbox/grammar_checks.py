@@ -24,8 +24,6 @@ from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 
-__all__ = ["COMPILE_CPU_S", "GrammarChecks", "has_compiler"]
-
 # Limit of the CPU seconds of one form. Common forms take a few milliseconds. A form of 2,000 properties with patterns
 # takes 0.4 s.
 COMPILE_CPU_S = 0.5

@@ -19,8 +19,6 @@ from slora.grammar.lark_grammar import GrammarLibrary, LarkGrammar
 from slora.grammar.matcher import TokenSpelling
 from slora_api.sandbox.sandbox import serve_requests
 
-__all__ = ["main"]
-
 # The vocabulary has all single bytes and an end token. Compiling for it costs at least as much as for a model's
 # vocabulary.
 _EOS = 256

@@ -21,8 +21,6 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MEMORY_BYTES", "SandboxAnswer", "pack_frame", "read_length", "serve_requests"]
-
 # Limit of the process's private memory. Shared libraries do not count.
 MEMORY_BYTES = 256 << 20
 # The niceness of a sandbox, so that processes that serve requests have a higher priority.

@@ -18,8 +18,6 @@ from slora_api.core.fair_slots import FairSlots
 from slora_api.sandbox.sandbox import SandboxAnswer
 from slora_api.sandbox.sandbox_process import SandboxDied, SandboxProcess, SandboxStalled
 
-__all__ = ["SandboxPool", "SandboxWork"]
-
 _log = logging.getLogger(__name__)
 
 # CPU seconds charged for each request that ends its process, because a new process must be started.

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_api.sandbox.sandbox import SandboxAnswer, read_length
 
-__all__ = ["SandboxDied", "SandboxProcess", "SandboxStalled"]
-
 
 class SandboxDied(Exception):
     """The process ended before it answered. exit_code: negative if a signal ended the process."""

@@ -17,8 +17,6 @@ from pydantic_core import to_json
 from slora.text.chat_template import compile_chat_template, render_chat
 from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
 
-__all__ = ["MAX_RENDERED_BYTES", "RendererSettings", "main", "pack_request"]
-
 # The maximum size of a rendered text. It is far longer than any context. The server decodes this many bytes in a few
 # milliseconds.
 MAX_RENDERED_BYTES = 8 << 20

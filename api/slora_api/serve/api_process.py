@@ -100,16 +100,6 @@ from slora_api.usage.usage_recorder import UsageRecorder
 from slora_api.usage.usage_report import UsageReport
 from slora_api.usage.usage_shipper import UsageShipper
 
-__all__ = [
-    "background_work",
-    "connection_limits",
-    "file_limits",
-    "limit_garbage_collection",
-    "make_batch_runner",
-    "open_services",
-    "prefer_event_loop",
-]
-
 logger = logging.getLogger("slora.api")
 
 # The number of new objects after which Python collects garbage. A collection blocks the event loop for up to 5 ms.

@@ -21,8 +21,6 @@ from slora_api.serve.replica_list import ReplicaListFiles
 from slora_api.serve.sockets import Sockets
 from slora_api.serve.supervisor import Child, Supervisor
 
-__all__ = ["ApiWorkers", "WorkerConfig"]
-
 _MODULE = "slora_api.serve.api_process"
 # Settings that may contain secrets. A worker gets them in its environment, because every user of the machine can read
 # its command line.

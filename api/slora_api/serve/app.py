@@ -45,8 +45,6 @@ from slora_api.serve.services import Services
 from slora_api.tenants import routes as admin
 from slora_api.usage import routes as usage
 
-__all__ = ["ROUTES", "make_app", "make_router"]
-
 logger = logging.getLogger(__name__)
 
 _MODULES = (

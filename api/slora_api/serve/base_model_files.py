@@ -11,8 +11,6 @@ from slora_api.adapters.base_identity import BaseIdentity
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.core.settings import Settings
 
-__all__ = ["BaseModelFiles"]
-
 
 class BaseModelFiles:
     """Reads the files of the base model. The constructor raises ConfigError.

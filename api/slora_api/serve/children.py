@@ -22,8 +22,6 @@ from slora_api.serve.supervisor import Child
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
-__all__ = ["SANDBOXES", "await_sandboxes", "engine", "engines_and_loader", "loader", "store_url"]
-
 logger = logging.getLogger(__name__)
 
 # The modules of the processes that read untrusted input. They start with the first such input.

@@ -24,8 +24,6 @@ from slora_api.keys.api_key import make_key
 from slora_api.keys.key_store import KeyStore
 from slora_api.tenants.tenant_store import TenantStore
 
-__all__ = ["DemoTenant", "describe_demo", "find_demo_adapters", "find_demo_directory", "set_up_demo"]
-
 logger = logging.getLogger(__name__)
 
 _BASE_TENANT = "base"

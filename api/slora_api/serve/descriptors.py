@@ -3,8 +3,6 @@
 import logging
 import resource
 
-__all__ = ["explain_few_descriptors", "fit_connections", "raise_descriptor_limit"]
-
 _log = logging.getLogger(__name__)
 
 # Descriptors for everything but connections: the database, the store, sockets of the child processes, uploads, and

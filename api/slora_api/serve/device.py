@@ -11,8 +11,6 @@ from slora.core.errors import ConfigError
 from slora.runner.device_facts import DeviceFacts, explain_few_gpus
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
 
-__all__ = ["DEVICE_LIMIT_S", "check_num_gpus", "find_device"]
-
 # torch takes seconds to import, and much longer from a cold disk.
 DEVICE_LIMIT_S = 120.0
 

@@ -11,8 +11,6 @@ from slora_adapters.process.full_disk import DiskReserve
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore
 
-__all__ = ["DiskWatch"]
-
 logger = logging.getLogger(__name__)
 
 _PERIOD_S = 2.0

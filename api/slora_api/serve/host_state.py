@@ -11,8 +11,6 @@ from slora_api.completions.generation import Generator
 from slora_api.core.host_board import HostBoard
 from slora_api.operations.engines import Engines
 
-__all__ = ["HostState"]
-
 _PERIOD_S = 0.1
 
 

@@ -10,8 +10,6 @@ from slora_adapters.process.shortage import Work, run_despite_shortage
 from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.http.http_server import HttpServer
 
-__all__ = ["Front", "HttpFront", "run_until_stopped"]
-
 
 class Front(Protocol):
     """The part of the server that answers HTTP requests: either this process or its API workers."""

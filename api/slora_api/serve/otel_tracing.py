@@ -31,8 +31,6 @@ from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 from slora_api.core.package_version import find_package_version
 from slora_api.core.request_context import RequestContext
 
-__all__ = ["OtelTracing", "open_otel_tracing"]
-
 # Without this exclusion, most of the spans would be of probes and scrapes.
 _UNTRACED = frozenset({"/healthz", "/readyz", "/health", "/ping", "/load", "/version", "/metrics"})
 _PROPAGATOR = TraceContextTextMapPropagator()

@@ -15,8 +15,6 @@ from slora.client.replica_group import ReplicaGroup
 from slora.core.engine_address import TcpAddress
 from slora_adapters.process.durable_file import replace_durably
 
-__all__ = ["ListedReplica", "ReplicaList", "ReplicaListFiles", "write_replicas"]
-
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1

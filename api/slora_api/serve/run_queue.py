@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["RunQueue"]
-
 
 class RunQueue:
     """Measures the CPU waits of one process. `pop_wait_s` returns 0 if the kernel does not count waits, or if the

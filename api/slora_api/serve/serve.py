@@ -64,8 +64,6 @@ from slora_api.serve.sockets import open_sockets
 from slora_api.serve.supervisor import Child, Supervisor
 from slora_api.serve.tracing import open_tracing
 
-__all__ = ["ClusterEngines", "main", "run_server", "serve_demo"]
-
 logger = logging.getLogger("slora.serve")
 
 _POLL_S = 0.05

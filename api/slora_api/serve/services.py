@@ -50,8 +50,6 @@ from slora_api.tenants.tenant_store import Tenant, TenantStore
 from slora_api.usage.usage_report import UsageReport
 from slora_api.usage.usage_shipper import UsageShipper
 
-__all__ = ["Metered", "NamedTenant", "Services", "TenantRoute", "Wired", "open_meter"]
-
 # The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
 # by at most 1 ms.
 _WRITING_SLOTS = 3

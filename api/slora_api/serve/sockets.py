@@ -10,8 +10,6 @@ from slora_adapters.process.durable_file import replace_durably
 from slora_adapters.process.full_disk import is_full
 from slora_api.core.data_dir import DataDir
 
-__all__ = ["Sockets", "open_sockets"]
-
 # Linux's limit for the path of a Unix socket, in bytes, without the terminating zero byte.
 _SOCKET_PATH_BYTES = 107
 

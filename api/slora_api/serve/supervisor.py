@@ -28,8 +28,6 @@ from slora_adapters.process.shortage import find_shortage
 from slora_api.serve.run_queue import RunQueue
 from slora_api.serve.watchdog import Watchdog
 
-__all__ = ["Child", "ChildRefused", "Supervisor"]
-
 logger = logging.getLogger(__name__)
 
 # The first restart is almost immediate, because requests wait until the model is loaded again.

@@ -9,8 +9,6 @@ from slora_adapters.store.store_url import load_optional
 from slora_api.core.request_context import Tracing
 from slora_api.core.threads import control_thread
 
-__all__ = ["open_tracing"]
-
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
 
 

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 
 from slora_adapters.process.heartbeat import Beat
 
-__all__ = ["STALLED_AFTER_S", "Watchdog"]
-
 # /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
 STALLED_AFTER_S = 3.0
 # The minimum share of its time that a computing process spends on a CPU, even if it gets only a tenth of a core. An

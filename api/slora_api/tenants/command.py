@@ -7,8 +7,6 @@ from urllib.parse import quote
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained, nothing_to_change, walk
 
-__all__ = ["change", "create", "purge", "rename", "resume", "show", "suspend"]
-
 _SHARE = ("weight", "min_pool_share", "max_pool_share", "priority")
 
 

@@ -21,8 +21,6 @@ from slora_api.keys.tenant_status import TenantStatus
 from slora_api.serve.services import NamedTenant, Services, Wired
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
 
-__all__ = ["router"]
-
 router = APIRouter(prefix="/admin", tags=["operator"])
 
 # A name of a tenant has at most 128 characters.

@@ -23,8 +23,6 @@ from slora_api.core.threads import HOUSEKEEPING, control_thread, tenant_thread
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 
-__all__ = ["PurgeReport", "TenantLife"]
-
 
 @dataclass(frozen=True, slots=True)
 class PurgeReport:

@@ -33,8 +33,6 @@ from slora_api.keys.key_rows import SHARE_COLUMNS
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.tenant_status import TenantStatus
 
-__all__ = ["KEPT_TABLES", "OWN_TABLES", "ShareChanges", "Tenant", "TenantStore", "check_name"]
-
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)

@@ -13,8 +13,6 @@ import httpx
 from slora_api.cli.output import Columns, Record, print_records
 from slora_api.cli.remote import admin_client, check, explained, tenant_client
 
-__all__ = ["show"]
-
 _WIDTHS = {"minute": "1m", "hour": "1h", "day": "1d"}
 _DURATION = re.compile(r"([0-9]{1,6})([mhd])", re.ASCII)
 _SECONDS = {"m": 60, "h": 3600, "d": 86_400}

@@ -15,8 +15,6 @@ from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.serve.services import Services, Wired
 from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery
 
-__all__ = ["router"]
-
 router = APIRouter(tags=["usage"])
 
 # Operators' queries wait for slots under this name. No tenant has an empty name.

@@ -28,8 +28,6 @@ from slora.core.usage_journal import UsageRecord
 from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 
-__all__ = ["DAY_S", "HOUR_S", "MINUTE_S", "BatchUsage", "UsageFilter", "UsageLedger", "UsageRow"]
-
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 _WIDTHS = (MINUTE_S, HOUR_S, DAY_S)
 _SUMS = ("prompt_tokens", "cached_tokens", "generated_tokens", "adapter_bytes", "page_seconds")

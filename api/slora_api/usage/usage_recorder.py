@@ -22,8 +22,6 @@ from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 from slora.core.usage_journal import UsageJournal, UsageRecord
 from slora_api.core.request_context import RequestSpan, current_span
 
-__all__ = ["OpenRequest", "UsageRecorder"]
-
 Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
 # The maximum number of records that the event loop hands to the journal at once. Handing over this many takes a few

@@ -22,8 +22,6 @@ from slora_api.core.errors import BadRequest
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
 
-__all__ = ["MAX_RESULTS", "BucketWidth", "UsagePage", "UsagePageObject", "UsageQuery", "UsageReport"]
-
 BucketWidth = Literal["1m", "1h", "1d"]
 
 MAX_RESULTS = 2000

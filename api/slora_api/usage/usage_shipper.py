@@ -18,8 +18,6 @@ from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_api.core.threads import control_thread
 from slora_api.usage.usage_ledger import DAY_S, HOUR_S, UsageLedger
 
-__all__ = ["UsageShipper"]
-
 logger = logging.getLogger(__name__)
 
 _PERIOD_S, _RETRY_S = 1.0, 3.0

@@ -9,8 +9,6 @@ import httpx
 
 from slora_api.cli.remote import CommandFailed, check
 
-__all__ = ["Frame", "Interruption", "follow_frames", "read_frames"]
-
 Frame = dict[str, Any]
 
 # The server sends a frame at least every nine seconds.

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from slora_api.metrics.top.live_frames import Frame
 
-__all__ = ["Line", "LiveHistory", "draw_screen"]
-
 # Use of a page -> its name in the legend, its character in the bar, and its SGR color code.
 _CONTENTS = {
     "kv": ("KV", "#", "36"),

@@ -13,8 +13,6 @@ from typing import IO
 
 from slora_api.metrics.top.screen import Line
 
-__all__ = ["full_screen", "paint", "show"]
-
 # _ENTER selects the alternate screen, hides the cursor and turns line wrapping off. _LEAVE reverses this.
 _ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l\x1b[?7l", "\x1b[?7h\x1b[?25h\x1b[?1049l"
 # Signals that end the view. SIGINT is set explicitly, because the key q sends SIGINT, and background jobs of a shell

@@ -14,8 +14,6 @@ from slora_api.metrics.top.live_frames import Frame, Interruption, follow_frames
 from slora_api.metrics.top.screen import LiveHistory, draw_screen
 from slora_api.metrics.top.terminal import full_screen, show
 
-__all__ = ["watch"]
-
 # The engine measures rates and times only while a client reads the feed. The first frames therefore lack rates and
 # times.
 NUM_FIRST_FRAMES = 6

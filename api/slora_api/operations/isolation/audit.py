@@ -19,8 +19,6 @@ from slora_api.operations.isolation.probes import (
     walk_suspended,
 )
 
-__all__ = ["audit"]
-
 _COLUMNS = {
     "PROBE": lambda finding: finding["probe"],
     "CELL": lambda finding: finding["cell"],

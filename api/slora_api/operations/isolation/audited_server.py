@@ -17,8 +17,6 @@ from safetensors.numpy import save
 
 from slora_api.cli.remote import CommandFailed, check
 
-__all__ = ["AuditedServer", "AuditedTenant", "RandomAdapter", "audited_tenants", "make_adapter"]
-
 # With alpha 16, the adapter adds about 0.8 to the outputs of the modules. This changes the answers of a model in
 # bfloat16, and is far from overflow.
 _ALPHA, _B_SCALE = 16, 0.05

@@ -24,8 +24,6 @@ import httpx
 from slora_api.cli.remote import CommandFailed, check
 from slora_api.operations.isolation.audited_server import AuditedServer, AuditedTenant
 
-__all__ = ["Finding", "compare_lookups", "compare_prefixes", "walk_routes", "walk_suspended"]
-
 _ROUTES = "routes"
 _ADMIN, _METRICS = "admin", "metrics:read"
 _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
