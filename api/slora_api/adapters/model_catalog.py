@@ -34,8 +34,7 @@ from slora_api.adapters.adapter_json import (
 )
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
 from slora_api.adapters.pinning import Pinning
-from slora_api.adapters.served_model import ServedModel, add_up_models
-from slora_api.completions.schemas import AnswerFields, EmbeddingRequest
+from slora_api.adapters.served_model import AdapterWeight, ServedModel, add_up_models
 from slora_api.core.errors import BadRequest, InUse, ModelNotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.core.threads import tenant_thread
@@ -185,7 +184,8 @@ class ModelCatalog:
     async def find_answering_model(
         self,
         key: KeyRecord,
-        fields: AnswerFields | EmbeddingRequest,
+        model: str,
+        adapters: Sequence[AdapterWeight] | None,
         user: str | None,
         *,
         is_stale: bool = False,
@@ -195,25 +195,25 @@ class ModelCatalog:
         With small weights, a sum is almost the base model. So the key must be allowed to use the base model and each of
         the adapters.
         """
-        if not fields.adapters:
-            return await self.find_model(key, fields.model, user, is_stale=is_stale)
-        if fields.model not in (self._base.name, DEFAULT_MODEL):
+        if not adapters:
+            return await self.find_model(key, model, user, is_stale=is_stale)
+        if model not in (self._base.name, DEFAULT_MODEL):
             raise BadRequest(
-                f"`model` is {fields.model[:257]!r}, but with `adapters`, `model` must be the base model. Send "
+                f"`model` is {model[:257]!r}, but with `adapters`, `model` must be the base model. Send "
                 f"`{DEFAULT_MODEL}` or `{self._base.name}` as `model`, and name every adapter in `adapters`.",
                 "model",
             )
         key.check_model(self._base.name)
-        for index, entry in enumerate(fields.adapters):
+        for index, entry in enumerate(adapters):
             if entry.name in (self._base.name, DEFAULT_MODEL):
                 raise BadRequest(
                     f"`adapters.{index}.name` is `{entry.name}`, which is not an adapter's name. Every sum includes "
                     "the base model.",
                     f"adapters.{index}.name",
                 )
-        parts = [await self.find_model(key, entry.name, user, is_stale=is_stale) for entry in fields.adapters]
-        weights = [entry.weight for entry in fields.adapters]
-        return add_up_models(fields.model, parts, weights, self._base.defaults)
+        parts = [await self.find_model(key, entry.name, user, is_stale=is_stale) for entry in adapters]
+        weights = [entry.weight for entry in adapters]
+        return add_up_models(model, parts, weights, self._base.defaults)
 
     def list_models(
         self, key: KeyRecord, limit: int | None = None, after: str | None = None, before: str | None = None

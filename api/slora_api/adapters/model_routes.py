@@ -10,9 +10,9 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from slora_api.adapters.model_catalog import ModelObject
-from slora_api.completions.schemas import Limit
 from slora_api.core.errors import BadRequest, ModelNotFound, Starting, speaks_anthropic
 from slora_api.core.listing import ListObject, PageObject, list_json
+from slora_api.http.field_types import Limit
 from slora_api.http.openapi import errors
 from slora_api.http.request_bounds import RequestBounds
 from slora_api.keys.authentication import AdapterReader, InferenceKey

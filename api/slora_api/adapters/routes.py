@@ -3,16 +3,16 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, status
+from pydantic import BaseModel, BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
 from slora_api.adapters.model_catalog import PrewarmObject
-from slora_api.completions.schemas import AliasMove, Limit, UploadForm, VersionNumber
 from slora_api.core.errors import (
     Forbidden,
     InspectionFailed,
@@ -23,11 +23,73 @@ from slora_api.core.errors import (
     TenantBusy,
 )
 from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject
+from slora_api.http.field_types import STRICT, Limit, Name, make_refusal
+from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey
 from slora_api.serve.services import TenantRoute, Wired
 
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])
+
+# A version number has at most 18 digits, as in references.
+VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
+
+
+def _check_targets(value: Any) -> Any:
+    """Converts the keys of an alias's targets from JSON strings to version numbers."""
+    if value is None:
+        return None
+    if isinstance(value, dict) and all(
+        isinstance(number, str) and number.isascii() and number.isdigit() and len(number) < 19
+        for number in value
+    ):
+        return {int(number): weight for number, weight in value.items()}
+    raise make_refusal(
+        "must be an object that maps version numbers to percentages, such as {example}",
+        example='{"3": 90, "4": 10}',
+    )
+
+
+_Targets = Annotated[dict[int, int], BeforeValidator(_check_targets)]
+
+
+class AliasMove(BaseModel):
+    """PUT /v1/adapters/{name}/aliases/{alias}.
+
+    versions: version number -> percentage of the requests, 100 in all.
+    expected: the targets that the alias must have before the move. If it has other targets, the move is refused. An
+    empty object means that the alias must not exist yet.
+    follows_pushes: whether each later push moves the alias to the new version.
+    """
+
+    model_config = STRICT
+    versions: _Targets
+    expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
+    follows_pushes: bool = False
+
+
+class UploadForm(BaseModel):
+    """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
+
+    tool_template: additional_chat_templates/tool_use.jinja. chat_template_json: chat_template.json.
+    archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
+    name that peft or transformers gives it.
+    base_fingerprint: the fingerprint of the base model that the adapter was trained on.
+    """
+
+    name: Name
+    config: FormFile | None = None
+    weights: FormFile | None = None
+    tokenizer_config: FormFile | None = None
+    chat_template: FormFile | None = None
+    generation_config: FormFile | None = None
+    tokenizer: FormFile | None = None
+    special_tokens_map: FormFile | None = None
+    added_tokens: FormFile | None = None
+    chat_template_json: FormFile | None = None
+    tool_template: FormFile | None = None
+    archive: FormFile | None = None
+    base_fingerprint: str | None = None
 
 
 class DeletedAdapter(TypedDict):

@@ -2,10 +2,31 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from slora.core.request import WeightedAdapter, compose_adapters
+from pydantic import AfterValidator
+
+from slora.core.request import MAX_ADAPTER_WEIGHT, WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import GenerationDefaults
 from slora_api.core.errors import BadRequest
+from slora_api.http.field_types import Name, RequestModel, make_refusal
+
+
+def _check_weight(weight: float) -> float:
+    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Not `>`, because NaN must be refused.
+        raise make_refusal(
+            "it is {weight}, and must be a number from -{limit} to {limit}",
+            weight=weight,
+            limit=f"{MAX_ADAPTER_WEIGHT:g}",
+        )
+    return weight
+
+
+class AdapterWeight(RequestModel):
+    """One adapter of a weighted sum. weight: multiplies the adapter; 1 adds it as trained, -1 subtracts it."""
+
+    name: Name
+    weight: Annotated[float, AfterValidator(_check_weight)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ so it need not be loaded again after a restart. Unloading deletes the name with 
 
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse
+from pydantic import BaseModel
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, DiskFull
-from slora_api.completions.schemas import LoadLoraRequest, UnloadLoraRequest
 from slora_api.core.errors import (
     BadRequest,
     InspectionFailed,
@@ -21,12 +21,37 @@ from slora_api.core.errors import (
     TenantBusy,
 )
 from slora_api.core.threads import control_thread
+from slora_api.http.field_types import STRICT, Name, Text
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.serve.services import Services, Wired
 from slora_api.tenants.tenant_store import Tenant
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
+
+
+class LoadLoraRequest(BaseModel):
+    """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
+
+    tenant: the owner of the adapter; may be left out if the server has only one tenant.
+    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if the
+        name exists. Replacing keeps the old version.
+    """
+
+    model_config = STRICT
+    lora_name: Name
+    lora_path: Text
+    load_inplace: bool | None = None
+    tenant: Name | None = None
+
+
+class UnloadLoraRequest(BaseModel):
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
+
+    model_config = STRICT
+    lora_name: Name
+    lora_int_id: int | None = None
+    tenant: Name | None = None
 
 
 @router.post(

@@ -5,15 +5,16 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
 from slora_api.batches.file_upload import receive_file
 from slora_api.batches.files import PURPOSES, Files, StoredFile, check_purpose
-from slora_api.completions.schemas import FileForm
 from slora_api.core.errors import InUse, NotFound, QuotaExceeded
 from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
+from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import TenantRoute, Wired
@@ -21,6 +22,13 @@ from slora_api.serve.services import TenantRoute, Wired
 router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _FileLimit = Annotated[int, Query(ge=1, le=10_000)]
+
+
+class FileForm(BaseModel):
+    """The form of POST /v1/files."""
+
+    file: FormFile
+    purpose: Literal["batch"]
 
 
 class FileObject(TypedDict):

@@ -3,15 +3,18 @@
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
 from slora_api.batches.batches import Batch, BatchProblem
-from slora_api.completions.schemas import NewBatchRequest
+from slora_api.completions.schemas import Metadata
 from slora_api.core.errors import KeyConflict, NotFound, QuotaExceeded
 from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
+from slora_api.http.field_types import STRICT, Text
 from slora_api.http.openapi import errors
+from slora_api.http.unsupported import Unsupported
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import TenantRoute, Wired
 
@@ -19,6 +22,22 @@ router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _BatchLimit = Annotated[int, Query(ge=1, le=100)]
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+class NewBatchRequest(BaseModel):
+    """POST /v1/batches.
+
+    input_file_id: a file with the purpose `batch`, which has one request in each line.
+    endpoint: the route that answers every line.
+    metadata: up to 16 pairs that the server keeps with the batch.
+    """
+
+    model_config = STRICT
+    input_file_id: Text
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+    output_expires_after: Annotated[Any, Unsupported(None)] = None
 
 
 class BatchErrorObject(TypedDict):

@@ -21,9 +21,10 @@ from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.completions.answer_format import AnswerFormat, Usage
 from slora_api.completions.answering import AnswerResponse, answer_request
 from slora_api.completions.prompts import ConversationRequest, Prompt, PromptMaker
-from slora_api.completions.schemas import AnswerFields, EmbeddingRequest
+from slora_api.completions.schemas import AnswerFields
 from slora_api.completions.service_terms import ServiceTerms
 from slora_api.core.errors import ModelNotFound
+from slora_api.embeddings.schemas import EmbeddingRequest
 from slora_api.http.openapi import errors
 from slora_api.http.sse import unless_disconnected
 from slora_api.keys.key_record import KeyRecord
@@ -64,13 +65,15 @@ async def answer_with(
     model up again and retries once.
     """
     user = body.user or request.headers.get(_SESSION_HEADER)
-    model = await services.catalog.find_answering_model(key, body, user)
+    model = await services.catalog.find_answering_model(key, body.model, body.adapters, user)
     try:
         return await answer(model)
     except AdapterFetchFailed as error:
         if error.code != "not_found":
             raise
-        current = await services.catalog.find_answering_model(key, body, user, is_stale=True)
+        current = await services.catalog.find_answering_model(
+            key, body.model, body.adapters, user, is_stale=True
+        )
         if current.adapters == model.adapters:
             raise
         return await answer(current)

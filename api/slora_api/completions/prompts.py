@@ -28,8 +28,9 @@ from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.completions.answer_size import AnswerSize
 from slora_api.completions.prompt_tokenizer import PromptTokenizer, TokenizedChat
 from slora_api.completions.request_limiter import RequestLimiter
-from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest, EmbeddingRequest
+from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest
 from slora_api.completions.service_terms import ServiceTerms
+from slora_api.embeddings.schemas import EmbeddingRequest
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.sandbox.grammar_checks import GrammarChecks
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     Field,
     PlainValidator,
@@ -23,9 +22,9 @@ from pydantic import (
     model_validator,
 )
 
-from slora.core.request import MAX_ADAPTER_WEIGHT
 from slora.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
 from slora_adapters.abbreviation import abbreviate
+from slora_api.adapters.served_model import AdapterWeight
 from slora_api.chat.tool_schemas import (
     MAX_TOOLS,
     AnyChoice,
@@ -44,9 +43,7 @@ from slora_api.chat.tool_schemas import (
 )
 from slora_api.completions.output_fields import OutputFields
 from slora_api.completions.truncation_fields import TruncationFields
-from slora_api.core.listing import MAX_LIMIT
 from slora_api.http.field_types import (
-    STRICT,
     Name,
     RequestModel,
     Text,
@@ -59,13 +56,8 @@ from slora_api.http.field_types import (
 )
 from slora_api.http.unsupported import Unsupported
 
-# The number of items per page.
-Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]
-# A version number has at most 18 digits, as in references.
-VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
 
-
-def _check_prompt(value: Any, info: ValidationInfo) -> Any:
+def check_prompt(value: Any, info: ValidationInfo) -> Any:
     """Checks all four forms of a prompt with one error message. A pydantic union would try every branch, and report one
     error for each branch.
     """
@@ -85,7 +77,7 @@ def _check_prompt(value: Any, info: ValidationInfo) -> Any:
     )
 
 
-def _list_prompts(value: "_Prompt") -> Sequence[str | list[int]]:
+def list_prompts(value: "SentPrompt") -> Sequence[str | list[int]]:
     """Returns one entry for each prompt of a request."""
     if isinstance(value, str):
         return [value]
@@ -132,7 +124,7 @@ def _check_bad_words(words: list[str]) -> list[str]:
     return words
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
@@ -156,7 +148,7 @@ def _check_metadata(value: dict[str, str]) -> dict[str, str]:
     return value
 
 
-_Metadata = Annotated[
+Metadata = Annotated[
     dict[Text, Text],
     AfterValidator(_check_metadata),
     WithJsonSchema(
@@ -189,23 +181,6 @@ class StreamOptions(RequestModel):
     continuous_usage_stats: bool | None = None
     include_timing: bool | None = None
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
-
-
-def _check_weight(weight: float) -> float:
-    if not abs(weight) <= MAX_ADAPTER_WEIGHT:  # Not `>`, because NaN must be refused.
-        raise make_refusal(
-            "it is {weight}, and must be a number from -{limit} to {limit}",
-            weight=weight,
-            limit=f"{MAX_ADAPTER_WEIGHT:g}",
-        )
-    return weight
-
-
-class AdapterWeight(RequestModel):
-    """One adapter of a weighted sum. weight: multiplies the adapter; 1 adds it as trained, -1 subtracts it."""
-
-    name: Name
-    weight: Annotated[float, AfterValidator(_check_weight)] = 1.0
 
 
 class AnswerFields(RequestModel):
@@ -244,7 +219,7 @@ class AnswerFields(RequestModel):
     min_tokens: int | None = None
     seed: int | None = None
     stop: Annotated[
-        list[Text] | None, BeforeValidator(_as_list, json_schema_input_type=str | list[str] | None)
+        list[Text] | None, BeforeValidator(as_list, json_schema_input_type=str | list[str] | None)
     ] = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -255,7 +230,7 @@ class AnswerFields(RequestModel):
     user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
-    metadata: Annotated[_Metadata | None, BeforeValidator(_ignore_nested_metadata)] = None
+    metadata: Annotated[Metadata | None, BeforeValidator(_ignore_nested_metadata)] = None
     request_id: Name | None = None
     priority: int | None = None
     deadline_ms: int | None = None
@@ -338,7 +313,7 @@ class GenerationFields(AnswerFields, OutputFields):
         return self
 
 
-_Prompt = str | list[str] | list[int] | list[list[int]]
+SentPrompt = str | list[str] | list[int] | list[list[int]]
 
 
 class CompletionRequest(TruncationFields, GenerationFields):
@@ -347,7 +322,7 @@ class CompletionRequest(TruncationFields, GenerationFields):
     add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
     """
 
-    prompt: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
+    prompt: Annotated[SentPrompt, PlainValidator(check_prompt, json_schema_input_type=SentPrompt)]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -357,7 +332,7 @@ class CompletionRequest(TruncationFields, GenerationFields):
     @property
     def prompts(self) -> Sequence[str | list[int]]:
         """One entry for each prompt of the request."""
-        return _list_prompts(self.prompt)
+        return list_prompts(self.prompt)
 
     @model_validator(mode="after")
     def _no_echo_of_chosen_logprobs(self) -> Self:
@@ -366,144 +341,6 @@ class CompletionRequest(TruncationFields, GenerationFields):
                 "`logprob_token_ids` is not allowed with `echo: true`.", param="logprob_token_ids"
             )
         return self
-
-
-class EmbeddingRequest(TruncationFields):
-    """POST /v1/embeddings.
-
-    adapters: as in completions.
-    dimensions: how many components of the embedding to keep, by default all. The first components are kept, and then
-    normalized.
-    encoding_format: `float`, the default, or `base64`: the numbers as little-endian float32, encoded in base64.
-    pooling: which hidden states make the embedding. `last` takes the hidden state of the last token, and `mean`
-        averages the hidden states of all tokens. The operator sets the default.
-    normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name for
-        `normalize`.
-    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
-    priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
-    """
-
-    default_side = "right"
-
-    model: Name
-    adapters: list[AdapterWeight] | None = None
-    input: Annotated[_Prompt, PlainValidator(_check_prompt, json_schema_input_type=_Prompt)]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = None
-    pooling: Literal["last", "mean"] | None = None
-    normalize: bool | None = None
-    use_activation: bool | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    user: Name | None = None
-    # vLLM's fields.
-    embed_dtype: Annotated[Any, Unsupported("float32")] = None
-    endianness: Annotated[Any, Unsupported("native", "little")] = None
-    padding: Annotated[Any, Unsupported("do_not_pad")] = None
-    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
-    request_id: Annotated[Any, Unsupported(instead="The answer has no id.")] = None
-    cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None
-
-    @property
-    def inputs(self) -> Sequence[str | list[int]]:
-        """One entry for each input of the request."""
-        return _list_prompts(self.input)
-
-    @property
-    def is_normalized(self) -> bool:
-        return self.normalize is not False and self.use_activation is not False
-
-    @property
-    def is_base64(self) -> bool:
-        return self.encoding_format == "base64"
-
-    @model_validator(mode="after")
-    def _one_choice_of_norm(self) -> Self:
-        if None not in (self.normalize, self.use_activation) and self.normalize != self.use_activation:
-            raise make_refusal(
-                "`normalize` and `use_activation` contradict each other; send only one of them.",
-                param="normalize",
-            )
-        return self
-
-
-class ScoreFields(TruncationFields):
-    """The fields that score and rerank share. pooling: as for embeddings. priority, user: as for answers."""
-
-    default_side = "right"
-
-    model: Name
-    pooling: Literal["last", "mean"] | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    user: Name | None = None
-
-    def embedding_request(self, texts: list[str]) -> "EmbeddingRequest":
-        """Returns the request for the embeddings that are compared. Its vectors have length 1."""
-        return EmbeddingRequest.model_construct(
-            model=self.model,
-            input=texts,
-            pooling=self.pooling,
-            add_special_tokens=self.add_special_tokens,
-            priority=self.priority,
-            user=self.user,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
-            truncation_side=self.truncation_side,
-            encoding_format="base64",
-        )
-
-
-class ScoreRequest(ScoreFields):
-    """POST /v1/score, with vLLM's fields. The score of two texts is the cosine of their embeddings.
-
-    text_1, text_2: two texts; a text and a list of texts, each of which is compared with it; or two lists of the same
-    length, which are compared pair by pair.
-    """
-
-    text_1: Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
-    text_2: Annotated[list[Text], BeforeValidator(_as_list, json_schema_input_type=str | list[str])]
-
-    @model_validator(mode="after")
-    def _texts_that_can_be_paired(self) -> Self:
-        num_first, num_second = len(self.text_1), len(self.text_2)
-        if not num_first or not num_second or num_first not in (1, num_second):
-            raise make_refusal(
-                "`text_1` has {first} texts and `text_2` has {second}; send one text in `text_1`, or as many as in "
-                "`text_2`.",
-                param="text_1",
-                first=num_first,
-                second=num_second,
-            )
-        return self
-
-
-class DocumentText(RequestModel):
-    """A document. text: its text."""
-
-    text: Text
-
-
-def _read_documents(value: Any) -> Any:
-    if not isinstance(value, list):
-        return value
-    return [{"text": item} if isinstance(item, str) else item for item in value]
-
-
-class RerankRequest(ScoreFields):
-    """POST /v1/rerank, with the fields of vLLM, Cohere and Jina. Documents are ordered by the cosine of their
-    embeddings with that of the query.
-
-    top_n: how many documents to return; by default, all. return_documents: false leaves the texts out of the answer.
-    """
-
-    query: Text
-    documents: Annotated[
-        list[DocumentText],
-        Field(min_length=1, fail_fast=True),
-        BeforeValidator(_read_documents, json_schema_input_type=list[str | DocumentText]),
-    ]
-    top_n: Annotated[int, Field(ge=0)] | None = None
-    return_documents: bool | None = None
 
 
 class TextPart(RequestModel):
@@ -874,210 +711,3 @@ class DetokenizeRequest(RequestModel):
 
     model: Name = "default"
     tokens: list[int]
-
-
-class TenantChanges(BaseModel):
-    """Changes to a tenant's share. A field that is None keeps its value."""
-
-    model_config = STRICT
-    weight: float | None = None
-    min_pool_share: float | None = None
-    max_pool_share: float | None = None
-    priority: int | None = None
-
-
-class TenantPatch(TenantChanges):
-    """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. One request cannot do both."""
-
-    name: Name | None = None
-
-
-class QuotaChanges(BaseModel):
-    """The body of PATCH requests that change the quota of a tenant or a key. A field that is left out keeps its value;
-    null removes the limit.
-    """
-
-    model_config = STRICT
-    requests_per_minute: int | None = None
-    tokens_per_minute: int | None = None
-    tokens_per_day: int | None = None
-    tokens_per_month: int | None = None
-    concurrent_answers: int | None = None
-    composed_adapters: int | None = None
-    adapter_versions: int | None = None
-    stored_bytes: int | None = None
-
-
-class NewTenantRequest(TenantChanges):
-    """POST /admin/tenants. Fields of the share that are left out get their defaults."""
-
-    name: Name
-
-
-class PurgeRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: whether the tenant's usage is kept
-    or erased.
-    """
-
-    model_config = STRICT
-    confirm: str
-    ledger: Literal["keep", "erase"]
-
-
-class NewKeyRequest(BaseModel):
-    """POST /admin/tenants/{tenant}/keys. The default adapter need not exist yet, because uploading it requires a key.
-
-    scopes: by default, all that a tenant's key can have.
-    models: the allow-list; by default, all models of the tenant.
-    expires_at: Unix time in seconds.
-    """
-
-    model_config = STRICT
-    name: Name = ""
-    scopes: list[Name] | None = None
-    adapter: Name | None = None
-    models: list[Name] | None = None
-    expires_at: int | None = None
-
-
-class RotateKeyRequest(BaseModel):
-    """POST /admin/keys/{key_id}/rotate.
-
-    overlap_seconds: how long the old key stays valid; one day by default.
-    expires_at: when the new key expires, as a Unix time in seconds. By default, the new key gets the lifetime of the
-        old key.
-    """
-
-    model_config = STRICT
-    overlap_seconds: int = 86_400
-    expires_at: int | None = None
-
-
-class NewOperatorKeyRequest(BaseModel):
-    """POST /admin/keys.
-
-    scopes: `admin` by default, which permits all. `metrics:read` permits GET /metrics only.
-    """
-
-    model_config = STRICT
-    name: Name
-    scopes: list[Name] | None = None
-    expires_at: int | None = None
-
-
-class EngineRestart(BaseModel):
-    """POST /admin/engines/{name}/restart.
-
-    allow_outage: restart the engine even if no other engine serves. New requests are then refused until it serves
-        again.
-    """
-
-    model_config = STRICT
-    allow_outage: bool = False
-
-
-def _check_targets(value: Any) -> Any:
-    """Converts the keys of an alias's targets from JSON strings to version numbers."""
-    if value is None:
-        return None
-    if isinstance(value, dict) and all(
-        isinstance(number, str) and number.isascii() and number.isdigit() and len(number) < 19
-        for number in value
-    ):
-        return {int(number): weight for number, weight in value.items()}
-    raise make_refusal(
-        "must be an object that maps version numbers to percentages, such as {example}",
-        example='{"3": 90, "4": 10}',
-    )
-
-
-_Targets = Annotated[dict[int, int], BeforeValidator(_check_targets)]
-
-
-class AliasMove(BaseModel):
-    """PUT /v1/adapters/{name}/aliases/{alias}.
-
-    versions: version number -> percentage of the requests, 100 in all.
-    expected: the targets that the alias must have before the move. If it has other targets, the move is refused. An
-    empty object means that the alias must not exist yet.
-    follows_pushes: whether each later push moves the alias to the new version.
-    """
-
-    model_config = STRICT
-    versions: _Targets
-    expected: Annotated[dict[int, int] | None, BeforeValidator(_check_targets)] = None
-    follows_pushes: bool = False
-
-
-class NewBatchRequest(BaseModel):
-    """POST /v1/batches.
-
-    input_file_id: a file with the purpose `batch`, which has one request in each line.
-    endpoint: the route that answers every line.
-    metadata: up to 16 pairs that the server keeps with the batch.
-    """
-
-    model_config = STRICT
-    input_file_id: Text
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
-    completion_window: Literal["24h"]
-    metadata: _Metadata | None = None
-    output_expires_after: Annotated[Any, Unsupported(None)] = None
-
-
-_File = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
-
-
-class FileForm(BaseModel):
-    """The form of POST /v1/files."""
-
-    file: _File
-    purpose: Literal["batch"]
-
-
-class UploadForm(BaseModel):
-    """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
-
-    tool_template: additional_chat_templates/tool_use.jinja. chat_template_json: chat_template.json.
-    archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
-    name that peft or transformers gives it.
-    base_fingerprint: the fingerprint of the base model that the adapter was trained on.
-    """
-
-    name: Name
-    config: _File | None = None
-    weights: _File | None = None
-    tokenizer_config: _File | None = None
-    chat_template: _File | None = None
-    generation_config: _File | None = None
-    tokenizer: _File | None = None
-    special_tokens_map: _File | None = None
-    added_tokens: _File | None = None
-    chat_template_json: _File | None = None
-    tool_template: _File | None = None
-    archive: _File | None = None
-    base_fingerprint: str | None = None
-
-
-class LoadLoraRequest(BaseModel):
-    """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
-
-    tenant: the owner of the adapter; may be left out if the server has only one tenant.
-    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if the
-        name exists. Replacing keeps the old version.
-    """
-
-    model_config = STRICT
-    lora_name: Name
-    lora_path: Text
-    load_inplace: bool | None = None
-    tenant: Name | None = None
-
-
-class UnloadLoraRequest(BaseModel):
-    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
-
-    model_config = STRICT
-    lora_name: Name
-    lora_int_id: int | None = None
-    tenant: Name | None = None

@@ -12,7 +12,6 @@ from slora.core.request import Pooling, PoolingKind
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.answers import ANSWER_ERRORS, answer_with, prompt_maker
 from slora_api.completions.generation import embedding_requests
-from slora_api.completions.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.completions.service_terms import ServiceTerms, background_id
 from slora_api.embeddings.embedding_format import (
     EmbeddingList,
@@ -23,6 +22,7 @@ from slora_api.embeddings.embedding_format import (
     format_embeddings,
 )
 from slora_api.embeddings.embedding_run import EmbeddedInput, count_lanes
+from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.json_body import read_json
 from slora_api.http.json_slices import LongList, write_json
 from slora_api.http.openapi import json_body

@@ -9,9 +9,10 @@ from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
+from slora_api.core.listing import MAX_LIMIT
 from slora_api.http.request_bounds import MAX_NAME_CHARS
 from slora_api.http.unsupported import EMPTY_VALUES, IGNORED_HINTS, is_empty
 
@@ -221,3 +222,6 @@ def _check_name(value: str) -> str:
 
 Text = Annotated[str, AfterValidator(_check_text)]
 Name = Annotated[str, AfterValidator(_check_name)]
+
+# The number of items per page.
+Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]

@@ -5,8 +5,9 @@ own; the body limit bounds the size and the rate of the whole body. This module 
 """
 
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
+from pydantic import WithJsonSchema
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
@@ -16,6 +17,8 @@ from slora_api.core.threads import tenant_thread
 # Bytes handed to the parsing thread at once. A round trip to the thread takes 50 us, which is negligible for this many
 # bytes.
 _CHUNK_BYTES = 1 << 20
+
+FormFile = Annotated[bytes, WithJsonSchema({"type": "string", "format": "binary"})]
 
 
 class FormPart:

@@ -3,12 +3,13 @@
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response, status
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
-from slora_api.completions.schemas import Limit, NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.core.errors import KeyConflict, NotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.keys.key_record import Caller, KeyRecord
@@ -16,6 +17,47 @@ from slora_api.keys.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_s
 from slora_api.serve.services import NamedTenant, Wired
 
 router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+class NewKeyRequest(BaseModel):
+    """POST /admin/tenants/{tenant}/keys. The default adapter need not exist yet, because uploading it requires a key.
+
+    scopes: by default, all that a tenant's key can have.
+    models: the allow-list; by default, all models of the tenant.
+    expires_at: Unix time in seconds.
+    """
+
+    model_config = STRICT
+    name: Name = ""
+    scopes: list[Name] | None = None
+    adapter: Name | None = None
+    models: list[Name] | None = None
+    expires_at: int | None = None
+
+
+class RotateKeyRequest(BaseModel):
+    """POST /admin/keys/{key_id}/rotate.
+
+    overlap_seconds: how long the old key stays valid; one day by default.
+    expires_at: when the new key expires, as a Unix time in seconds. By default, the new key gets the lifetime of the
+        old key.
+    """
+
+    model_config = STRICT
+    overlap_seconds: int = 86_400
+    expires_at: int | None = None
+
+
+class NewOperatorKeyRequest(BaseModel):
+    """POST /admin/keys.
+
+    scopes: `admin` by default, which permits all. `metrics:read` permits GET /metrics only.
+    """
+
+    model_config = STRICT
+    name: Name
+    scopes: list[Name] | None = None
+    expires_at: int | None = None
 
 
 class KeyObject(TypedDict):

@@ -7,9 +7,9 @@ from fastapi import APIRouter, Query
 from typing_extensions import TypedDict
 
 from slora_adapters.database.audit_log import ActorKind, AuditEntry, AuditFilter
-from slora_api.completions.schemas import Limit
 from slora_api.core.errors import NotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
+from slora_api.http.field_types import Limit
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.serve.services import Wired

@@ -1,18 +1,30 @@
 """/admin/engines: the operator's routes for the engine processes of the host."""
 
 from fastapi import APIRouter, status
+from pydantic import BaseModel
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
-from slora_api.completions.schemas import EngineRestart
 from slora_api.core.errors import EngineConflict, NotFound
 from slora_api.core.listing import ListObject
+from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.operations.engines import HostEngineObject
 from slora_api.serve.services import Wired
 
 router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+class EngineRestart(BaseModel):
+    """POST /admin/engines/{name}/restart.
+
+    allow_outage: restart the engine even if no other engine serves. New requests are then refused until it serves
+        again.
+    """
+
+    model_config = STRICT
+    allow_outage: bool = False
 
 
 @router.get("/engines")

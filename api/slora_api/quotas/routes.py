@@ -3,13 +3,14 @@
 from typing import Literal
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
-from slora_api.completions.schemas import QuotaChanges
 from slora_api.core.errors import NotFound, QuotaExceeded
 from slora_api.core.listing import ListObject
 from slora_api.core.threads import control_thread, tenant_thread
+from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.quotas.adapter_quota import check_stored
@@ -17,6 +18,22 @@ from slora_api.quotas.quota_counters import Subject
 from slora_api.serve.services import NamedTenant, Services, Wired
 
 router = APIRouter(tags=["quotas"])
+
+
+class QuotaChanges(BaseModel):
+    """The body of PATCH requests that change the quota of a tenant or a key. A field that is left out keeps its value;
+    null removes the limit.
+    """
+
+    model_config = STRICT
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
+    concurrent_answers: int | None = None
+    composed_adapters: int | None = None
+    adapter_versions: int | None = None
+    stored_bytes: int | None = None
 
 
 class QuotaLimits(TypedDict):

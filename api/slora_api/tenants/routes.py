@@ -5,16 +5,17 @@ from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, status
+from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.record import Rollout
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
-from slora_api.completions.schemas import Limit, NewTenantRequest, PurgeRequest, TenantChanges, TenantPatch
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.core.threads import control_thread
+from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
 from slora_api.keys.tenant_status import TenantStatus
@@ -28,6 +29,38 @@ _NamePart = Annotated[str, Query(max_length=128)]
 # None of the three names may contain a slash or an at sign.
 _PIN_ID = re.compile("([^/@]+)/([^/@]+)@([^/@]+)")
 _Names = Annotated[list[str] | None, Query(max_length=100)]
+
+
+class TenantChanges(BaseModel):
+    """Changes to a tenant's share. A field that is None keeps its value."""
+
+    model_config = STRICT
+    weight: float | None = None
+    min_pool_share: float | None = None
+    max_pool_share: float | None = None
+    priority: int | None = None
+
+
+class TenantPatch(TenantChanges):
+    """PATCH /admin/tenants/{tenant}: changes the share, or renames the tenant. One request cannot do both."""
+
+    name: Name | None = None
+
+
+class NewTenantRequest(TenantChanges):
+    """POST /admin/tenants. Fields of the share that are left out get their defaults."""
+
+    name: Name
+
+
+class PurgeRequest(BaseModel):
+    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: whether the tenant's usage is kept
+    or erased.
+    """
+
+    model_config = STRICT
+    confirm: str
+    ledger: Literal["keep", "erase"]
 
 
 class TenantObject(TypedDict):

@@ -9,30 +9,18 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.completions.schemas import (
-    AliasMove,
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    EmbeddingRequest,
-    EngineRestart,
-    LoadLoraRequest,
-    NewKeyRequest,
-    NewOperatorKeyRequest,
-    NewTenantRequest,
-    PurgeRequest,
-    QuotaChanges,
-    RerankRequest,
-    RotateKeyRequest,
-    ScoreRequest,
-    TenantChanges,
-    TokenizeRequest,
-    UnloadLoraRequest,
-)
+from slora_api.adapters.routes import AliasMove
+from slora_api.adapters.vllm_routes import LoadLoraRequest, UnloadLoraRequest
+from slora_api.completions.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.unsupported import Unsupported
+from slora_api.keys.routes import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
+from slora_api.operations.engine_routes import EngineRestart
+from slora_api.quotas.routes import QuotaChanges
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.serve.app import ROUTES
+from slora_api.tenants.routes import NewTenantRequest, PurgeRequest, TenantChanges
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
