@@ -62,7 +62,6 @@ KEY = {"tenant": "t1", "name": "a"}
         (PINNED_PAGE, {"after_tenant": "t", "after": "a", "after_alias": "b", "most": 9}, []),
         (
             NAMES,
-            NUMBERS_OF,
             {"tenant": "t1", "after": "a", "most": 9},
             ["adapter_names USING COVERING INDEX ? (tenant=? AND name>?)"],
         ),
