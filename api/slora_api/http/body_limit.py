@@ -225,8 +225,8 @@ class BodyLimitMiddleware:
 
 def _tenant(scope: Scope) -> str:
     """Returns the tenant of the request's API key; empty for the operator."""
-    tenant: str = getattr(scope.get("state", {}).get("caller"), "tenant", "")
-    return tenant
+    tenant: str | None = getattr(scope.get("state", {}).get("caller"), "tenant", None)
+    return tenant or ""
 
 
 def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:

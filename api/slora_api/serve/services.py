@@ -146,7 +146,7 @@ class TenantRoute(APIRoute):
             return handle
 
         async def handle_in_slot(request: Request) -> Response:
-            async with tenant_slot(getattr(request.state.caller, "tenant", HOUSEKEEPING)):
+            async with tenant_slot(getattr(request.state.caller, "tenant", None) or HOUSEKEEPING):
                 return await handle(request)
 
         return handle_in_slot
