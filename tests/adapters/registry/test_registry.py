@@ -86,6 +86,20 @@ def test_pushing_the_newest_version_again_is_a_no_op(registry: Registry, clock: 
     )
 
 
+def test_what_a_push_would_do_is_known_before_it(registry: Registry) -> None:
+    assert registry.before_push("a", _v("t1"), EXTRAS) == (True, StorageUsage(0, 0, None))
+    registry.put("a", _v("t1"), DETAILS, EXTRAS)
+    usage = registry.storage_usage("t1", D1)
+    assert registry.before_push("a", _v("t1"), EXTRAS) == (False, usage)
+    assert registry.before_push("a", _v("t1"), AdapterExtras()) == (True, usage)
+    assert registry.before_push("b", _v("t1"), EXTRAS) == (True, usage)
+    assert registry.before_push("a", _v("t2"), EXTRAS) == (True, StorageUsage(0, 0, None))
+    registry.put("a", _v("t1", D2), DETAILS)
+    assert registry.before_push("a", _v("t1"), EXTRAS) == (True, registry.storage_usage("t1", D1))
+    published = registry.put("a", _v("t1", D2), DETAILS)
+    assert not published.is_new and list(published.rollouts) == registry.aliases("t1", "a")
+
+
 def test_storage_usage_is_all_versions_of_a_tenant_and_the_bytes_of_each_weights_once(
     registry: Registry,
 ) -> None:

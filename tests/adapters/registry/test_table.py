@@ -38,10 +38,10 @@ def _v(tenant: str, digest: str = D1) -> AdapterVersion:
 
 def plan(path: Path, query: Select[Any], **parameters: object) -> list[str]:
     """The steps of SQLite's plan of a query."""
-    written_out = {"literal_binds": True, "render_postcompile": True}
-    compiled = query.params(**parameters).compile(dialect=sqlite.dialect(), compile_kwargs=written_out)
+    compiled = query.compile(dialect=sqlite.dialect(paramstyle="named"))
+    expanded = compiled.construct_expanded_state(parameters)
     database = Database(path)
-    rows = database.read(text(f"EXPLAIN QUERY PLAN {compiled}"))
+    rows = database.read(text(f"EXPLAIN QUERY PLAN {expanded.statement}"), expanded.parameters)
     database.close()
     return [re.sub(r"INDEX sqlite_autoindex_\w+", "INDEX ?", row[3]) for row in rows]
 
