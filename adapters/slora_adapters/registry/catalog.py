@@ -106,7 +106,7 @@ class Catalog:
     def discard(self, adapter: CheckedAdapter, reservation: str) -> None:
         """Releases the reservation, and drops the stored blob unless a version or another upload needs it."""
         self.registry.blobs.release(reservation)
-        self._drop_orphan(adapter.digest)
+        self.drop_unreferenced([adapter.digest])
 
     def withdraw(self, tenant: str, reference: str, *, force: bool = False) -> Removal:
         """Deletes a version or a name, and blobs that no other version needs. Raises what `Registry.delete` raises."""
@@ -132,11 +132,14 @@ class Catalog:
         return self.store.durable if isinstance(self.store, TieredStore) else self.store
 
     def drop_unreferenced(self, digests: Iterable[str]) -> None:
-        """Drops those of the blobs that no version, file or reservation needs. If a blob cannot be dropped now, a later
-        `sweep` drops it.
+        """Drops those of the blobs that no version, file or reservation needs. Logs StoreUnavailable instead of raising
+        it, because the caller's operation is already complete. A later `sweep` then drops the blob.
         """
         for digest in digests:
-            self._drop_orphan(digest)
+            try:
+                self.registry.blobs.collect(digest, self._drop)
+            except StoreUnavailable:
+                logger.exception("orphaned blob %s could not be deleted; the next sweep tries again", digest)
 
     def sweep(self) -> int:
         """Drops unreferenced blobs that crashes left behind, and returns their number. Safe to run during uploads."""
@@ -163,14 +166,3 @@ class Catalog:
                 *(len(others), ", ".join(sorted(others))),
             )
         return others
-
-    def _drop_orphan(self, digest: str) -> None:
-        """Drops a blob, and logs StoreUnavailable instead of raising it.
-
-        The caller's operation is already complete: the versions are deleted, or were never created. A later `sweep`
-        drops the blob.
-        """
-        try:
-            self.registry.blobs.collect(digest, self._drop)
-        except StoreUnavailable:
-            logger.exception("orphaned blob %s could not be deleted; the next sweep tries again", digest)
