@@ -83,15 +83,12 @@ def _read_qwen2_moe(fields: ConfigFields) -> ModelConfig:
     """
     fields.assume(num_key_value_heads=16, max_position_embeddings=32768, rms_norm_eps=1e-6, qkv_bias=True)
     fields.assume(num_experts_per_tok=4, moe_intermediate_size=1408, shared_expert_intermediate_size=5632)
-    fields.ignore("sliding_window", "max_window_layers")
+    fields.ignore("sliding_window", "max_window_layers", "shared_expert_intermediate_size")
     config = _read_decoder(fields, _equal_layers(fields, slide=False))
     experts = _read_qwen_experts(fields, config, _count_experts(fields, 60, "num_experts"))
-    shared_width = fields.whole("shared_expert_intermediate_size")
-    return replace(
-        config,
-        qkv_bias=fields.flag("qkv_bias"),
-        experts=None if experts is None else replace(experts, shared_width=shared_width),
-    )
+    if experts is not None:
+        experts = replace(experts, shared_width=fields.whole("shared_expert_intermediate_size"))
+    return replace(config, qkv_bias=fields.flag("qkv_bias"), experts=experts)
 
 
 def _read_qwen3_moe(fields: ConfigFields) -> ModelConfig:
