@@ -118,7 +118,7 @@ def _count_layers(chunks: Collection[Chunk]) -> int:
 
 def _max_group_rank(chunks: Collection[Chunk], layer: int) -> int:
     residents = (_resident(chunk, layer) for chunk in chunks)
-    return max((one.targets.max_group_rank for one in residents if one is not None), default=0)
+    return max((resident.targets.max_group_rank for resident in residents if resident), default=0)
 
 
 def _changes_head(chunk: Chunk, layer: int) -> bool:

@@ -19,7 +19,8 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol, Self
+from copy import copy
+from typing import Any, Protocol
 
 from tokenizers import Regex
 from tokenizers import Tokenizer as FastTokenizer
@@ -35,14 +36,13 @@ Spec = dict[str, Any]
 
 
 class _Stage(Protocol):
+    """A copy of a stage is independent of it."""
+
     def push(self, pieces: Iterable[str]) -> list[str]:
         """Adds strings and returns the strings that are now certain."""
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         """Returns the strings that were held back. drop_incomplete leaves out an incomplete character at the end."""
-
-    def clone(self) -> Self:
-        """Returns an independent stage in the same state."""
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
         """Returns the string that one token becomes, as the first token of a text or as a later token.
@@ -69,11 +69,6 @@ class _EachToken:
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return []
 
-    def clone(self) -> "_EachToken":
-        copy = _EachToken(self._first, self._later)
-        copy._is_first = self._is_first
-        return copy
-
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
         if isinstance(piece, bytes):
             return piece
@@ -97,11 +92,6 @@ class _AllButLast:
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return [] if self._waiting is None else [self._decoder.decode([self._waiting])]
-
-    def clone(self) -> "_AllButLast":
-        copy = _AllButLast(self._decoder)
-        copy._waiting = self._waiting
-        return copy
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> None:
         return None
@@ -127,7 +117,7 @@ class _ByteRuns:
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return list(_decode_run(_complete(self._run) if drop_incomplete else self._run))
 
-    def clone(self) -> "_ByteRuns":
+    def __copy__(self) -> "_ByteRuns":
         return _ByteRuns(self._run)
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes:
@@ -138,8 +128,8 @@ class _ByteRuns:
 class _ByteLevel:
     """`ByteLevel`: each character of a token is one byte, and all bytes together are UTF-8 text."""
 
-    def __init__(self, incomplete: bytes = b"") -> None:
-        self._incomplete = incomplete
+    def __init__(self) -> None:
+        self._incomplete = b""
 
     def push(self, pieces: Iterable[str]) -> list[str]:
         return [self._push_one(piece) for piece in pieces]
@@ -152,9 +142,6 @@ class _ByteLevel:
         text, length = codecs.utf_8_decode(raw, "replace", False)
         self._incomplete = raw[length:]
         return text
-
-    def clone(self) -> "_ByteLevel":
-        return _ByteLevel(self._incomplete)
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> bytes:
         return _bytes_of(piece) if isinstance(piece, str) else piece
@@ -179,9 +166,6 @@ class _StripStart:
         self._count = 0 if num_leading < len(text) else self._count - num_removed
         return text[num_removed:]
 
-    def clone(self) -> "_StripStart":
-        return _StripStart(self._char, self._count)
-
     def spell(self, piece: str | bytes, *, is_first: bool) -> str | bytes | None:
         if self._count > 1:  # How much is removed from a token depends on the tokens before it.
             return None
@@ -205,7 +189,7 @@ class _WholeText:
             return []
         return [*[""] * (len(self._pieces) - 1), self._decoder.decode(self._pieces)]
 
-    def clone(self) -> "_WholeText":
+    def __copy__(self) -> "_WholeText":
         return _WholeText(self._decoder, self._pieces)
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> None:
@@ -225,7 +209,7 @@ class DecoderChain:
         self, *, skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
     ) -> "IncrementalDecoder":
         """Returns a decoder for a new text. shown: special tokens that are not skipped."""
-        stages = [stage.clone() for stage in self._stages]
+        stages = list(map(copy, self._stages))
         skipped = self.special if skip_special_tokens else frozenset()
         return IncrementalDecoder(self, stages, skipped - shown if shown else skipped)
 
@@ -288,7 +272,7 @@ class IncrementalDecoder:
 
     def count_complete(self) -> int:
         """Number of characters that are held back although all of their bytes have arrived."""
-        return sum(map(len, _finish([stage.clone() for stage in self._stages], drop_incomplete=True)))
+        return sum(map(len, _finish(list(map(copy, self._stages)), drop_incomplete=True)))
 
 
 class TokenWidths:
