@@ -63,16 +63,12 @@ _PURGED = "the operator has purged the tenant of this request"
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One engine.
-
-    mismatch: why it cannot serve beside the others; None if it can.
-    connection: the task that keeps the client connected.
-    """
+    """One engine."""
 
     name: str
     client: RemoteEngine
-    mismatch: str | None = None
-    connection: asyncio.Task[None] | None = None
+    mismatch: str | None = None  # Why it cannot serve beside the others; None if it can.
+    connection: asyncio.Task[None] | None = None  # The task that keeps the client connected.
 
     @property
     def problem(self) -> str | None:

@@ -94,35 +94,26 @@ class TrafficShare:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """The last report of one replica. It may be stale.
-
-    resident: adapters in the page pool. on_host: adapters in the host cache.
-    load: estimated seconds of work of all requests that wait or run on the replica.
-    is_serving: False while the replica starts, drains or is lost.
-    """
+    """The last report of one replica. It may be stale."""
 
     name: str
-    resident: Set[AdapterVersion]
-    on_host: Set[AdapterVersion]
+    resident: Set[AdapterVersion]  # Adapters in the page pool.
+    on_host: Set[AdapterVersion]  # Adapters in the host cache.
     num_waiting: int
     num_running: int
-    load: float
-    is_serving: bool = True
+    load: float  # Estimated seconds of work of all requests that wait or run on the replica.
+    is_serving: bool = True  # False while the replica starts, drains or is lost.
 
 
 @dataclass(frozen=True, slots=True)
 class RoutedWork:
-    """The properties of a request that routing depends on.
-
-    versions: all adapters that the request combines; empty for the base model.
-    prefix_key: identifies tenant, adapter and the first block of the prompt. None: no prefix affinity.
-    tokens: prompt tokens and the expected number of output tokens.
-    """
+    """The properties of a request that routing depends on."""
 
     tenant: str
-    versions: tuple[AdapterVersion, ...]
+    versions: tuple[AdapterVersion, ...]  # All adapters that the request combines; empty for the base model.
+    # Identifies tenant, adapter and the first block of the prompt. None: no prefix affinity.
     prefix_key: bytes | None
-    tokens: int
+    tokens: int  # Prompt tokens and the expected number of output tokens.
 
 
 # A choice looks at up to 8 homes and the next 4 replicas in the rendezvous order of the adapter. Further requests for a
@@ -140,19 +131,17 @@ class Penalties:
 
     The request goes to the replica with the least sum. So a replica is never chosen if its load is more than
     `stranger_s + prefix_s` above the least load.
-
-    home_s, spare_s, stranger_s: the adapter is neither in the pool nor in the host cache. The replica is one of the
-        adapter's homes, comes next after its homes, or is any other replica.
-    host_share: the share of these penalties if the adapter is in the host cache. Homes are still preferred, because
-        several replicas may have one host cache.
-    prefix_s: the replica is not the first candidate for the request's prefix.
     """
 
+    # The adapter is neither in the pool nor in the host cache. The replica is one of the adapter's homes, comes next
+    # after its homes, or is any other replica.
     home_s: float = 0.5
     spare_s: float = 2.0
     stranger_s: float = 4.0
+    # The share of these penalties if the adapter is in the host cache. Homes are still preferred, because several
+    # replicas may have one host cache.
     host_share: float = 0.2
-    prefix_s: float = 0.25
+    prefix_s: float = 0.25  # The replica is not the first candidate for the request's prefix.
 
 
 DEFAULT_PENALTIES = Penalties()

@@ -12,18 +12,13 @@ from slora.core.errors import ConfigError
 
 
 class StepWork(NamedTuple):
-    """The work of one step. Its fields correspond to the fields of `CostModel` after step_s, in the same order.
-
-    context_tokens: total context length of all decode rows.
-    swapped_pages: KV pages copied between device and host, in both directions together.
-    loaded_bytes: adapter bytes copied from the host into the pool.
-    """
+    """The work of one step. Its fields correspond to the fields of `CostModel` after step_s, in the same order."""
 
     prefill_tokens: int
     decode_rows: int
-    context_tokens: int
-    swapped_pages: int
-    loaded_bytes: int
+    context_tokens: int  # Total context length of all decode rows.
+    swapped_pages: int  # KV pages copied between device and host, in both directions together.
+    loaded_bytes: int  # Adapter bytes copied from the host into the pool.
 
 
 class StepTimes(NamedTuple):
@@ -36,22 +31,14 @@ class StepTimes(NamedTuple):
 
 @dataclass(slots=True)
 class CostModel:
-    """Costs in seconds. The engine changes those of its own model as it learns from its steps.
+    """Costs in seconds. The engine changes those of its own model as it learns from its steps."""
 
-    step_s: fixed cost of any step.
-    token_s: per prefilled token.
-    decode_s: per decode row.
-    context_token_s: attention over one token of context, per decode row.
-    page_copy_s: per page copied between device and host, in either direction.
-    load_byte_s: per adapter byte copied from the host into the pool.
-    """
-
-    step_s: float
-    token_s: float
-    decode_s: float
-    context_token_s: float
-    page_copy_s: float
-    load_byte_s: float
+    step_s: float  # Fixed cost of any step.
+    token_s: float  # Per prefilled token.
+    decode_s: float  # Per decode row.
+    context_token_s: float  # Attention over one token of context, per decode row.
+    page_copy_s: float  # Per page copied between device and host, in either direction.
+    load_byte_s: float  # Per adapter byte copied from the host into the pool.
 
     def __post_init__(self) -> None:
         """Checks the costs. Raises ConfigError with the field, its value and the limit."""

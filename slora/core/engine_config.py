@@ -190,13 +190,11 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class KVFootprint:
-    """The KV footprint of any sequence of one model.
-
-    window: the maximum number of tokens, itself included, that a token attends to in any layer. None if a layer
-        attends to all tokens.
-    """
+    """The KV footprint of any sequence of one model."""
 
     block_tokens: int
+    # The maximum number of tokens, itself included, that a token attends to in any layer. None if a layer attends to
+    # all tokens.
     window: int | None = None
 
     def pages(self, num_tokens: int, chunk_tokens: int = 1) -> int:
@@ -234,36 +232,27 @@ _DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in fie
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The configuration of the scheduler.
+    """The configuration of the scheduler."""
 
-    num_pages: number of pages in the pool.
-    num_slots: maximum number of adapters in the pool.
-    full_page_bytes: bytes of one page over all layers.
-    max_num_seqs: the most running sequences, counting one per choice; at most max_num_batched_tokens, so that every
-        decode row fits in a step. No request may have more choices.
-    max_num_batched_tokens: the token budget of a step.
-    rope_switch: all tokens of a sequence with more tokens than this are rotated with longrope's long factors; None: the
-        model does not switch.
-    load_pages: the most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
-    swap_pages: number of host pages for swapped sequences.
-    loads_beside: whether the device copies adapters while it computes a step that does not use them.
-    prompt_lookup_tokens: maximum number of tokens that a step drafts for a sequence; 0: no drafts.
-    metrics_tenants: as in `EngineConfig`.
-    prefix_cache, preemption, scheduling: the policies of `EngineConfig`, which checks them.
-    """
-
-    num_pages: int
-    num_slots: int
-    full_page_bytes: int
+    num_pages: int  # Number of pages in the pool.
+    num_slots: int  # Maximum number of adapters in the pool.
+    full_page_bytes: int  # Bytes of one page over all layers.
     footprint: KVFootprint
+    # The most running sequences, counting one per choice; at most max_num_batched_tokens, so that every decode row
+    # fits in a step. No request may have more choices.
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int  # The token budget of a step.
+    # All tokens of a sequence with more tokens than this are rotated with longrope's long factors; None: the model
+    # does not switch.
     rope_switch: int | None = None
+    # The most adapter pages that a step with decoding sequences loads; None: `LoadBudget` decides.
     load_pages: int | None = None
-    swap_pages: int = 0
-    prompt_lookup_tokens: int = 0
+    swap_pages: int = 0  # Number of host pages for swapped sequences.
+    prompt_lookup_tokens: int = 0  # Maximum number of tokens that a step drafts for a sequence; 0: no drafts.
+    # Whether the device copies adapters while it computes a step that does not use them.
     loads_beside: bool = False
-    metrics_tenants: int = 0
+    metrics_tenants: int = 0  # As in `EngineConfig`.
+    # The policies of `EngineConfig`, which checks them.
     prefix_cache: str = _DEFAULTS["prefix_cache"]
     preemption: str = _DEFAULTS["preemption"]
     scheduling: str = _DEFAULTS["scheduling"]

@@ -20,16 +20,12 @@ from slora_kernels.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class PageCounts:
-    """Numbers of pages by content. They count all pages of the pool that are not free, or the pages of one tenant.
+    """Numbers of pages by content. They count all pages of the pool that are not free, or the pages of one tenant."""
 
-    kv: KV of running sequences. prefixes: cached prefixes, which no sequence uses now.
-    adapters: adapters that are in use or being loaded. idle_adapters: adapters that stay cached.
-    """
-
-    kv: int = 0
-    prefixes: int = 0
-    adapters: int = 0
-    idle_adapters: int = 0
+    kv: int = 0  # KV of running sequences.
+    prefixes: int = 0  # Cached prefixes, which no sequence uses now.
+    adapters: int = 0  # Adapters that are in use or being loaded.
+    idle_adapters: int = 0  # Adapters that stay cached.
 
     @property
     def total(self) -> int:
@@ -56,16 +52,11 @@ class PageCounts:
 
 
 class PageOwner(NamedTuple):
-    """The content and the owner of a page, as a cell of a map shows them.
+    """The content and the owner of a page, as a cell of a map shows them."""
 
-    content: "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
-    tenant: the owner of the page; empty for a public prefix.
-    digest: the digest of an adapter; empty for other content.
-    """
-
-    content: str
-    tenant: str
-    digest: str = ""
+    content: str  # "kv", "prefix", "adapter" or "idle_adapter", as in PageCounts.
+    tenant: str  # The owner of the page; empty for a public prefix.
+    digest: str = ""  # The digest of an adapter; empty for other content.
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +131,11 @@ class HistogramCounts:
 
     counts[i]: number of values above bounds[i - 1], up to bounds[i]. The last count is the number of values above all
         bounds.
-    total: the sum of all values.
     """
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
-    total: float
+    total: float  # The sum of all values.
 
     def __add__(self, other: "HistogramCounts") -> "HistogramCounts":
         """The counts of both. They must have the same bounds."""
@@ -184,14 +174,12 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class LoadPaces:
-    """Seconds per byte of a packed adapter.
+    """Seconds per byte of a packed adapter."""
 
-    pool: the copy from the host cache to the pool. With tensor parallelism, only the bytes of one rank count.
-    host: the fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it. The bytes of
-        all ranks count.
-    """
-
+    # The copy from the host cache to the pool. With tensor parallelism, only the bytes of one rank count.
     pool: float
+    # The fetch to the host cache, by tier. A tier has an entry once an adapter was fetched from it. The bytes of all
+    # ranks count.
     host: Mapping[str, float]
 
     def load_ms(self, num_bytes: int, tiers: Iterable[str], num_ranks: int = 1) -> dict[str, float | None]:
@@ -222,17 +210,14 @@ def _ms(seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class ServedCounts:
-    """Sums over ended requests. Background requests count only in the sums of tokens.
-
-    cold_starts: requests that waited for an adapter. queue_s: see `RequestTiming`.
-    """
+    """Sums over ended requests. Background requests count only in the sums of tokens."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
-    cold_starts: int = 0
-    queue_s: float = 0.0
+    cold_starts: int = 0  # Requests that waited for an adapter.
+    queue_s: float = 0.0  # See `RequestTiming`.
 
     def __add__(self, other: "ServedCounts") -> "ServedCounts":
         return ServedCounts(
@@ -247,13 +232,7 @@ class ServedCounts:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes.
-
-    full_page_bytes: size of a page on each tensor-parallel rank. shape: the sizes of the whole model.
-    can_embed: whether the model's hidden states can be read, which embeddings need.
-    num_ranks: number of tensor-parallel ranks.
-    prefix_cache: which cached prefixes a request may reuse, see `EngineConfig`.
-    """
+    """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes."""
 
     model_name: str
     max_model_len: int
@@ -265,15 +244,15 @@ class EngineInfo:
     kernels: str
     num_pages: int
     block_tokens: int
-    full_page_bytes: int
+    full_page_bytes: int  # Size of a page on each tensor-parallel rank.
     max_lora_rank: int
     max_composed_adapters: int
     max_num_seqs: int
     scheduling: str
-    shape: ModelShape
-    can_embed: bool = True
-    num_ranks: int = 1
-    prefix_cache: str = "tenant"
+    shape: ModelShape  # The sizes of the whole model.
+    can_embed: bool = True  # Whether the model's hidden states can be read, which embeddings need.
+    num_ranks: int = 1  # Number of tensor-parallel ranks.
+    prefix_cache: str = "tenant"  # Which cached prefixes a request may reuse, see `EngineConfig`.
 
     def count_rank_bytes(self, packed_bytes: int, target_modules: Collection[str]) -> int:
         """Returns the bytes that an adapter takes in the page pool of each tensor-parallel rank.
@@ -390,19 +369,16 @@ class Quantiles(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TenantState:
-    """The state of one tenant, or of all tenants together.
-
-    running, waiting: numbers of sequences. tokens_per_s: rate of generated tokens in the last seconds.
-    first_token: times from the arrival in the engine to the first token; None without recent first tokens.
-    interval: times between two tokens; None without recent intervals.
-    """
+    """The state of one tenant, or of all tenants together."""
 
     pages: PageCounts = field(default_factory=PageCounts)
+    # Numbers of sequences.
     running: int = 0
     waiting: int = 0
-    tokens_per_s: float = 0.0
+    tokens_per_s: float = 0.0  # Rate of generated tokens in the last seconds.
+    # Times from the arrival in the engine to the first token; None without recent first tokens.
     first_token: Quantiles | None = None
-    interval: Quantiles | None = None
+    interval: Quantiles | None = None  # Times between two tokens; None without recent intervals.
 
 
 class AdapterWork(NamedTuple):
@@ -417,61 +393,45 @@ class AdapterWork(NamedTuple):
 
 
 class PoolEvent(NamedTuple):
-    """An event in the pool while the engine is observed.
+    """An event in the pool while the engine is observed."""
 
-    number: grows by one with each event. time_s: Unix time.
-    kind: "load" or "eviction" of an adapter, "prefix_eviction", or "preemption". digest: the digest of the adapter.
-    num_times: number of such events since the last observation.
-    """
-
-    number: int
-    time_s: float
-    kind: str
+    number: int  # Grows by one with each event.
+    time_s: float  # Unix time.
+    kind: str  # "load" or "eviction" of an adapter, "prefix_eviction", or "preemption".
     tenant: str
-    digest: str
-    num_times: int
+    digest: str  # The digest of the adapter.
+    num_times: int  # Number of such events since the last observation.
 
 
 class EngineState(NamedTuple):
-    """One of the engines of a server.
-
-    problem: why it gets no new requests; None if it serves. device: None before its first connection.
-    live: None while it does not answer.
-    """
+    """One of the engines of a server."""
 
     name: str
-    problem: str | None
-    device: str | None
-    live: "LiveState | None"
+    problem: str | None  # Why it gets no new requests; None if it serves.
+    device: str | None  # None before its first connection.
+    live: "LiveState | None"  # None while it does not answer.
 
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """One observation of the engine.
+    """One observation of the engine."""
 
-    time_s: Unix time. num_pages: size of the pool. pages: what the pages hold.
-    awaiting_adapter: number of sequences whose adapter is being fetched.
-    total: all tenants together. tenants: the tenants with the most pages, and the watched tenants.
-    adapters: the adapters with the most computed tokens, and adapters of the watched tenants.
-    work_tokens: tokens that were computed with any adapter, including adapters that are not listed.
-    step: times of recent steps. steps_per_s, tokens_per_step: rates of the last seconds, prompts included.
-    events: the most recent events, oldest first.
-    engines: the engines of a server, if this is their state together; otherwise empty.
-    """
-
-    time_s: float
-    num_pages: int
+    time_s: float  # Unix time.
+    num_pages: int  # Size of the pool.
     page_map: PageMap
-    pages: PageCounts
-    awaiting_adapter: int
-    total: TenantState
-    tenants: Mapping[str, TenantState]
+    pages: PageCounts  # What the pages hold.
+    awaiting_adapter: int  # Number of sequences whose adapter is being fetched.
+    total: TenantState  # All tenants together.
+    tenants: Mapping[str, TenantState]  # The tenants with the most pages, and the watched tenants.
+    # The adapters with the most computed tokens, and adapters of the watched tenants.
     adapters: tuple[AdapterWork, ...]
-    work_tokens: int
-    step: Quantiles | None
+    work_tokens: int  # Tokens that were computed with any adapter, including adapters that are not listed.
+    step: Quantiles | None  # Times of recent steps.
+    # Rates of the last seconds, prompts included.
     steps_per_s: float
     tokens_per_step: float
-    events: tuple[PoolEvent, ...]
+    events: tuple[PoolEvent, ...]  # The most recent events, oldest first.
+    # The engines of a server, if this is their state together; otherwise empty.
     engines: tuple[EngineState, ...] = ()
 
 
@@ -485,27 +445,19 @@ MAX_SPANS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The state of an engine between two steps.
+    """The state of an engine between two steps."""
 
-    num_taken: number of requests that the engine has taken from its inbox since its start.
-    resident: the adapters in the pool, and those that are fetched for requests or prewarms.
-    on_host: the adapters in the host cache.
-    spans: what the engine has charged since the last report. It is sent once.
-    """
-
-    num_taken: int = 0
+    num_taken: int = 0  # Number of requests that the engine has taken from its inbox since its start.
     backlog: Backlog = field(default_factory=Backlog)
+    # The adapters in the pool, and those that are fetched for requests or prewarms.
     resident: frozenset[AdapterVersion] = frozenset()
-    on_host: frozenset[AdapterVersion] = frozenset()
-    spans: tuple[ServiceSpan, ...] = ()
+    on_host: frozenset[AdapterVersion] = frozenset()  # The adapters in the host cache.
+    spans: tuple[ServiceSpan, ...] = ()  # What the engine has charged since the last report. It is sent once.
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """An adapter that the operator wants in the pool before its first request.
-
-    share: the current share of the adapter's tenant.
-    """
+    """An adapter that the operator wants in the pool before its first request."""
 
     version: AdapterVersion
-    share: TenantShare = DEFAULT_SHARE
+    share: TenantShare = DEFAULT_SHARE  # The current share of the adapter's tenant.

@@ -203,14 +203,10 @@ _NO_CHANGES = VersionChanges(frozenset(), frozenset())
 
 @dataclass(frozen=True, slots=True)
 class Report(Message):
-    """The changes since the last report to this API process.
+    """The changes since the last report to this API process."""
 
-    engine: identifies this start of the engine.
-    num_taken: number of this process's requests that the engine's thread has taken.
-    """
-
-    engine: str
-    num_taken: int
+    engine: str  # Identifies this start of the engine.
+    num_taken: int  # Number of this process's requests that the engine's thread has taken.
     backlog: Backlog
     resident: VersionChanges
     on_host: VersionChanges

@@ -17,19 +17,17 @@ from slora_adapters.version import AdapterVersion
 class TenantShare:
     """The service, pages and priority that one tenant is entitled to.
 
-    weight: service relative to other tenants; a tenant of weight 2 gets twice as many tokens as one of weight 1.
-    min_share: fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).
-    max_share: largest fraction of the pool's pages that the tenant may own, cached pages included (its ceiling).
-    priority: its priority class; classes with lower numbers are served first.
-
     Worked example: min_share 0.1 in a pool of 500 pages is a floor of 50. When the tenant owns 80 pages, other tenants
     may evict up to 30 of its cached pages.
     """
 
+    # Service relative to other tenants; a tenant of weight 2 gets twice as many tokens as one of weight 1.
     weight: float = 1.0
+    # Fraction of the pool's pages that other tenants cannot evict once this tenant owns them (its floor).
     min_share: float = 0.0
+    # Largest fraction of the pool's pages that the tenant may own, cached pages included (its ceiling).
     max_share: float = 1.0
-    priority: int = 0
+    priority: int = 0  # Its priority class; classes with lower numbers are served first.
 
     def __post_init__(self) -> None:
         """Checks the fields. Raises ConfigError with the field, its value and the limit."""
@@ -67,14 +65,11 @@ class PoolingKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The parameters of an embedding. Raises RequestRefused, which names the field, for a value out of range.
-
-    dimensions: number of components to keep. None keeps all `hidden_size` components.
-    normalize: whether the shortened vector is divided by its L2 norm. A vector of zeros stays as it is.
-    """
+    """The parameters of an embedding. Raises RequestRefused, which names the field, for a value out of range."""
 
     kind: PoolingKind = PoolingKind.LAST
-    dimensions: int | None = None
+    dimensions: int | None = None  # Number of components to keep. None keeps all `hidden_size` components.
+    # Whether the shortened vector is divided by its L2 norm. A vector of zeros stays as it is.
     normalize: bool = True
 
     def __post_init__(self) -> None:
@@ -123,49 +118,39 @@ def single_adapter(version: AdapterVersion | None, weight: float = 1.0) -> tuple
 
 
 class EmittedTokens(NamedTuple):
-    """The tokens of a request that another engine has reported before it was lost.
+    """The tokens of a request that another engine has reported before it was lost."""
 
-    choices: the tokens of each choice; None for a choice that has ended.
-    num_tokens: number of tokens of all choices, including those that have ended.
-    num_cached: prompt tokens that the lost engine found in its prefix cache.
-    """
-
+    # The tokens of each choice; None for a choice that has ended.
     choices: tuple[tuple[int, ...] | None, ...]
-    num_tokens: int
-    num_cached: int = 0
+    num_tokens: int  # Number of tokens of all choices, including those that have ended.
+    num_cached: int = 0  # Prompt tokens that the lost engine found in its prefix cache.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One prompt to continue, or to embed.
-
-    tenant: the tenant that is charged.
-    adapters: as `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added
-        one after the other, in this order. Most adapters change the KV of every token, so cached KV is keyed by them
-        and their weights.
-    share: the tenant's current share, as the operator has set it.
-    priority: order among the tenant's own requests; lower numbers are served first.
-    is_background: the request gets only the tokens of a step that interactive requests leave, and is preempted first.
-    account: the account that is billed within the tenant. The engine only copies it to usage records. Empty: none is
-        billed.
-    deadline_s: maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't
-        meet the deadline. The first token of a beam search comes at the end of the search.
-    pooling: how the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
-    emitted: the tokens after which the answers continue; None: the answers begin. The usage of the request includes
-        these tokens and the whole prompt, as if this engine had computed them. The tenant is not charged for them.
-    """
+    """One prompt to continue, or to embed."""
 
     request_id: str
-    tenant: str
+    tenant: str  # The tenant that is charged.
     prompt_token_ids: list[int]
+    # As `compose_adapters` returns them; empty for the base model. The outputs of several adapters are added one
+    # after the other, in this order. Most adapters change the KV of every token, so cached KV is keyed by them and
+    # their weights.
     adapters: tuple[WeightedAdapter, ...]
     sampling: SamplingParams
-    share: TenantShare = DEFAULT_SHARE
-    priority: int = 0
+    share: TenantShare = DEFAULT_SHARE  # The tenant's current share, as the operator has set it.
+    priority: int = 0  # Order among the tenant's own requests; lower numbers are served first.
+    # Maximum seconds from arrival to the first token; None: no deadline. The request ends as soon as it can't meet
+    # the deadline. The first token of a beam search comes at the end of the search.
     deadline_s: float | None = None
+    # The account that is billed within the tenant. The engine only copies it to usage records. Empty: none is billed.
     account: str = ""
+    # The request gets only the tokens of a step that interactive requests leave, and is preempted first.
     is_background: bool = False
+    # How the prompt is embedded. `sampling` is then `NOT_SAMPLED`. None: the prompt is continued.
     pooling: Pooling | None = None
+    # The tokens after which the answers continue; None: the answers begin. The usage of the request includes these
+    # tokens and the whole prompt, as if this engine had computed them. The tenant is not charged for them.
     emitted: EmittedTokens | None = None
 
     @property
@@ -187,23 +172,19 @@ class EngineRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestUsage:
-    """The usage of one request, with all of its choices and beams.
+    """The usage of one request, with all of its choices and beams."""
 
-    prompt_tokens: the prompt tokens that were computed or found in the prefix cache. If a request ends before its
-        prompt is computed, this is less than the length of the prompt.
-    cached_tokens: prompt tokens found in the prefix cache.
-    generated_tokens: sampled tokens, including those of choices and beams that are not part of the answer.
-    adapter_bytes: bytes of adapter loads that this request caused. A load that the fair scheduler does not charge to
-        the tenant is not counted.
-    page_seconds: number of pages held, integrated over time. A page that several sequences hold is divided among them,
-        and so are the pages of an adapter among the sequences that run on it. It is a multiple of 2**-20, so that sums
-        are exact.
-    """
-
+    # The prompt tokens that were computed or found in the prefix cache. If a request ends before its prompt is
+    # computed, this is less than the length of the prompt.
     prompt_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # Prompt tokens found in the prefix cache.
+    # Sampled tokens, including those of choices and beams that are not part of the answer.
     generated_tokens: int = 0
+    # Bytes of adapter loads that this request caused. A load that the fair scheduler does not charge to the tenant is
+    # not counted.
     adapter_bytes: int = 0
+    # Number of pages held, integrated over time. A page that several sequences hold is divided among them, and so are
+    # the pages of an adapter among the sequences that run on it. It is a multiple of 2**-20, so that sums are exact.
     page_seconds: float = 0.0
 
     def __add__(self, other: "RequestUsage") -> "RequestUsage":
@@ -220,23 +201,20 @@ class RequestUsage:
 class RequestTiming:
     """When one request passed the stages of the engine, in seconds of `time.monotonic()`, which on Linux is one clock
     for all processes of a host. A stage that the request did not reach is None.
-
-    fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
-    is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
-    admitted_at: when the request joined the batch.
-    computed_at: start of the step that computed the request's first tokens, with all of its adapters loaded.
-    first_token_at: when the first token was sampled. Always None for an embedding and for a beam search.
-    num_preemptions: number of preemptions of the request's sequences.
     """
 
     arrived_at: float
+    # Time that the request waited for its adapters to be on the host, before its first admission.
     fetch_s: float
+    # Whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
     is_cold: bool
-    admitted_at: float | None
+    admitted_at: float | None  # When the request joined the batch.
+    # Start of the step that computed the request's first tokens, with all of its adapters loaded.
     computed_at: float | None
+    # When the first token was sampled. Always None for an embedding and for a beam search.
     first_token_at: float | None
     ended_at: float
-    num_preemptions: int = 0
+    num_preemptions: int = 0  # Number of preemptions of the request's sequences.
 
     @property
     def queue_s(self) -> float:
@@ -267,14 +245,12 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """The log-probabilities at one position.
+    """The log-probabilities at one position."""
 
-    logprob: log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
-    top: (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`: of the chosen token, and
-        then of these tokens in the order of the request.
-    """
-
+    # Log-probability of the chosen token, from the model's logits before penalties, biases and temperature.
     logprob: float
+    # (token id, logprob) of the most probable tokens, best first. With `logprob_token_ids`: of the chosen token, and
+    # then of these tokens in the order of the request.
     top: tuple[tuple[int, float], ...]
 
     @staticmethod
@@ -294,21 +270,19 @@ class TokenLogprobs:
 # TokenDelta and StepOutput are not frozen: a step creates hundreds of them, and frozen ones take three times as long.
 @dataclass(slots=True)
 class TokenDelta:
-    """The next tokens of choice `index` of a request. If they include a stop token, finish_reason is STOP.
-
-    prompt_logprobs: log-probabilities of the next prompt tokens; None for the very first token. They come in deltas
-        without token_ids, all of them before the answer.
-    num_cached: prompt tokens found in the prefix cache; set with the first token of choice 0, or with the embedding.
-    embedding: the embedding of the prompt as float32 in the byte order of the machine. It comes in a delta of its own
-        without token_ids, whose finish_reason is STOP.
-    """
+    """The next tokens of choice `index` of a request. If they include a stop token, finish_reason is STOP."""
 
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     index: int = 0
+    # Log-probabilities of the next prompt tokens; None for the very first token. They come in deltas without
+    # token_ids, all of them before the answer.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()
+    # Prompt tokens found in the prefix cache; set with the first token of choice 0, or with the embedding.
     num_cached: int = 0
+    # The embedding of the prompt as float32 in the byte order of the machine. It comes in a delta of its own without
+    # token_ids, whose finish_reason is STOP.
     embedding: bytes | None = None
 
 

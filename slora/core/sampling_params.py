@@ -62,16 +62,14 @@ class OutputKind(StrEnum):
 class StructuredOutput:
     """The form of an answer. Raises RequestRefused, which names `param`, for a form that is too long.
 
-    text: a JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's
-        syntax or GBNF. Empty for JSON_OBJECT.
-    param: the field of the request that holds the form. Errors name it.
-
     An answer that ends with finish_reason `stop` has this form, unless a stop string has cut it off.
     """
 
     kind: OutputKind
+    # A JSON schema, the regular expression in Rust's syntax, a JSON list of choices, or the grammar in Lark's syntax
+    # or GBNF. Empty for JSON_OBJECT.
     text: str
-    param: str = "structured_output"
+    param: str = "structured_output"  # The field of the request that holds the form. Errors name it.
 
     def __post_init__(self) -> None:
         refuse_surrogate(self.text, self.param, self.param)
@@ -154,66 +152,54 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range.
+    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range."""
 
-    max_tokens: None means as many as the context and the pool allow.
-    temperature: 0 is greedy; then top_p, top_k, min_p and seed have no effect.
-    top_k: 0 is off.
-    top_p: 1 is off.
-    min_p: minimum probability of a token relative to the most probable token; 0 is off.
-    presence_penalty, frequency_penalty: OpenAI's, over the tokens generated so far; 0 is off.
-    repetition_penalty: transformers', over the tokens of prompt and answer; 1 is off.
-    logit_bias: token id -> value added to the token's logit.
-    allowed_token_ids: the only tokens that may be sampled, stop tokens included; None allows all.
-    bad_words: token sequences that never occur in an answer. Tokens of the prompt do not count.
-    min_tokens: before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
-    seed: the same seed gives the same tokens in any batch.
-    stop: strings that end the text; matched on decoded text, outside the engine.
-    include_stop_str_in_output: whether the text includes the stop string or stop token that ended it.
-    skip_special_tokens: whether the text leaves out special tokens.
-    logprobs: k returns the log-probabilities of the chosen token and of the k most probable tokens; None is off.
-    logprob_token_ids: vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are
-        returned, instead of those of the most probable tokens.
-    prompt_logprobs: like `logprobs`, for each prompt token except the first, which has no preceding token.
-    n: number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
-    best_of: number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None
-        means n. The engine returns all sampled answers, and the caller selects the n most probable.
-    use_beam_search: vLLM's; returns the n best hypotheses of a search with best_of beams instead of sampling
-        (`beam_search`). No token is reported before the search is over.
-    length_penalty: a hypothesis' sum of log-probabilities is divided by its length to this power.
-    early_stopping: whether the search ends as soon as there are best_of hypotheses.
-    prompt_lookup: whether tokens may be drafted from the request's own text (`slora.scheduler.drafting`). The answers
-        are the same with and without it.
-    structured_output: the form of the answers; None is any text. A stop token is sampled only where the answer may end.
-    """
-
-    max_tokens: int | None = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    max_tokens: int | None = 16  # None means as many as the context and the pool allow.
+    temperature: float = 1.0  # 0 is greedy; then top_p, top_k, min_p and seed have no effect.
+    top_p: float = 1.0  # 1 is off.
+    top_k: int = 0  # 0 is off.
+    min_p: float = 0.0  # Minimum probability of a token relative to the most probable token; 0 is off.
+    # OpenAI's, over the tokens generated so far; 0 is off.
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    repetition_penalty: float = 1.0  # transformers', over the tokens of prompt and answer; 1 is off.
+    # Token id -> value added to the token's logit.
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    # The only tokens that may be sampled, stop tokens included; None allows all.
     allowed_token_ids: tuple[int, ...] | None = None
+    # Token sequences that never occur in an answer. Tokens of the prompt do not count.
     bad_words: tuple[tuple[int, ...], ...] = ()
+    # Before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
     min_tokens: int = 0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
+    seed: int | None = None  # The same seed gives the same tokens in any batch.
+    stop: tuple[str, ...] = ()  # Strings that end the text; matched on decoded text, outside the engine.
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    # The number k of most probable tokens whose log-probabilities are returned, and the chosen token's; None is off.
     logprobs: int | None = None
+    # vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are returned, instead of
+    # those of the most probable tokens.
     logprob_token_ids: tuple[int, ...] = ()
+    # Like `logprobs`, for each prompt token except the first, which has no preceding token.
     prompt_logprobs: int | None = None
+    # Number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
     n: int = 1
+    # Number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None means
+    # n. The engine returns all sampled answers, and the caller selects the n most probable.
     best_of: int | None = None
+    # vLLM's; returns the n best hypotheses of a search with best_of beams instead of sampling (`beam_search`). No
+    # token is reported before the search is over.
     use_beam_search: bool = False
+    # A hypothesis' sum of log-probabilities is divided by its length to this power.
     length_penalty: float = 1.0
-    early_stopping: bool = False
+    early_stopping: bool = False  # Whether the search ends as soon as there are best_of hypotheses.
+    # Whether the text includes the stop string or stop token that ended it.
     include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    skip_special_tokens: bool = True  # Whether the text leaves out special tokens.
+    # The form of the answers; None is any text. A stop token is sampled only where the answer may end.
     structured_output: StructuredOutput | None = None
+    # Whether tokens may be drafted from the request's own text (`slora.scheduler.drafting`). The answers are the same
+    # with and without it.
     prompt_lookup: bool = True
 
     def __post_init__(self) -> None:

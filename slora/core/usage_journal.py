@@ -48,24 +48,18 @@ class BadLine(ValueError):
 class UsageRecord:
     """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once,
     with its largest usage.
-
-    request_id: the id that the server chose, which is unique.
-    account: the account that is billed within the tenant, as in `EngineRequest.account`.
-    adapter_digest: as `EngineRequest.adapter_digests`.
-    ended_at: seconds since the epoch.
-    is_complete: False if the engine died before it reported the usage. Then only the tokens that the API received are
-        counted, and `adapter_bytes` and `page_seconds` are 0.
-    is_batch: whether the request was a line of a batch, which costs less.
     """
 
-    request_id: str
+    request_id: str  # The id that the server chose, which is unique.
     tenant: str
-    account: str
-    adapter_digest: str | None
-    ended_at: float
+    account: str  # The account that is billed within the tenant, as in `EngineRequest.account`.
+    adapter_digest: str | None  # As `EngineRequest.adapter_digests`.
+    ended_at: float  # Seconds since the epoch.
     usage: RequestUsage
+    # False if the engine died before it reported the usage. Then only the tokens that the API received are counted,
+    # and `adapter_bytes` and `page_seconds` are 0.
     is_complete: bool = True
-    is_batch: bool = False
+    is_batch: bool = False  # Whether the request was a line of a batch, which costs less.
 
     def to_line(self) -> bytes:
         values = {name: getattr(self, name) for name in _OWN_FIELDS}

@@ -86,35 +86,27 @@ _MAX_FIRST_TOKENS, _MAX_INTERVALS, _MAX_STEPS = 1024, 2048, 1024
 
 
 class StepRates(NamedTuple):
-    """The rates and times of recent steps.
+    """The rates and times of recent steps."""
 
-    tokens_per_s: generated tokens, by tenant. adapters: in descending order of their computed tokens.
-    tokens_per_step: computed tokens. steps: times of the steps.
-    first_tokens, intervals: times by tenant. The key "" holds the times of all tenants together.
-    """
-
-    tokens_per_s: Mapping[str, float]
-    adapters: Sequence[AdapterWork]
+    tokens_per_s: Mapping[str, float]  # Generated tokens, by tenant.
+    adapters: Sequence[AdapterWork]  # In descending order of their computed tokens.
     steps_per_s: float
-    tokens_per_step: float
-    steps: Quantiles | None
+    tokens_per_step: float  # Computed tokens.
+    steps: Quantiles | None  # Times of the steps.
+    # Times by tenant. The key "" holds the times of all tenants together.
     first_tokens: Mapping[str, Quantiles]
     intervals: Mapping[str, Quantiles]
 
 
 @dataclass(slots=True)
 class _Period:
-    """The counts of one period.
-
-    tokens: generated tokens, by tenant. work: computed tokens, by tenant and digest. num_tokens: all computed
-        tokens.
-    """
+    """The counts of one period."""
 
     begins_at: float
     num_steps: int = 0
-    num_tokens: int = 0
-    tokens: Counter[str] = field(default_factory=Counter)
-    work: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_tokens: int = 0  # All computed tokens.
+    tokens: Counter[str] = field(default_factory=Counter)  # Generated tokens, by tenant.
+    work: Counter[tuple[str, str]] = field(default_factory=Counter)  # Computed tokens, by tenant and digest.
 
 
 class StepMeter:

@@ -87,19 +87,15 @@ _MAX_DRAIN_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ProcessConfig:
-    """Settings of the engine process.
+    """Settings of the engine process."""
 
-    socket: the path at which the engine listens for API processes; None if it listens on TCP.
-    loader_socket: the path at which the loader listens.
-    usage_directory: the directory of the usage journal, which the API processes of this host write to as well.
-    listener, secret: inherited descriptors: of a listening TCP socket, and of memory with the secret that its
-    connections must prove to know.
-    """
-
-    socket: Path | None
-    loader_socket: Path
+    socket: Path | None  # The path at which the engine listens for API processes; None if it listens on TCP.
+    loader_socket: Path  # The path at which the loader listens.
+    # The directory of the usage journal, which the API processes of this host write to as well.
     usage_directory: Path
     engine: EngineConfig
+    # Inherited descriptors: of a listening TCP socket, and of memory with the secret that its connections must prove
+    # to know.
     listener: int | None = None
     secret: int | None = None
 

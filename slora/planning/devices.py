@@ -43,22 +43,17 @@ def _profiles(*names: str) -> Mapping[str, MigProfile]:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """A GPU, or one of `count` equal slices of it.
-
-    bandwidth: of the device's memory, in bytes per second. host_bandwidth: of the link to the host.
-    link_bandwidth: of the link to other GPUs in one direction; None if they are connected through the host.
-    flops: floating-point operations per second.
-    has_fp8: whether it computes with 8-bit floats (compute capability 8.9 or later).
-    """
+    """A GPU, or one of `count` equal slices of it."""
 
     name: str
     memory_bytes: int
-    bandwidth: float
-    flops: float
-    host_bandwidth: float
-    has_fp8: bool = True
+    bandwidth: float  # Of the device's memory, in bytes per second.
+    flops: float  # Floating-point operations per second.
+    host_bandwidth: float  # Of the link to the host.
+    has_fp8: bool = True  # Whether it computes with 8-bit floats (compute capability 8.9 or later).
     profiles: Mapping[str, MigProfile] = field(default_factory=dict)
     count: int = 1
+    # Of the link to other GPUs in one direction; None if they are connected through the host.
     link_bandwidth: float | None = None
 
     @property

@@ -16,17 +16,12 @@ _SAMPLING_BYTES = 24
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Bytes and operations of a model, or of the part that one tensor-parallel rank computes.
+    """Bytes and operations of a model, or of the part that one tensor-parallel rank computes."""
 
-    weight_bytes: size of all weights and tables on the device. step_bytes: the part of them that each step reads. A
-    step of many tokens uses all experts.
-    token_flop: operations in the layers for one token, without attention. head_flop: operations for one row of logits.
-    """
-
-    weight_bytes: int
-    step_bytes: int
-    token_flop: float
-    head_flop: float
+    weight_bytes: int  # Size of all weights and tables on the device.
+    step_bytes: int  # The part of them that each step reads. A step of many tokens uses all experts.
+    token_flop: float  # Operations in the layers for one token, without attention.
+    head_flop: float  # Operations for one row of logits.
     is_quantized: bool
 
 
@@ -73,16 +68,13 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
 
 @dataclass(frozen=True, slots=True)
 class _ExpertCounts:
-    """Counts over all layers, for one rank.
+    """Counts over all layers, for one rank."""
 
-    numbers, rows: elements and rows of the experts' weights. numbers_of_token: elements that one token is multiplied
-    with. router_numbers: elements of the routers.
-    """
-
+    # Elements and rows of the experts' weights.
     numbers: int = 0
     rows: int = 0
-    numbers_of_token: int = 0
-    router_numbers: int = 0
+    numbers_of_token: int = 0  # Elements that one token is multiplied with.
+    router_numbers: int = 0  # Elements of the routers.
 
 
 def _count_experts(model: ModelConfig, num_ranks: int) -> _ExpertCounts:

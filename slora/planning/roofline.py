@@ -52,33 +52,22 @@ _FLOAT32_SHARE = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """Seconds of the parts of a step.
+    """Seconds of the parts of a step."""
 
-    weights_s: reading all weights.
-    token_s: the layers' matrix products and attention for one token.
-    logits_s: the matrix product for one row of logits.
-    context_token_s: reading the KV of one token of context.
-    lora_s: fixed time of shrink and expand in a step with adapters.
-    adapter_byte_s: reading one byte of a distinct adapter.
-    launch_s: launching an unrecorded step. lora_launch_s: launching its LoRA kernels.
-    recorded_tokens: maximum number of tokens in a recorded step with prompts.
-    sums_s: starting the sums over tensor-parallel ranks in one step. Their bytes are part of `token_s`.
-    is_recorded: whether decode steps are recorded.
-    """
-
-    weights_s: float
-    token_s: float
-    logits_s: float
-    context_token_s: float
-    lora_s: float
-    adapter_byte_s: float
+    weights_s: float  # Reading all weights.
+    token_s: float  # The layers' matrix products and attention for one token.
+    logits_s: float  # The matrix product for one row of logits.
+    context_token_s: float  # Reading the KV of one token of context.
+    lora_s: float  # Fixed time of shrink and expand in a step with adapters.
+    adapter_byte_s: float  # Reading one byte of a distinct adapter.
     page_copy_s: float
     load_byte_s: float
-    launch_s: float
-    lora_launch_s: float
-    recorded_tokens: int = RECORDED_TOKENS
+    launch_s: float  # Launching an unrecorded step.
+    lora_launch_s: float  # Launching its LoRA kernels.
+    recorded_tokens: int = RECORDED_TOKENS  # Maximum number of tokens in a recorded step with prompts.
+    # Starting the sums over tensor-parallel ranks in one step. Their bytes are part of `token_s`.
     sums_s: float = 0.0
-    is_recorded: bool = True
+    is_recorded: bool = True  # Whether decode steps are recorded.
 
     @staticmethod
     def of(

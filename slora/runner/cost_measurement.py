@@ -44,20 +44,16 @@ _MIN_S = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class _Timings:
-    """Seconds of single steps, each the shortest of a few runs.
+    """Seconds of single steps, each the shortest of a few runs."""
 
-    one_row: one decoding row. rows: `num_rows` decoding rows.
-    long_rows: `num_rows` decoding rows with `context_tokens` tokens of context each.
-    prefill: a prefill of `prefill_tokens` tokens. page_copy_s, load_byte_s: as in CostModel.
-    """
-
-    one_row: float
-    rows: float
+    one_row: float  # One decoding row.
+    rows: float  # `num_rows` decoding rows.
     num_rows: int
-    long_rows: float
+    long_rows: float  # `num_rows` decoding rows with `context_tokens` tokens of context each.
     context_tokens: int
-    prefill: float
+    prefill: float  # A prefill of `prefill_tokens` tokens.
     prefill_tokens: int
+    # As in CostModel.
     page_copy_s: float
     load_byte_s: float
 

@@ -5,22 +5,18 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """The facts that `slora.runner.device_probe` finds.
+    """The facts that `slora.runner.device_probe` finds."""
 
-    type: `cpu` or `cuda`. AMD GPUs also have the type `cuda`. device: a readable name.
-    num_gpus: number of GPUs that torch sees. num_threads: number of threads that torch uses on a CPU.
-    torch, triton, numba: versions; None if the package is not installed.
-    total_bytes, free_bytes: memory of the GPU; None on a CPU.
-    """
-
-    type: str
-    device: str
-    num_gpus: int
+    type: str  # `cpu` or `cuda`. AMD GPUs also have the type `cuda`.
+    device: str  # A readable name.
+    num_gpus: int  # Number of GPUs that torch sees.
     kernels: str
+    # Versions; None if the package is not installed.
     torch: str
     triton: str | None
     numba: str | None
-    num_threads: int
+    num_threads: int  # Number of threads that torch uses on a CPU.
+    # Memory of the GPU; None on a CPU.
     total_bytes: int | None = None
     free_bytes: int | None = None
 

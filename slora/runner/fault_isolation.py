@@ -26,15 +26,12 @@ _MAX_RUNS = 64
 
 @dataclass(slots=True)
 class StepResult:
-    """The outcome of a step.
+    """The outcome of a step."""
 
-    sampled: one token per sequence in the `sampled_sequences` of the chunks that were computed, in order.
-    culprits: chunks that fail when they are computed alone.
-    given_up: chunks that were not isolated within the limit of runs.
-    """
-
+    # One token per sequence in the `sampled_sequences` of the chunks that were computed, in order.
     sampled: list[SampledToken] = field(default_factory=list)
-    culprits: list[Chunk] = field(default_factory=list)
+    culprits: list[Chunk] = field(default_factory=list)  # Chunks that fail when they are computed alone.
+    # Chunks that were not isolated within the limit of runs.
     given_up: list[Chunk] = field(default_factory=list)
 
 

@@ -115,14 +115,11 @@ Matrix = npt.NDArray[np.float64]
 
 
 class _Timing(NamedTuple):
-    """How long one step took for computing, for swapping or for loading.
+    """How long one step took for computing, for swapping or for loading."""
 
-    units: how often each cost occurred, in the order of CostModel. seconds: their total time. at_s: time of the timing.
-    """
-
-    units: tuple[int, ...]
-    seconds: float
-    at_s: float
+    units: tuple[int, ...]  # How often each cost occurred, in the order of CostModel.
+    seconds: float  # Their total time.
+    at_s: float  # Time of the timing.
 
 
 class LearnedCosts:

@@ -104,13 +104,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class RunningStep:
-    """A launched step, which the device may still compute.
-
-    swap_s, load_s: seconds that the step needed to swap pages and to load adapters. On a GPU they include only the
-    launch of the copies.
-    """
+    """A launched step, which the device may still compute."""
 
     read: ReadTokens = list
+    # Seconds that the step needed to swap pages and to load adapters. On a GPU they include only the launch of the
+    # copies.
     swap_s: float = 0.0
     load_s: float = 0.0
     events: list[torch.cuda.Event] = field(default_factory=list)

@@ -57,33 +57,25 @@ _MIN_DECODE_TILE, _MIN_CHUNK_TILE = 16, 32
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """The properties of a layer of LoRA work that determine its kernel launches.
+    """The properties of a layer of LoRA work that determine its kernel launches."""
 
-    rank: upper bound of the total rank at one site.
-    tile_tokens: upper bound of the tokens in a tile.
-    decode_tiles, other_tiles: padded numbers of tiles.
-    """
-
-    rank: int
-    tile_tokens: int
+    rank: int  # Upper bound of the total rank at one site.
+    tile_tokens: int  # Upper bound of the tokens in a tile.
+    # Padded numbers of tiles.
     decode_tiles: int
     other_tiles: int
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The properties of a step that determine its kernel launches.
+    """The properties of a step that determine its kernel launches."""
 
-    tokens, sequences: padded numbers; equal if all sequences decode.
-    context: upper bound of the longest context, in tokens.
-    lora: one entry for each layer of LoRA work; empty without adapters.
-    """
-
+    # Padded numbers; equal if all sequences decode.
     tokens: int
     sequences: int
     only_decodes: bool
-    context: int
-    lora: tuple[LayerShape, ...] = ()
+    context: int  # Upper bound of the longest context, in tokens.
+    lora: tuple[LayerShape, ...] = ()  # One entry for each layer of LoRA work; empty without adapters.
 
 
 class StepGraphs:
@@ -215,10 +207,7 @@ def _round_up(count: int, least: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """The static inputs of the graphs, as large as the largest step. The fields are those of StepBatch.
-
-    tiles, weights: one row for each layer of LoRA work.
-    """
+    """The static inputs of the graphs, as large as the largest step. The fields are those of StepBatch."""
 
     token_ids: Tensor
     positions: Tensor
@@ -227,6 +216,7 @@ class _Buffers:
     context_lens: Tensor
     block_tables: Tensor
     output_rows: Tensor
+    # One row for each layer of LoRA work.
     tiles: Tensor
     weights: Tensor
 

@@ -21,22 +21,14 @@ from slora_adapters.version import AdapterVersion
 
 
 class _Needs(NamedTuple):
-    """What a sequence needs to be admitted.
+    """What a sequence needs to be admitted."""
 
-    num_cached_blocks: number of leading blocks that the prefix cache covers.
-    num_tokens: number of tokens in the first chunk.
-    num_reserved_tokens: number of tokens for which pages are allocated.
-    new_pages: number of pages that must be free.
-    num_more_held: number of additional pages that the tenant will hold.
-    to_load: the sequence's adapters that are on the host but not in the pool.
-    """
-
-    num_cached_blocks: int
-    num_tokens: int
-    num_reserved_tokens: int
-    new_pages: int
-    num_more_held: int
-    to_load: list[AdapterVersion]
+    num_cached_blocks: int  # Number of leading blocks that the prefix cache covers.
+    num_tokens: int  # Number of tokens in the first chunk.
+    num_reserved_tokens: int  # Number of tokens for which pages are allocated.
+    new_pages: int  # Number of pages that must be free.
+    num_more_held: int  # Number of additional pages that the tenant will hold.
+    to_load: list[AdapterVersion]  # The sequence's adapters that are on the host but not in the pool.
 
 
 class Admission:

@@ -30,17 +30,13 @@ class Proposal(NamedTuple):
 
     They include at least `width` continuations that do not end the beam, and every continuation that ranks before
     these.
-
-    token_ids: one per continuation.
-    scores: log-probability plus the biases and penalties of the request; a continuation with minus infinity is never
-        used.
-    logprobs: log-probabilities from the model's own logits.
-    top: (token id, logprob) of the most probable tokens; None unless the request asks for log-probabilities.
     """
 
-    token_ids: list[int]
+    token_ids: list[int]  # One per continuation.
+    # Log-probability plus the biases and penalties of the request; a continuation with minus infinity is never used.
     scores: list[float]
-    logprobs: list[float]
+    logprobs: list[float]  # Log-probabilities from the model's own logits.
+    # (token id, logprob) of the most probable tokens; None unless the request asks for log-probabilities.
     top: tuple[tuple[int, float], ...] | None = None
 
 
@@ -64,26 +60,18 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class NextBeams:
-    """The beams after a step.
+    """The beams after a step."""
 
-    kept: beam -> its next token, for beams that continue.
-    forks: further continuations of kept beams.
-    dropped: beams that no continuation extends; forks may reuse their numbers.
-    """
-
-    kept: dict[int, int]
-    forks: list[Fork]
-    dropped: list[int]
+    kept: dict[int, int]  # Beam -> its next token, for beams that continue.
+    forks: list[Fork]  # Further continuations of kept beams.
+    dropped: list[int]  # Beams that no continuation extends; forks may reuse their numbers.
 
 
 @dataclass(frozen=True, slots=True)
 class _Beam:
-    """The last token of a beam, linked to the beam that it extends. The first beam is the prompt and has no token.
+    """The last token of a beam, linked to the beam that it extends. The first beam is the prompt and has no token."""
 
-    total: sum of the log-probabilities so far.
-    """
-
-    total: float = 0.0
+    total: float = 0.0  # Sum of the log-probabilities so far.
     token_id: int = 0
     logprobs: TokenLogprobs | None = None
     parent: "_Beam | None" = None

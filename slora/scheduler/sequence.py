@@ -120,14 +120,10 @@ MAX_REPEAT_PREEMPTIONS = 3
 
 
 class SwappedBlocks(NamedTuple):
-    """The swapped KV of tokens [0, num_computed).
+    """The swapped KV of tokens [0, num_computed)."""
 
-    host_pages: the host pages of blocks num_freed, num_freed + 1, and so on, in order.
-    num_freed: number of leading blocks that lie behind the sliding window and were not saved.
-    """
-
-    host_pages: list[int]
-    num_freed: int
+    host_pages: list[int]  # The host pages of blocks num_freed, num_freed + 1, and so on, in order.
+    num_freed: int  # Number of leading blocks that lie behind the sliding window and were not saved.
     num_computed: int
 
 
@@ -141,18 +137,14 @@ class AdapterSlot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class PooledPrompt:
-    """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_rows` adds to it.
+    """The sum of a prompt's hidden states so far. Only `slora.sampling.prompt_rows` adds to it."""
 
-    next_token: the first token whose hidden state is still needed. Tokens before it may be computed again, after a
-        preemption for example, but are not added again.
-    count: number of hidden states in the complete sum.
-    total: the sum, a float32 tensor [H] on the model's device; None before the first chunk.
-    embedding: the result, once the sum is complete; None also if a hidden state was not finite.
-    """
-
+    # The first token whose hidden state is still needed. Tokens before it may be computed again, after a preemption
+    # for example, but are not added again.
     next_token: int
-    count: int
-    total: Any = None
+    count: int  # Number of hidden states in the complete sum.
+    total: Any = None  # The sum, a float32 tensor [H] on the model's device; None before the first chunk.
+    # The result, once the sum is complete; None also if a hidden state was not finite.
     embedding: bytes | None = None
 
     @staticmethod
@@ -165,25 +157,7 @@ class PooledPrompt:
 
 
 class Sequence:
-    """The state of one choice or one beam of a request.
-
-    max_tokens: the request's value; if the request sets none, as many as the context and the pool allow.
-    index: the number of this choice or beam within the request.
-    num_choices: number of choices that start when the prompt is computed; 1 afterwards and in the forks.
-    max_chunk_tokens: maximum number of tokens that one step may compute. With larger chunks, the sequence's pages might
-        not fit into the pool.
-    uses_long_rope: whether K is rotated with the long factors of a longrope model.
-    num_cached: prompt tokens that the prefix cache held when the sequence was first admitted.
-    slots: where `residents` are in the kernels' tables.
-    usage, times: counters and times of the request, which all of its sequences share.
-    last_token_at: time of the last token, on the clock of `Scheduler.schedule`; None before the first token.
-    len_at_preemption: number of tokens at the last preemption.
-    num_repeat_preemptions: number of preemptions since the sequence last gained a token.
-    mask_s: CPU seconds of the last mask.
-    draft_state: None before the first draft.
-    num_deferrals: number of steps since the last token that deferred the sequence; see `token_masks`.
-    num_failed_steps: number of steps that failed to move adapters or KV of the sequence into the pool.
-    """
+    """The state of one choice or one beam of a request."""
 
     __slots__ = (
         "arrival",
@@ -238,13 +212,16 @@ class Sequence:
         block_tokens: int,
     ) -> None:
         self.arrival = next(_arrivals)
-        self.index = 0
+        self.index = 0  # The number of this choice or beam within the request.
+        # Number of choices that start when the prompt is computed; 1 afterwards and in the forks.
         self.num_choices = request.sampling.width
         self.request = request
         self.tenant = tenant
-        self.usage = UsageCounter()
+        self.usage = UsageCounter()  # Counters and times of the request, which all of its sequences share.
         self.times = RequestTimes()
+        # Time of the last token, on the clock of `Scheduler.schedule`.
         self.last_token_at: float | None = None
+        # The request's value; if it sets none, as many as the context and the pool allow.
         self.max_tokens = max_tokens
         self.stop_ids = stop_ids
         self.seed = seed
@@ -252,25 +229,31 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
         self.num_pending = 0
-        self.num_cached = 0
+        self.num_cached = 0  # Prompt tokens that the prefix cache held when the sequence was first admitted.
         self.num_charged = 0
-        self.num_preemptions = self.num_repeat_preemptions = self.len_at_preemption = 0
+        self.num_preemptions = 0
+        self.num_repeat_preemptions = 0  # Since the sequence last gained a token.
+        self.len_at_preemption = 0  # Number of tokens at the last preemption.
+        # Number of steps that failed to move adapters or KV of the sequence into the pool.
         self.num_failed_steps = 0
         self.blocks = BlockTable(block_tokens)
         self.block_keys: list[bytes] = []
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
         self.residents: tuple[Resident, ...] = ()
-        self.slots: tuple[AdapterSlot, ...] = ()
+        self.slots: tuple[AdapterSlot, ...] = ()  # Where `residents` are in the kernels' tables.
         self.matcher: Matcher | None = TokenFilter.of(request.sampling)
-        self.mask_s = 0.0
+        self.mask_s = 0.0  # CPU seconds of the last mask.
+        # Number of steps since the last token that deferred the sequence; see `token_masks`.
         self.num_deferrals = 0
-        self.draft_state: DraftState | None = None
+        self.draft_state: DraftState | None = None  # None before the first draft.
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0
         self.is_running = False
+        # Maximum number of tokens that one step may compute. With larger chunks, the sequence's pages might not fit
+        # into the pool.
         self.max_chunk_tokens = len(self.token_ids)
-        self.uses_long_rope = False
+        self.uses_long_rope = False  # Whether K is rotated with the long factors of a longrope model.
         wanted = request.sampling.prompt_logprobs is not None
         # The first token has no log-probability: no token precedes it.
         self.scores: list[TokenLogprobs | None] = [None] if wanted else []

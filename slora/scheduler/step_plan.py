@@ -16,12 +16,7 @@ from slora.scheduler.sequence import AdapterSlot, Sequence
 class Chunk(NamedTuple):
     """Tokens `[start, start + num_tokens)` of a sequence, computed in this step.
 
-    samples: whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
-    forks: further choices of the request that start here; each samples its own token from the same row of logits.
     A chunk of one token may be planned before the token's id is known (`Sequence.num_pending`).
-    drafts: guesses of the tokens after the sequence's last token. They are the last tokens of the chunk, and a token is
-        sampled after the sequence's last token and after each draft. A chunk with drafts has no forks.
-    slots: where the adapters are at planning time; empty for the base model.
 
     A NamedTuple, because a step creates hundreds of chunks, and creating a frozen dataclass takes three times as long.
     """
@@ -29,9 +24,13 @@ class Chunk(NamedTuple):
     sequence: Sequence
     start: int
     num_tokens: int
+    # Whether the chunk reaches the last token of a sequence that is continued, so that a new token is sampled.
     samples: bool
-    slots: tuple[AdapterSlot, ...]
+    slots: tuple[AdapterSlot, ...]  # Where the adapters are at planning time; empty for the base model.
+    # Further choices of the request that start here; each samples its own token from the same row of logits.
     forks: tuple[Sequence, ...] = ()
+    # Guesses of the tokens after the sequence's last token. They are the last tokens of the chunk, and a token is
+    # sampled after the sequence's last token and after each draft. A chunk with drafts has no forks.
     drafts: tuple[int, ...] = ()
 
     @property
@@ -63,24 +62,19 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The work of one step: the chunks that it computes and the bytes that it copies.
+    """The work of one step: the chunks that it computes and the bytes that it copies."""
 
-    chunks: sorted by slots and weights, so that tokens with the same adapters and weights are contiguous.
-    loads: adapter slices to copy from the host.
-    swaps_out: (page, host page). These copies run first, because this step may write new content to the pages.
-    copies: (source page, target page). These copies run second, because this step may write new content to the
-        sources.
-    swaps_in: (host page, page).
-    rows_to_write: sequences that were given a row of the sampling table in this step.
-    ended: outputs of requests that ended before they could run, for example because their adapter could not be fetched.
-    """
-
+    # Sorted by slots and weights, so that tokens with the same adapters and weights are contiguous.
     chunks: list[Chunk] = field(default_factory=list)
-    loads: list[AdapterLoad] = field(default_factory=list)
+    loads: list[AdapterLoad] = field(default_factory=list)  # Adapter slices to copy from the host.
+    # (page, host page). These copies run first, because this step may write new content to the pages.
     swaps_out: list[tuple[int, int]] = field(default_factory=list)
+    # (source page, target page). These copies run second, because this step may write new content to the sources.
     copies: list[tuple[int, int]] = field(default_factory=list)
-    swaps_in: list[tuple[int, int]] = field(default_factory=list)
+    swaps_in: list[tuple[int, int]] = field(default_factory=list)  # (host page, page).
+    # Sequences that were given a row of the sampling table in this step.
     rows_to_write: list[Sequence] = field(default_factory=list)
+    # Outputs of requests that ended before they could run, for example because their adapter could not be fetched.
     ended: list[StepOutput] = field(default_factory=list)
 
     @property
@@ -138,15 +132,11 @@ class StepPlan:
 
 
 class SampledToken(NamedTuple):
-    """The token sampled for one entry of a chunk's `sampled_sequences`.
+    """The token sampled for one entry of a chunk's `sampled_sequences`."""
 
-    token_id: None if the logits were not finite.
-    proposal: the continuations that a beam proposes; None for other sequences.
-    is_deferred: the step's time for masks ran out before this sequence, so there is no token. The next step computes
-        the sequence's last token again.
-    """
-
-    token_id: int | None
+    token_id: int | None  # None if the logits were not finite.
     logprobs: TokenLogprobs | None = None
-    proposal: Proposal | None = None
+    proposal: Proposal | None = None  # The continuations that a beam proposes; None for other sequences.
+    # The step's time for masks ran out before this sequence, so there is no token. The next step computes the
+    # sequence's last token again.
     is_deferred: bool = False
