@@ -154,7 +154,8 @@ def test_the_number_of_kept_timings_is_bounded() -> None:
 
 def test_initial_costs_are_clamped_to_the_bounds() -> None:
     learned = LearnedCosts(replace(TRUTH, decode_s=0.0, step_s=1e9), BOUNDS)
-    assert learned.decode_s == TRUTH.token_s and learned.step_s == BOUNDS.upper.step_s
+    costs = learned.current
+    assert costs.decode_s == TRUTH.token_s and costs.step_s == BOUNDS.upper.step_s
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
