@@ -12,8 +12,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from slora_api.completions.service_terms import BACKGROUND_ID
 from slora_api.core.errors import ApiError, TenantSuspended, describe_error
+from slora_api.core.request_context import BACKGROUND_ID
 from slora_api.keys.key_record import KeyRecord
 from slora_api.keys.running_requests import RunningRequests
 

@@ -1,24 +1,26 @@
 """Sends the answers to a request to the client, either as one JSON body or as server-sent events."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
 from itertools import chain
-
-from fastapi import Request
+from typing import Any
 
 from slora.text.answer import Answer, Completion, CompletionDelta
+from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.completions.answer_format import AnswerFormat, Usage
 from slora_api.completions.answer_timing import timing_headers, timing_object
-from slora_api.completions.generation import Generator
+from slora_api.completions.completion_stream import compute_answers
+from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import PromptEchoes
+from slora_api.completions.prompt_tokenizer import encode_chat, render_chat
+from slora_api.completions.prompts import ConversationRequest
 from slora_api.completions.schemas import AnswerFields
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 from slora_api.http.json_slices import write_json
 from slora_api.http.parted_response import PartedResponse
-from slora_api.http.sse import EventStream, hold_head, unless_disconnected
-from slora_api.quotas.quota_meter import RequestMeter
+from slora_api.http.sse import EventStream, hold_head
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
@@ -32,43 +34,48 @@ _Deltas = AsyncGenerator[list[CompletionDelta], None]
 _Events = AsyncGenerator[bytes, None]
 
 
-async def answer_request(
-    request: Request,
-    fields: AnswerFields,
-    generator: Generator,
-    meter: RequestMeter,
-    answers: Sequence[Answer],
-    usage: Usage,
-    shape: AnswerFormat,
-    *,
-    echoes: Sequence[str] = (),
-    headers: dict[str, str],
-    writing: FairSlots,
+async def answer_call(
+    call: InferenceCall, body: AnswerFields, prepare: Callable[[], Coroutine[Any, Any, AnswerFormat]]
 ) -> AnswerResponse:
-    """Computes `answers`, one for each prompt. Returns the response that sends them to the client.
+    """Finds the model, makes the prompts, and answers them. Returns the response that sends the answers to the client.
 
-    usage: grows with the answers.
-    echoes: the texts of the prompts, if the answers repeat them.
-    writing: slots for writing long answers.
+    prepare: adds the answers to the call, and returns their format. It may be called twice, see `answer_with`.
 
-    Raises TenantBusy if too many answers of the tenant wait for a slot. Also raises ClientGone and the errors of
-    `Generator.run`.
+    Raises TenantBusy if too many answers of the tenant wait for a slot to be written. Also raises ClientGone and the
+    errors of `compute_answers`.
     """
-    deltas = generator.run(answers, meter)
-    repeated = PromptEchoes(echoes, answers, generator.tokenizer) if echoes else None
-    tenant = answers[0].request.tenant
-    if not fields.stream:
-        work = _complete(deltas, answers, repeated, usage)
-        completions = await unless_disconnected(request.receive, work)
-        write = _write_answer(shape, completions, usage, tenant, writing)
-        body = await unless_disconnected(request.receive, write)
-        return PartedResponse(body, headers | timing_headers(answers))
-    events = _events(deltas, shape, usage, answers, repeated)
-    first = await unless_disconnected(request.receive, hold_head(events))
-    return EventStream(first, events, shape.failure, headers, shape.keep_alive)
+
+    async def answer() -> AnswerResponse:
+        shape = await call.until_gone(prepare())
+        is_read = call.syntax is not None and not call.answers[0].request.sampling.use_beam_search
+        usage = Usage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
+        deltas = compute_answers(call)
+        if not body.stream:
+            completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
+            writing = write_answer(shape, completions, usage, call.tenant, call.services.writing)
+            parts = await call.until_gone(writing)
+            return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
+        events = write_events(deltas, shape, usage, call.answers, call.echoes)
+        first = await call.until_gone(hold_head(events))
+        return EventStream(first, events, shape.failure, call.model.headers, shape.keep_alive)
+
+    return await call.answer_with(body, answer)
 
 
-async def _write_answer(
+async def count_chat_tokens(call: InferenceCall, body: ConversationRequest) -> int:
+    """Returns how many tokens the prompt of a conversation has. Counts a request without tokens."""
+    await call.meter.count_request()
+    await call.find_model(body.model)
+
+    async def encode() -> list[int]:
+        field = body.messages_field
+        text, _ = await render_chat(call, body.chat_messages, body.shown_tools, body, field)
+        return await encode_chat(call, text, body, field)
+
+    return len(await call.until_gone(encode()))
+
+
+async def write_answer(
     shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, writing: FairSlots
 ) -> list[bytes]:
     """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, because 530 KB of
@@ -95,7 +102,7 @@ async def _complete(
     return completions if echoes is None else await echoes.prepend_to(completions)
 
 
-async def _events(
+async def write_events(
     deltas: _Deltas,
     shape: AnswerFormat,
     usage: Usage,

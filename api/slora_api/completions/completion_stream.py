@@ -3,10 +3,11 @@
 Each prompt has one stream, and the streams of a request are merged into one. Closing a stream early, or cancelling a
 task that waits for the stream, aborts the engine request of that stream.
 
-This module does not depend on HTTP or JSON.
+This module does not depend on JSON.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from typing import Self
@@ -14,13 +15,13 @@ from typing import Self
 from slora.client.client import EngineClient
 from slora.core.request import TokenDelta
 from slora.text.answer import Answer, CompletionDelta
+from slora_api.completions.inference_call import InferenceCall
+from slora_api.completions.prompt_echo import TOKENS_AT_ONCE
+from slora_api.usage.usage_recorder import OpenRequest
 
 # The maximum number of lists of deltas per stream that wait for a slow reader. If this many lists wait, no further list
 # is taken from the engine.
 _QUEUE_LISTS = 16
-# The maximum number of tokens in one delta with log-probabilities. With 20 alternatives for each token, 64 tokens would
-# block the event loop for 7 ms: 4 ms for looking up the texts, and 3 ms for writing the JSON.
-TOKENS_AT_ONCE = 32
 
 
 async def stream_completion(
@@ -50,6 +51,50 @@ async def stream_completion(
                         await asyncio.sleep(0)
                 if answer.is_over:
                     return
+
+
+async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[CompletionDelta], None]:
+    """Fills the answers of a request and streams the deltas as they arrive, in lists that are never empty. Closing the
+    stream early aborts the engine requests of all answers.
+
+    The stream ends when the usage of all engine requests is durable and the answers have their timing.
+
+    Raises the errors of the meter, the limiter, the engine and the usage journal. After an error, no engine request is
+    left running.
+    """
+    generator, answers = call.services.generator, call.answers
+    generator.usage.check()
+    started_at = time.perf_counter()
+    is_background = call.background_id is not None
+    width, width_param = answers[0].request.sampling.width, answers[0].request.sampling.width_param
+    answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
+    sent: dict[int, OpenRequest] = {}
+
+    def open_usage(answer: Answer) -> None:
+        sent[answer.index] = generator.usage.open(answer, spending.open())
+
+    async with call.meter.hold(
+        call.num_prompt_tokens, answer_tokens, len(answers) * width, width_param
+    ) as spending:
+        with generator.hold_permits(
+            call.tenant, len(answers), width, width_param, is_background=is_background
+        ):
+            streams = [stream_completion(generator.client, answer, open_usage) for answer in answers]
+            seen_first = is_background
+            async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
+                async for arrived in deltas:
+                    if not seen_first:
+                        seen_first = True
+                        generator.metrics.first_token(time.perf_counter() - started_at)
+                    if not is_background:
+                        for delta in arrived:
+                            if delta.finish_reason is not None:
+                                seconds = time.perf_counter() - started_at
+                                generator.metrics.finished(delta.finish_reason, seconds)
+                    yield arrived
+            await generator.usage.wait(list(sent.values()))
+    for answer in answers:
+        answer.timing = sent[answer.index].timing
 
 
 def _split(delta: TokenDelta) -> Iterator[TokenDelta]:

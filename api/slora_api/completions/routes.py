@@ -2,29 +2,28 @@
 
 from fastapi import APIRouter, Request, Response
 
-from slora_api.adapters.served_model import ServedModel
 from slora_api.chat.chat_parts import ChatParts
-from slora_api.completions.answer_format import ChatFormat, CompletionFormat, LogprobsFormat
+from slora_api.completions.answer_format import AnswerFormat, ChatFormat, CompletionFormat, LogprobsFormat
 from slora_api.completions.answer_objects import (
     ChatCompletion,
     ChatCompletionChunk,
     Completion,
     CompletionChunk,
 )
-from slora_api.completions.answers import ANSWER_ERRORS, Prepared, answer_prompts
-from slora_api.completions.prompts import PromptMaker
+from slora_api.completions.answering import answer_call
+from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
+from slora_api.completions.prompts import add_completion_answers, add_conversation_answer
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
-from slora_api.http.json_body import read_json
 from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import Services, Wired, open_meter
+from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
 
-def _logprobs_format(services: Services, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
+def _logprobs_format(call: InferenceCall, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
     return LogprobsFormat(
-        services.generator.tokenizer,
+        call.services.generator.tokenizer,
         body.count_listed(num_top),
         body.prompt_logprobs,
         shows_ids=bool(body.return_tokens_as_token_ids),
@@ -39,21 +38,20 @@ def _logprobs_format(services: Services, body: GenerationFields, num_top: int | 
 )
 async def complete(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Continues one or several prompts."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, CompletionRequest.read_body, bounds, bounds.completion_json)
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(CompletionRequest.read_body, call.bounds.completion_json)
 
-    async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
-        prompts = await maker.completion_prompts(body)
-        shape = CompletionFormat(
-            model.asked_for,
+    async def prepare() -> AnswerFormat:
+        await add_completion_answers(call, body)
+        return CompletionFormat(
+            call.model.asked_for,
             body,
-            _logprobs_format(services, body, body.logprobs),
-            [prompt.token_ids for prompt in prompts],
-            prompts[0].sampling.num_choices,
+            _logprobs_format(call, body, body.logprobs),
+            [answer.request.prompt_token_ids for answer in call.answers],
+            call.answers[0].request.sampling.num_choices,
         )
-        return prompts, shape
 
-    return await answer_prompts(request, body, key, meter, services, prepare)
+    return await answer_call(call, body, prepare)
 
 
 @router.post(
@@ -64,25 +62,25 @@ async def complete(request: Request, key: InferenceKey, services: Wired) -> Resp
 )
 async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ChatRequest.read_body, bounds, bounds.chat_json)
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(ChatRequest.read_body, call.bounds.chat_json)
 
-    async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
-        prompt = await maker.conversation_prompt(body)
-        shape = ChatFormat(
-            model.asked_for,
-            body,
-            _logprobs_format(services, body, body.num_top_logprobs),
-            prompt.token_ids,
-            prompt.sampling.num_choices,
-            None
-            if prompt.syntax is None
-            else ChatParts(
-                prompt.syntax,
+    async def prepare() -> AnswerFormat:
+        asked = (await add_conversation_answer(call, body)).request
+        parts = None
+        if call.syntax is not None:
+            parts = ChatParts(
+                call.syntax,
                 shows_reasoning=body.include_reasoning is not False,
                 is_legacy=body.is_legacy,
-            ),
+            )
+        return ChatFormat(
+            call.model.asked_for,
+            body,
+            _logprobs_format(call, body, body.num_top_logprobs),
+            asked.prompt_token_ids,
+            asked.sampling.num_choices,
+            parts,
         )
-        return [prompt], shape
 
-    return await answer_prompts(request, body, key, meter, services, prepare)
+    return await answer_call(call, body, prepare)

@@ -16,6 +16,8 @@ from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 # The field of a request's state that holds the error which has ended the request. A stream sends this error as its last
 # event.
 ENDED_BY = "ended_by"
+# The batch runner passes the id of a batch line under this key in the request's state. Clients cannot set it.
+BACKGROUND_ID = "background_id"
 
 
 class RequestSpan(Protocol):

@@ -5,11 +5,15 @@ sending the next input. So a large request never holds more permits or sequences
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 
-from slora.core.request import EngineRequest
+from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, Pooling
+from slora_api.completions.inference_call import InferenceCall
 from slora_api.http.json_slices import LongList
+from slora_api.usage.usage_recorder import OpenRequest
 
 # This many short texts are enough to fill the token budget of a step. By default, one tenant may have four times as
 # many answers in progress.
@@ -18,7 +22,7 @@ _MAX_LANES = 64
 
 @dataclass(slots=True)
 class EmbeddedInput:
-    """One input of a request. embedding: what `encode` of `Generator.embed` returned; None until the engine has
+    """One input of a request. embedding: what `encode` of `compute_embeddings` returned; None until the engine has
     returned the embedding.
 
     num_cached, num_generated: token counts that `UsageRecorder` reads. Both stay 0, because an embedding arrives all at
@@ -64,3 +68,43 @@ async def run_lanes(
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
     return inputs
+
+
+async def compute_embeddings(
+    call: InferenceCall,
+    inputs: Sequence[list[int]],
+    pooling: Pooling,
+    encode: Callable[[bytes], str | LongList | bytes],
+) -> list[EmbeddedInput]:
+    """Computes the embeddings of a request. Returns the inputs, in order, as soon as the usage of all of them is
+    durable.
+
+    inputs: the token ids of each input. encode: called with each embedding as it arrives.
+
+    Raises the same errors as `compute_answers`. After an error, no engine request is left running.
+    """
+    generator = call.services.generator
+    generator.usage.check()
+    started_at = time.perf_counter()
+    is_background = call.background_id is not None
+    num_lanes = count_lanes(len(inputs), call.bounds.prompts, call.meter.most_answers)
+    requests = (
+        call.engine_request(index, token_ids, NOT_SAMPLED, pooling) for index, token_ids in enumerate(inputs)
+    )
+    sent: list[OpenRequest] = []
+
+    async def compute(one: EmbeddedInput) -> None:
+        sent.append(generator.usage.open(one, spending.open()))
+        async with aclosing(generator.client.generate(one.request)) as deltas:
+            async for arrived in deltas:
+                for delta in arrived:
+                    assert delta.embedding is not None, "the only delta has the embedding"
+                    one.embedding = encode(delta.embedding)
+        if not is_background:
+            generator.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
+
+    async with call.meter.hold(sum(map(len, inputs)), 0, num_lanes, "input") as spending:
+        with generator.hold_permits(call.tenant, num_lanes, 1, "input", is_background=is_background):
+            embedded = await run_lanes(requests, num_lanes, compute)
+            await generator.usage.wait(sent)
+    return embedded

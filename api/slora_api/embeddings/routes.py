@@ -10,9 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from slora.core.request import Pooling, PoolingKind
 from slora_api.adapters.served_model import ServedModel
-from slora_api.completions.answers import ANSWER_ERRORS, answer_with, prompt_maker
-from slora_api.completions.generation import embedding_requests
-from slora_api.completions.service_terms import ServiceTerms, background_id
+from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
+from slora_api.completions.prompts import embedding_inputs
 from slora_api.embeddings.embedding_format import (
     EmbeddingList,
     RerankedList,
@@ -21,17 +20,13 @@ from slora_api.embeddings.embedding_format import (
     encode_embedding,
     format_embeddings,
 )
-from slora_api.embeddings.embedding_run import EmbeddedInput, count_lanes
+from slora_api.embeddings.embedding_run import EmbeddedInput, compute_embeddings
 from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from slora_api.http.json_body import read_json
 from slora_api.http.json_slices import LongList, write_json
 from slora_api.http.openapi import json_body
 from slora_api.http.parted_response import PartedResponse
-from slora_api.http.sse import unless_disconnected
 from slora_api.keys.authentication import InferenceKey
-from slora_api.keys.key_record import KeyRecord
-from slora_api.quotas.quota_meter import RequestMeter
-from slora_api.serve.services import Services, Wired, open_meter
+from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["embeddings"])
 
@@ -44,14 +39,14 @@ router = APIRouter(tags=["embeddings"])
 )
 async def embed(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Computes the embedding of one or several inputs."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, EmbeddingRequest.read_body, bounds, bounds.completion_json)
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(EmbeddingRequest.read_body, call.bounds.completion_json)
     encode = partial(encode_embedding, is_base64=body.is_base64)
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
         return format_embeddings(model.asked_for, [one.embedding for one in inputs], num_tokens)
 
-    return await _answer(request, body, key, meter, services, encode, write)
+    return await _answer(call, body, encode, write)
 
 
 @router.post(
@@ -59,8 +54,8 @@ async def embed(request: Request, key: InferenceKey, services: Wired) -> Respons
 )
 async def score(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Compares texts by the cosine of their embeddings."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, ScoreRequest.read_body, bounds, bounds.completion_json)
+    call = await InferenceCall.open(request, key, services)
+    sent = await call.read(ScoreRequest.read_body, call.bounds.completion_json)
     num_first = len(sent.text_1)
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
@@ -74,7 +69,7 @@ async def score(request: Request, key: InferenceKey, services: Wired) -> Respons
         }
 
     body = sent.embedding_request([*sent.text_1, *sent.text_2])
-    return await _answer(request, body, key, meter, services, bytes, write)
+    return await _answer(call, body, bytes, write)
 
 
 @router.post("/rerank", response_model=RerankedList, include_in_schema=False)
@@ -86,8 +81,8 @@ async def score(request: Request, key: InferenceKey, services: Wired) -> Respons
 )
 async def rerank(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Orders documents by the cosine of their embeddings with that of a query, the nearest first."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    sent = await read_json(request, RerankRequest.read_body, bounds, bounds.completion_json)
+    call = await InferenceCall.open(request, key, services)
+    sent = await call.read(RerankRequest.read_body, call.bounds.completion_json)
     texts = [document.text for document in sent.documents]
 
     def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
@@ -102,7 +97,7 @@ async def rerank(request: Request, key: InferenceKey, services: Wired) -> Respon
         return _envelope("rerank", model, num_tokens) | {"results": results}
 
     body = sent.embedding_request([sent.query, *texts])
-    return await _answer(request, body, key, meter, services, bytes, write)
+    return await _answer(call, body, bytes, write)
 
 
 def _envelope(prefix: str, model: ServedModel, num_tokens: int) -> dict[str, Any]:
@@ -118,37 +113,22 @@ _Write = Callable[[ServedModel, list[EmbeddedInput], int], dict[str, Any]]
 
 
 async def _answer(
-    request: Request,
+    call: InferenceCall,
     body: EmbeddingRequest,
-    key: KeyRecord,
-    meter: RequestMeter,
-    services: Services,
     encode: Callable[[bytes], str | LongList | bytes],
     write: _Write,
 ) -> Response:
     """Computes the embeddings of a request, and answers with what `write` makes of them."""
 
-    async def answer(model: ServedModel) -> Response:
-        terms = ServiceTerms(
-            key.tenant, key.key_id, key.share, body.priority or 0, background_id=background_id(request)
-        )
-        maker = prompt_maker(request, terms, meter, services, model)
+    async def compute() -> list[bytes]:
+        kind = PoolingKind(body.pooling or call.services.settings.embedding_pooling)
+        pooling = Pooling(kind, body.dimensions, body.is_normalized)
+        inputs = await embedding_inputs(call, body, pooling)
+        embedded = await compute_embeddings(call, inputs, pooling, encode)
+        answer = write(call.model, embedded, sum(map(len, inputs)))
+        return await write_json(answer, call.tenant, call.services.writing)
 
-        async def compute() -> list[bytes]:
-            kind = PoolingKind(body.pooling or services.settings.embedding_pooling)
-            pooling = Pooling(kind, body.dimensions, body.is_normalized)
-            inputs = await maker.embedding_inputs(body, pooling)
-            num_tokens = sum(map(len, inputs))
-            embedded = await services.generator.embed(
-                terms,
-                embedding_requests(terms, model, inputs, pooling),
-                num_tokens,
-                count_lanes(len(inputs), services.bounds().prompts, meter.most_answers),
-                meter,
-                encode,
-            )
-            return await write_json(write(model, embedded, num_tokens), key.tenant, services.writing)
+    async def answer() -> Response:
+        return PartedResponse(await call.until_gone(compute()), call.model.headers)
 
-        return PartedResponse(await unless_disconnected(request.receive, compute()), model.headers)
-
-    return await answer_with(request, body, key, services, answer)
+    return await call.answer_with(body, answer)

@@ -2,16 +2,16 @@
 
 from fastapi import APIRouter, Request, Response
 
-from slora_api.adapters.served_model import ServedModel
-from slora_api.completions.answers import ANSWER_ERRORS, Prepared, answer_prompts, count_chat_tokens
-from slora_api.completions.prompts import PromptMaker
-from slora_api.http.json_body import read_json
+from slora_api.completions.answer_format import AnswerFormat
+from slora_api.completions.answering import answer_call, count_chat_tokens
+from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
+from slora_api.completions.prompts import add_conversation_answer
 from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.messages.messages_format import MessagesFormat
 from slora_api.messages.messages_objects import MessageEvent, MessageObject, TokenCount
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
-from slora_api.serve.services import Wired, open_meter
+from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
@@ -29,14 +29,14 @@ _EVENTS = (
 )
 async def create_message(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation in the form of Anthropic's API. The key may be sent in the header `x-api-key`."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, MessagesRequest.read_chat, bounds, bounds.chat_json)
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(MessagesRequest.read_chat, call.bounds.chat_json)
 
-    async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
-        prompt = await maker.conversation_prompt(body)
-        return [prompt], MessagesFormat(model.asked_for, body, prompt.syntax)
+    async def prepare() -> AnswerFormat:
+        await add_conversation_answer(call, body)
+        return MessagesFormat(call.model.asked_for, body, call.syntax)
 
-    return await answer_prompts(request, body, key, meter, services, prepare)
+    return await answer_call(call, body, prepare)
 
 
 @router.post(
@@ -49,6 +49,6 @@ async def count_message_tokens(request: Request, key: InferenceKey, services: Wi
     """Counts the tokens of a conversation as /v1/messages would send them to the model. For quotas, this counts as a
     request without tokens.
     """
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, CountTokensRequest.read_chat, bounds, bounds.chat_json)
-    return {"input_tokens": await count_chat_tokens(request, body, key, meter, services)}
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(CountTokensRequest.read_chat, call.bounds.chat_json)
+    return {"input_tokens": await count_chat_tokens(call, body)}

@@ -1,7 +1,7 @@
 """The body of POST /v1/responses, and its conversion to a chat.
 
-The request has those properties of `ChatRequest` that `PromptMaker` reads. Nothing is stored, so a field that refers to
-an earlier answer is refused with an error that states the remedy.
+The request has those properties of `ChatRequest` that `add_conversation_answer` reads. Nothing is stored, so a field
+that refers to an earlier answer is refused with an error that states the remedy.
 """
 
 from collections.abc import Sequence

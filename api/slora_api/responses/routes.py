@@ -2,17 +2,16 @@
 
 from fastapi import APIRouter, Request, Response
 
-from slora_api.adapters.served_model import ServedModel
-from slora_api.completions.answer_format import LogprobsFormat
-from slora_api.completions.answers import ANSWER_ERRORS, Prepared, answer_prompts, count_chat_tokens
-from slora_api.completions.prompts import PromptMaker
-from slora_api.http.json_body import read_json
+from slora_api.completions.answer_format import AnswerFormat, LogprobsFormat
+from slora_api.completions.answering import answer_call, count_chat_tokens
+from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
+from slora_api.completions.prompts import add_conversation_answer
 from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
 from slora_api.responses.responses_format import ResponsesFormat
 from slora_api.responses.responses_objects import InputTokens, ResponseEvent, ResponseObject
 from slora_api.responses.responses_request import ResponsesRequest
-from slora_api.serve.services import Wired, open_meter
+from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
@@ -30,15 +29,15 @@ _EVENTS = (
 )
 async def respond(request: Request, key: InferenceKey, services: Wired) -> Response:
     """Answers a conversation with a list of items. The server does not store the answer."""
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ResponsesRequest.read_body, bounds, bounds.chat_json)
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(ResponsesRequest.read_body, call.bounds.chat_json)
 
-    async def prepare(maker: PromptMaker, model: ServedModel) -> Prepared:
-        prompt = await maker.conversation_prompt(body)
+    async def prepare() -> AnswerFormat:
+        sampling = (await add_conversation_answer(call, body)).request.sampling
         logprobs = LogprobsFormat(services.generator.tokenizer, body.count_listed(body.num_top_logprobs))
-        return [prompt], ResponsesFormat(model.asked_for, body, prompt.sampling, logprobs, prompt.syntax)
+        return ResponsesFormat(call.model.asked_for, body, sampling, logprobs, call.syntax)
 
-    return await answer_prompts(request, body, key, meter, services, prepare)
+    return await answer_call(call, body, prepare)
 
 
 @router.post(
@@ -51,7 +50,6 @@ async def count_input_tokens(request: Request, key: InferenceKey, services: Wire
     """Counts the tokens of a request as /v1/responses would send them to the model. For quotas, this counts as a
     request without tokens.
     """
-    meter, bounds = await open_meter(request, key, services), services.bounds()
-    body = await read_json(request, ResponsesRequest.read_body, bounds, bounds.chat_json)
-    count = await count_chat_tokens(request, body, key, meter, services)
-    return {"object": "response.input_tokens", "input_tokens": count}
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(ResponsesRequest.read_body, call.bounds.chat_json)
+    return {"object": "response.input_tokens", "input_tokens": await count_chat_tokens(call, body)}

@@ -1,6 +1,5 @@
 """The objects that routes use. The composition root creates them once. A route receives them through a parameter of
-type `Wired`, the tenant that its path names through one of type `NamedTenant`, and the meter of a request that counts
-towards quotas through one of type `Metered`.
+type `Wired`, and the tenant that its path names through one of type `NamedTenant`.
 """
 
 from collections.abc import Callable, Coroutine
@@ -20,19 +19,15 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
-from slora_api.adapters.served_model import ServedModel
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
-from slora_api.completions.prompt_tokenizer import PromptTokenizer
-from slora_api.completions.service_terms import background_id
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.settings import Settings
 from slora_api.core.threads import HOUSEKEEPING, tenant_slot
-from slora_api.http.field_types import IgnoredFields
 from slora_api.http.request_bounds import RequestBounds
-from slora_api.keys.authentication import InferenceKey, Operator
+from slora_api.keys.authentication import Operator
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.running_requests import RunningRequests
@@ -40,7 +35,7 @@ from slora_api.metrics.adapter_references import AdapterReferences
 from slora_api.metrics.gateway_answer import GatewayAnswer
 from slora_api.metrics.live_feed import LiveFeed
 from slora_api.operations.engines import Engines
-from slora_api.quotas.quota_meter import QuotaMeter, RequestMeter
+from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
@@ -108,14 +103,6 @@ class Services:
         longest = self.encoder.tokenizer.longest_token_chars
         return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 
-    def prompt_tokenizer(
-        self, tenant: str, meter: RequestMeter, model: ServedModel, ignored: IgnoredFields
-    ) -> PromptTokenizer:
-        """Returns the tokenizer of one request. Raises Starting while there is no engine."""
-        return PromptTokenizer(
-            tenant, meter, model, self.encoder, self.templates, self.bounds(), self.settings, ignored
-        )
-
 
 async def _services(request: Request) -> Services:
     # This is a coroutine, because FastAPI would call any other dependency on a thread.
@@ -150,19 +137,3 @@ class TenantRoute(APIRoute):
                 return await handle(request)
 
         return handle_in_slot
-
-
-async def open_meter(request: Request, key: InferenceKey, services: Wired) -> RequestMeter:
-    """Opens the meter before the body is read, so that every answer has the meter's headers.
-
-    The busiest routes call this function instead of declaring it as a dependency, because FastAPI would resolve the
-    dependencies of this function a second time for each request.
-    """
-    is_background = background_id(request) is not None
-    meter = await services.quotas.open(key.tenant, key.key_id, is_background=is_background)
-    request.state.meter = meter
-    request.state.ignored = IgnoredFields(services.settings.unknown_fields == "ignore")
-    return meter
-
-
-Metered = Annotated[RequestMeter, Depends(open_meter)]

@@ -8,7 +8,7 @@ from slora.core.request import EngineRequest, FinishReason
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, Choice, Completion, CompletionDelta
 from slora_api.completions.answer_format import Usage
-from slora_api.completions.answering import _events, _write_answer
+from slora_api.completions.answering import write_answer, write_events
 from slora_api.core.errors import ErrorAnswer
 from slora_api.core.fair_slots import FairSlots
 
@@ -56,7 +56,7 @@ def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
         yield [CompletionDelta(0, "a", (7,))] * 7
 
     async def collect() -> list[bytes]:
-        return [events async for events in _events(arrive(), Shape(), Usage(1), [])]
+        return [events async for events in write_events(arrive(), Shape(), Usage(1), [])]
 
     sent = asyncio.run(collect())
     assert b"".join(sent) == EVENT * 7
@@ -81,7 +81,7 @@ def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_
 
     async def collect() -> None:
         answer = Answer(EngineRequest("request", "acme", [1], (), SamplingParams(n=2)), None)
-        async for events in _events(arrive(), ClosedShape(), Usage(1), [answer]):
+        async for events in write_events(arrive(), ClosedShape(), Usage(1), [answer]):
             log.append(events)
 
     asyncio.run(collect())
@@ -90,7 +90,7 @@ def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_
 
 def test_reading_a_long_text_takes_a_slot_of_the_tenant() -> None:
     async def write(shape: Shape, text: str) -> bytes:
-        parts = await _write_answer(shape, [completion(text)], Usage(1), "acme", shape.slots)
+        parts = await write_answer(shape, [completion(text)], Usage(1), "acme", shape.slots)
         return b"".join(parts)
 
     shape = Shape()
