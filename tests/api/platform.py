@@ -42,7 +42,6 @@ from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files
 from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
-from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.request_context import Tracing
 from slora_api.core.settings import Settings
@@ -62,6 +61,7 @@ from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.serve.api_process import file_limits, make_batch_runner
@@ -260,7 +260,7 @@ def running_platform(
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,
         quota_store,
-        QuotaMeter(quota_store, counters, ledger, limiter.wait_s, metrics.quota_refused),
+        QuotaMeter(quota_store, counters, ledger, limiter, metrics.quota_refused),
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
         quarantine,
         Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant),

@@ -59,7 +59,7 @@ async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[Completion
 
     The stream ends when the usage of all engine requests is durable and the answers have their timing.
 
-    Raises the errors of the meter, the limiter, the engine and the usage journal. After an error, no engine request is
+    Raises the errors of the meter, the engine and the usage journal. After an error, no engine request is
     left running.
     """
     generator, answers = call.services.generator, call.answers
@@ -74,25 +74,22 @@ async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[Completion
         sent[answer.index] = generator.usage.open(answer, spending.open())
 
     async with call.meter.hold(
-        call.num_prompt_tokens, answer_tokens, len(answers) * width, width_param
+        call.num_prompt_tokens, answer_tokens, len(answers), width, width_param
     ) as spending:
-        with generator.hold_permits(
-            call.tenant, len(answers), width, width_param, is_background=is_background
-        ):
-            streams = [stream_completion(generator.client, answer, open_usage) for answer in answers]
-            seen_first = is_background
-            async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
-                async for arrived in deltas:
-                    if not seen_first:
-                        seen_first = True
-                        generator.metrics.first_token(time.perf_counter() - started_at)
-                    if not is_background:
-                        for delta in arrived:
-                            if delta.finish_reason is not None:
-                                seconds = time.perf_counter() - started_at
-                                generator.metrics.finished(delta.finish_reason, seconds)
-                    yield arrived
-            await generator.usage.wait(list(sent.values()))
+        streams = [stream_completion(generator.client, answer, open_usage) for answer in answers]
+        seen_first = is_background
+        async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
+            async for arrived in deltas:
+                if not seen_first:
+                    seen_first = True
+                    generator.metrics.first_token(time.perf_counter() - started_at)
+                if not is_background:
+                    for delta in arrived:
+                        if delta.finish_reason is not None:
+                            seconds = time.perf_counter() - started_at
+                            generator.metrics.finished(delta.finish_reason, seconds)
+                yield arrived
+        await generator.usage.wait(list(sent.values()))
     for answer in answers:
         answer.timing = sent[answer.index].timing
 

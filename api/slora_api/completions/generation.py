@@ -1,15 +1,14 @@
 """What all requests for answers and embeddings share: the engine, its limits, and the accounts of its use."""
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from slora.client.client import EngineClient
 from slora.core.engine_state import EngineInfo
 from slora.text.tokenizer import Tokenizer
 from slora_api.completions.readiness import Readiness
-from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.core.errors import Starting
 from slora_api.metrics.metrics import Metrics
+from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.usage.usage_recorder import UsageRecorder
 
 
@@ -43,13 +42,3 @@ class Generator:
         if self.limiter.stopping:
             return "the server is shutting down"
         return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
-
-    def hold_permits(
-        self, tenant: str, num_prompts: int, answers_each: int, param: str, *, is_background: bool
-    ) -> AbstractContextManager[None]:
-        """Returns a context that holds a permit for each answer. Lines of batches need no permits, because the batch
-        runner limits how many are in progress. So all permits are left to interactive requests.
-        """
-        if is_background:
-            return nullcontext()
-        return self.limiter.admit_generation(tenant, num_prompts, answers_each, param)

@@ -111,7 +111,7 @@ def _draft(
     check_sampling(draft, call.info)
     if fields.stream:
         draft.refuse_streaming()
-    call.services.generator.limiter.check_generation(call.tenant, num_prompts, draft.width, draft.width_param)
+    call.meter.check_answers(num_prompts, draft.width, draft.width_param)
     return draft
 
 
@@ -158,7 +158,7 @@ def _thinks_before(form: StructuredOutput | None) -> bool:
 
 async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -> None:
     """Makes the prompts of a completion request, and adds an answer for each. Raises BadRequest, RequestRefused, and
-    the errors of the meter and the limiter.
+    the errors of the meter.
     """
     given, info, bounds = body.prompts, call.info, call.bounds
     draft = _draft(call, body, body.logprobs, _num_prompt_logprobs(body), len(given))
@@ -211,7 +211,7 @@ async def embedding_inputs(call: InferenceCall, body: EmbeddingRequest, pooling:
     given, bounds = body.inputs, call.bounds
     dimensions = pooling.dimensions or call.info.shape.hidden_size
     bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
-    call.services.generator.limiter.check_generation(call.tenant, 1)
+    call.meter.check_answers(1)
     for item in given:
         if isinstance(item, list) and not body.truncates:
             check_embedded_tokens(len(item), call.info.max_model_len)
@@ -224,7 +224,7 @@ async def embedding_inputs(call: InferenceCall, body: EmbeddingRequest, pooling:
 
 async def add_conversation_answer(call: InferenceCall, body: ConversationRequest) -> Answer:
     """Makes the prompt of a conversation. Adds its answer and returns it. Raises BadRequest, RequestRefused, and the
-    errors of the meter and the limiter.
+    errors of the meter.
     """
     logprobs, field = body.num_top_logprobs, body.messages_field
     draft = _draft(call, body, logprobs, body.prompt_logprobs, 1)

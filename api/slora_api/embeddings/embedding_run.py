@@ -103,8 +103,7 @@ async def compute_embeddings(
         if not is_background:
             generator.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
 
-    async with call.meter.hold(sum(map(len, inputs)), 0, num_lanes, "input") as spending:
-        with generator.hold_permits(call.tenant, num_lanes, 1, "input", is_background=is_background):
-            embedded = await run_lanes(requests, num_lanes, compute)
-            await generator.usage.wait(sent)
+    async with call.meter.hold(sum(map(len, inputs)), 0, num_lanes, param="input") as spending:
+        embedded = await run_lanes(requests, num_lanes, compute)
+        await generator.usage.wait(sent)
     return embedded

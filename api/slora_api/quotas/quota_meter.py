@@ -1,4 +1,4 @@
-"""Charges requests to the quotas of their tenant and their key.
+"""Admits requests: charges them to the quotas of their tenant and their key, and limits the answers in progress.
 
 Before a request is admitted, it reserves the tokens of its prompt and of the longest answers that it may get. When the
 engine has reported the use of the request, this use replaces the reservation. So quotas and the usage ledger count the
@@ -24,6 +24,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
@@ -45,6 +46,7 @@ from slora_api.quotas.quota_counters import (
     Use,
 )
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.request_limiter import RequestLimiter
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +74,7 @@ class QuotaMeter:
     """Makes the meter of each request.
 
     quota_store: the quotas of tenants and keys.
-    wait_s: wait_s(n, m) estimates the seconds until n of the m answers in progress have ended.
+    limiter: limits the answers in progress of the whole server.
     refused: called at each refusal, with the field of the exceeded limit.
     utc: Unix time.
     """
@@ -82,13 +84,13 @@ class QuotaMeter:
         quota_store: QuotaStore,
         counters: QuotaCounters,
         history: UsageHistory,
-        wait_s: Callable[[int, int], int],
+        limiter: RequestLimiter,
         refused: Callable[[str], None],
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._quota_store = quota_store
         self.counters = counters
-        self.wait_s = wait_s
+        self.limiter = limiter
         self.refused = refused
         self.utc = utc
         self._history = history
@@ -107,8 +109,8 @@ class QuotaMeter:
             quotas = await control_thread(self._quota_store.find, tenant, key_id)
         if is_background:
             halves = tuple(replace(one, quota=_background_quota(one.quota)) for one in quotas.subjects)
-            return RequestMeter(self, halves, counts_answers=False)
-        return RequestMeter(self, quotas.subjects)
+            return RequestMeter(self, tenant, halves, counts_answers=False)
+        return RequestMeter(self, tenant, quotas.subjects)
 
     async def read(self, subject: Subject) -> Use:
         """Returns the present use of a subject. Raises StoreUnavailable."""
@@ -196,14 +198,15 @@ class Spending:
 
 
 class RequestMeter:
-    """Charges one request. subjects: the tenant and the key whose quotas limit it. counts_answers: whether its answers
-    count as answers in progress.
+    """Admits and charges one request. subjects: the tenant and the key whose quotas limit it. counts_answers: whether
+    its answers count as answers in progress.
     """
 
     def __init__(
-        self, quotas: QuotaMeter, subjects: tuple[Subject, ...], *, counts_answers: bool = True
+        self, quotas: QuotaMeter, tenant: str, subjects: tuple[Subject, ...], *, counts_answers: bool = True
     ) -> None:
         self._quotas = quotas
+        self._tenant = tenant
         self._counts_answers = counts_answers
         self._subjects = subjects
         self._is_counted = False
@@ -248,17 +251,41 @@ class RequestMeter:
         self.settle(reservation, 0, counts=True)
         self._is_counted = True
 
-    def hold(self, prompt_tokens: int, answer_tokens: int, num_answers: int, param: str = "n") -> "_Hold":
-        """Holds the reservation of a request while it is answered: `async with meter.hold(...) as spending`.
+    def check_answers(self, num_prompts: int, answers_each: int = 1, param: str = "n") -> None:
+        """Checks that the server has room for the answers, before the prompts are tokenized. Raises the errors of
+        `hold`.
+
+        param: the field that asks for several answers to each prompt.
+        """
+        self._quotas.limiter.check_generation(self._tenant, num_prompts, answers_each, param)
+
+    def hold(
+        self,
+        prompt_tokens: int,
+        answer_tokens: int,
+        num_prompts: int,
+        answers_each: int = 1,
+        param: str = "n",
+    ) -> "_Hold":
+        """Admits a request, and holds its reservation and its permits while it is answered: `async with meter.hold(...)
+        as spending`. Lines of batches need no permits, because the batch runner limits how many are in progress. So all
+        permits are left to interactive requests.
 
         answer_tokens: the maximum number of tokens of all answers together. param: the field that asks for several
-        answers.
+        answers to each prompt.
 
-        Entering raises RateLimited, BudgetExhausted, TenantBusy, BadRequest or StoreUnavailable.
+        Entering raises RateLimited, BudgetExhausted, TenantBusy, ServerBusy, Stopping, BadRequest or StoreUnavailable.
         """
-        num_counted = num_answers if self._counts_answers else 0
-        charge = Charge(prompt_tokens + answer_tokens, num_counted, 0 if self._is_counted else 1)
-        return _Hold(self, charge, param)
+        num_answers = num_prompts * answers_each
+        charge = Charge(
+            prompt_tokens + answer_tokens,
+            num_answers if self._counts_answers else 0,
+            0 if self._is_counted else 1,
+        )
+        permits: AbstractContextManager[None] = nullcontext()
+        if self._counts_answers:
+            permits = self._quotas.limiter.admit_generation(self._tenant, num_prompts, answers_each, param)
+        return _Hold(self, charge, permits, param)
 
     async def headers(self) -> dict[str, str]:
         """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the limit
@@ -314,7 +341,7 @@ class RequestMeter:
         if name in _BUDGETS:
             return obstacle, self._explain_budget(subject, use, name, limit, charge)
         if name == "concurrent_answers":
-            wait_s = self._quotas.wait_s(use.answers + charge.answers - limit, use.answers)
+            wait_s = self._quotas.limiter.wait_s(use.answers + charge.answers - limit, use.answers)
             return obstacle, TenantBusy(
                 f"{_label(subject)} has {use.answers} answers in progress, and the limit is {limit} ({name}); try "
                 f"again in {wait_s} s.",
@@ -333,7 +360,7 @@ class RequestMeter:
         used = use.tokens_today if name == "tokens_per_day" else use.tokens_this_month
         reserved = min(use.reserved_tokens, used)
         if used - reserved + charge.tokens <= limit:
-            wait_s = self._quotas.wait_s(1, use.answers)
+            wait_s = self._quotas.limiter.wait_s(1, use.answers)
             left = limit - used + reserved
             return TenantBusy(
                 f"{_label(subject)} has {left} tokens left of its budget of {limit} ({name}). Requests in progress "
@@ -354,9 +381,12 @@ class RequestMeter:
 class _Hold:
     """The context of `RequestMeter.hold`."""
 
-    def __init__(self, meter: RequestMeter, charge: Charge, param: str) -> None:
+    def __init__(
+        self, meter: RequestMeter, charge: Charge, permits: AbstractContextManager[None], param: str
+    ) -> None:
         self._meter = meter
         self._charge = charge
+        self._permits = permits
         self._param = param
         self._reservation: Reservation | None = None
         self._spending = Spending(self._settle)
@@ -364,11 +394,18 @@ class _Hold:
 
     async def __aenter__(self) -> Spending:
         self._reservation = await self._meter.reserve(self._charge, self._param)
+        try:
+            self._permits.__enter__()
+        except BaseException:
+            self._is_served = False
+            self._spending.end()
+            raise
         return self._spending
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._permits.__exit__(None, None, None)
         self._is_served = kind is None or issubclass(kind, _ENDED_BY_CLIENT)
         self._spending.end()
 

@@ -54,7 +54,6 @@ from slora_api.batches.files import FileLimits, Files
 from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.completions.readiness import Readiness
-from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.core.data_dir import DataDir
 from slora_api.core.host_board import HostBoard
 from slora_api.core.host_changes import HostChanges
@@ -79,6 +78,7 @@ from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_counters import QuotaCounters
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.serve.api_workers import WorkerConfig
@@ -170,7 +170,7 @@ async def open_services(
             "--quota-redis (SLORA_QUOTA_REDIS)"
         )
     stack.push_async_callback(counters.close)
-    quotas = QuotaMeter(quota_store, counters, ledger, limiter.wait_s, counted.quota_refused)
+    quotas = QuotaMeter(quota_store, counters, ledger, limiter, counted.quota_refused)
     adapter_quota = AdapterQuota(quota_store, counted.quota_refused)
     canary = Canary(client, model.tokenizer)
     base = model.base()

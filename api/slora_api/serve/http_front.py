@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from slora_adapters.process.shortage import Work, run_despite_shortage
-from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.http.http_server import HttpServer
+from slora_api.quotas.request_limiter import RequestLimiter
 
 
 class Front(Protocol):

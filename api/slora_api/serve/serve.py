@@ -24,7 +24,6 @@ from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
-from slora_api.completions.request_limiter import RequestLimiter
 from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.key_masking import mask_keys
@@ -36,6 +35,7 @@ from slora_api.http.listener import open_listener
 from slora_api.keys.admin_key import AdminKey, open_admin_key
 from slora_api.keys.api_key import Pepper
 from slora_api.metrics.metrics_files import open_metrics_files
+from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.serve.api_process import (
     background_work,
     connection_limits,
