@@ -42,6 +42,7 @@ from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files
 from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
+from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.request_context import Tracing
 from slora_api.core.settings import Settings
@@ -205,8 +206,9 @@ def running_platform(
         write_migrated_database(file)
     database = Database(chosen.database or file, reserve)
     pepper = Pepper.from_file(directory / "pepper")
-    templates = ChatTemplates(tokenizer, chosen.max_concurrent_per_tenant)
-    grammars = GrammarChecks(chosen.max_concurrent_per_tenant)
+    slots = cpu_slots(chosen.max_concurrent_per_tenant)
+    templates = ChatTemplates(tokenizer, slots)
+    grammars = GrammarChecks(slots)
     limits = AdapterLimits(
         max_lora_rank=chosen.engine.max_lora_rank, max_tensor_bytes=chosen.max_upload_bytes, vocab_size=257
     )
@@ -252,10 +254,11 @@ def running_platform(
         LocalAdapters(
             Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
         ),
+        slots,
         templates,
         grammars,
         Generator(engine, tokenizer, limiter, metrics, recorder),
-        PromptEncoder(tokenizer, chosen.max_concurrent_per_tenant),
+        PromptEncoder(tokenizer, slots),
         UsageReport(ledger, registry.find_names, tenant_store, "base"),
         TenantLife(tenant_store, ledger, adapters, engine),
         registry,

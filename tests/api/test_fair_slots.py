@@ -94,6 +94,29 @@ def test_a_tenant_that_waits_too_often_is_refused() -> None:
     asyncio.run(main())
 
 
+def test_the_last_work_of_a_request_comes_first_and_is_never_refused() -> None:
+    order: list[str] = []
+
+    async def main() -> None:
+        slots = FairSlots(1, 1, "things")
+
+        async def work(name: str, *, ends_request: bool) -> None:
+            async with slots.hold("acme", ends_request=ends_request):
+                order.append(name)
+
+        async with slots.hold("acme"):
+            tasks = [asyncio.create_task(work("prompt", ends_request=False))]
+            await asyncio.sleep(0)
+            with pytest.raises(TenantBusy):
+                await work("another prompt", ends_request=False)
+            tasks.append(asyncio.create_task(work("answer", ends_request=True)))
+            await asyncio.sleep(0)
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
+    assert order == ["answer", "prompt"]
+
+
 def test_a_cancelled_wait_releases_its_slot() -> None:
     async def main() -> None:
         slots = FairSlots(1, 8, "things")

@@ -41,8 +41,7 @@ async def answer_call(
 
     prepare: adds the answers to the call, and returns their format. It may be called twice, see `answer_with`.
 
-    Raises TenantBusy if too many answers of the tenant wait for a slot to be written. Also raises ClientGone and the
-    errors of `compute_answers`.
+    Raises ClientGone and the errors of `compute_answers`.
     """
 
     async def answer() -> AnswerResponse:
@@ -52,7 +51,7 @@ async def answer_call(
         deltas = compute_answers(call)
         if not body.stream:
             completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
-            writing = write_answer(shape, completions, usage, call.tenant, call.services.writing)
+            writing = write_answer(shape, completions, usage, call.tenant, call.services.cpu_slots)
             parts = await call.until_gone(writing)
             return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
         events = write_events(deltas, shape, usage, call.answers, call.echoes)
@@ -76,7 +75,7 @@ async def count_chat_tokens(call: InferenceCall, body: ConversationRequest) -> i
 
 
 async def write_answer(
-    shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, writing: FairSlots
+    shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, slots: FairSlots
 ) -> list[bytes]:
     """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, because 530 KB of
     short calls take 0.7 s. The search takes a slot of the tenant.
@@ -85,9 +84,9 @@ async def write_answer(
     if not shape.reads_text or num_chars <= _INLINE_CHARS:
         body = shape.whole(completions, usage)
     else:
-        async with writing.hold(tenant):
+        async with slots.hold(tenant, ends_request=True):
             body = await tenant_thread(tenant, shape.whole, completions, usage)
-    return await write_json(body, tenant, writing)
+    return await write_json(body, tenant, slots)
 
 
 async def _complete(

@@ -188,6 +188,8 @@ class InferenceCall:
     async def _find_model(self, body: AnswerFields | EmbeddingRequest, *, is_stale: bool) -> None:
         """Raises BadRequest if the model combines more adapters than a quota permits."""
         user = body.user or self.http.headers.get(_SESSION_HEADER)
-        self.model = await self.services.catalog.find_answering_model(self.key, body, user, is_stale=is_stale)
+        self.model = await self.services.catalog.find_answering_model(
+            self.key, body.model, body.adapters, user, is_stale=is_stale
+        )
         self.meter.check_adapters(len(self.model.adapters))
         self.answers, self.echoes, self.syntax = [], None, None

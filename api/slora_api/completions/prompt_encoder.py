@@ -11,7 +11,7 @@ from functools import partial
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
-from slora_api.core.fair_slots import FairSlots, slots_of_process
+from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 
 # Tokenizing 8,000 characters takes one to three milliseconds.
@@ -25,21 +25,14 @@ _SLICE_CHARS = 1 << 16
 # Cutting a text into slices may split words, which adds tokens. This many tokens are subtracted for each slice, so that
 # a text that fits is never refused.
 _CUT_TOKENS = 256
-# One slot is reserved for tenants that hold none.
-_NUM_SLOTS, _NUM_RESERVED = 3, 1
 
 
 class PromptEncoder:
-    """Tokenizes and decodes prompts.
+    """Tokenizes and decodes prompts. slots: see `cpu_slots`."""
 
-    max_waiting: how many long prompts of one tenant may wait for a slot. num_processes: number of API processes of the
-    host, which share the slots.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, max_waiting: int, num_processes: int = 1) -> None:
+    def __init__(self, tokenizer: Tokenizer, slots: FairSlots) -> None:
         self.tokenizer = tokenizer
-        num_slots = slots_of_process(_NUM_SLOTS, _NUM_RESERVED, num_processes)
-        self._slots = FairSlots(num_slots, max_waiting, "prompts to tokenize", num_reserved=_NUM_RESERVED)
+        self._slots = slots
 
     @staticmethod
     def is_long(texts: Sequence[str]) -> bool:

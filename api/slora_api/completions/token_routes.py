@@ -52,7 +52,7 @@ async def tokenize(request: Request, key: InferenceKey, services: Wired) -> Resp
         "tokens": LongList(lambda: token_ids),
         "token_strs": LongList(lambda: map(token_string, token_ids)) if body.return_token_strs else None,
     }
-    parts = await call.until_gone(write_json(answer, call.tenant, services.writing))
+    parts = await call.until_gone(write_json(answer, call.tenant, services.cpu_slots))
     return PartedResponse(parts, call.model.headers)
 
 
@@ -81,5 +81,5 @@ async def detokenize(request: Request, key: InferenceKey, services: Wired) -> Re
     decoding = services.encoder.decode(call.tenant, body.tokens, skip_special_tokens=False)
     text = await call.until_gone(decoding)
     call.bounds.check_decoded(len(text))
-    parts = await call.until_gone(write_json({"prompt": text}, call.tenant, services.writing))
+    parts = await call.until_gone(write_json({"prompt": text}, call.tenant, services.cpu_slots))
     return PartedResponse(parts, {})

@@ -1,4 +1,4 @@
-"""A few slots for work that all tenants share, such as tokenizing, rendering a chat template or inspecting an upload.
+"""A few slots for work that all tenants share, such as the CPU work of requests (`cpu_slots`) or inspecting an upload.
 
 A free slot goes to the waiting tenant that has used the least slot time. A tenant that returns after a pause starts at
 the lowest value among the active tenants, so it cannot save up time while idle. This is the lift rule of VTC (Sheng et
@@ -20,6 +20,9 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from slora_api.core.errors import TenantBusy
+
+# Two of the slots for CPU work are reserved for tenants that hold none, so that two tenants never hold all of them.
+_CPU_SLOTS, _CPU_RESERVED = 4, 2
 
 
 def reserved_slots(num_slots: int) -> int:
@@ -79,22 +82,28 @@ class FairSlots:
         self._active: dict[str, _TenantState] = {}
 
     @asynccontextmanager
-    async def hold(self, tenant: str) -> AsyncIterator[None]:
+    async def hold(self, tenant: str, *, ends_request: bool = False) -> AsyncIterator[None]:
         """Waits for a slot and holds it for the duration of the context. Cancelling the wait removes it from the queue.
+
+        ends_request: whether the work is the last of a request, so that a refusal would waste what was done before. It
+        precedes the other work of the tenant and is never refused.
 
         Raises TenantBusy if too many requests of this tenant wait already.
         """
-        release = await self.acquire(tenant)
+        release = await self.acquire(tenant, ends_request=ends_request)
         try:
             yield
         finally:
             release()
 
-    async def acquire(self, tenant: str) -> Callable[[], None]:
+    async def acquire(self, tenant: str, *, ends_request: bool = False) -> Callable[[], None]:
         """Like `hold`, for a slot that outlives the caller. Returns a function that releases the slot; call it once."""
-        state = self._enter(tenant)
+        state = self._enter(tenant, is_refusable=not ends_request)
         turn = asyncio.get_running_loop().create_future()
-        state.waiting.append(turn)
+        if ends_request:
+            state.waiting.appendleft(turn)
+        else:
+            state.waiting.append(turn)
         self._grant()
         try:
             await turn
@@ -110,12 +119,12 @@ class FairSlots:
         started_at = self._clock()
         return lambda: self._release(tenant, state, self._clock() - started_at)
 
-    def _enter(self, tenant: str) -> _TenantState:
+    def _enter(self, tenant: str, *, is_refusable: bool) -> _TenantState:
         state = self._active.get(tenant)
         if state is None:
             least = min((other.slot_s for other in self._active.values()), default=0.0)
             state = self._active[tenant] = _TenantState(least)
-        elif len(state.waiting) >= self._max_waiting:
+        elif is_refusable and len(state.waiting) >= self._max_waiting:
             raise TenantBusy(
                 f"Your tenant has {len(state.waiting)} {self._work} waiting, and the limit is "
                 f"{self._max_waiting}; send fewer at once."
@@ -149,3 +158,18 @@ class FairSlots:
                 self._num_free -= 1
                 chosen.num_held += 1
                 turn.set_result(None)
+
+
+def cpu_slots(max_waiting: int, num_processes: int = 1) -> FairSlots:
+    """Returns the slots for all CPU work that requests cause in one API process: rendering chat templates, compiling
+    forms of structured output, tokenizing long prompts and writing long answers. Short work takes no slot.
+
+    max_waiting: the maximum number of requests of one tenant that wait. num_processes: number of API processes of the
+    host, which share the slots.
+    """
+    return FairSlots(
+        slots_of_process(_CPU_SLOTS, _CPU_RESERVED, num_processes),
+        max_waiting,
+        "chat templates, forms and long texts",
+        num_reserved=_CPU_RESERVED,
+    )

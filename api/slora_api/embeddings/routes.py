@@ -126,7 +126,7 @@ async def _answer(
         inputs = await embedding_inputs(call, body, pooling)
         embedded = await compute_embeddings(call, inputs, pooling, encode)
         answer = write(call.model, embedded, sum(map(len, inputs)))
-        return await write_json(answer, call.tenant, call.services.writing)
+        return await write_json(answer, call.tenant, call.services.cpu_slots)
 
     async def answer() -> Response:
         return PartedResponse(await call.until_gone(compute()), call.model.headers)

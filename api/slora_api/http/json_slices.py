@@ -67,12 +67,12 @@ def slice_ascii(value: Any) -> Iterator[bytes]:
 
 
 async def write_json(value: Any, tenant: str, slots: FairSlots) -> list[bytes]:
-    """Returns the JSON of `value` in parts. Takes a slot only if the JSON is long. Raises TenantBusy."""
+    """Returns the JSON of `value` in parts. Takes a slot only if the JSON is long."""
     parts: list[bytes] = []
     async with AsyncExitStack() as stack:
         for part in _slices(_write(value, {}, _dump)):
             if len(parts) == 1:
-                await stack.enter_async_context(slots.hold(tenant))
+                await stack.enter_async_context(slots.hold(tenant, ends_request=True))
             parts.append(part)
             if len(parts) > 1:
                 await asyncio.sleep(0)

@@ -13,7 +13,7 @@ from slora.core.errors import RequestRefused
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import Reason
 from slora_api.core.cpu_budget import CpuBudget
-from slora_api.core.fair_slots import FairSlots, slots_of_process
+from slora_api.core.fair_slots import FairSlots
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSettings, pack_request
@@ -23,8 +23,6 @@ from slora_api.sandbox.template_process import MAX_RENDERED_BYTES, RendererSetti
 RENDER_CPU_S = 2.0
 # A tenant whose templates take one millisecond can render 250 conversations per second indefinitely.
 _BURST_CPU_S, _REFILL = 10.0, 0.25
-# Two renderers are reserved for tenants that hold none, so that two tenants never hold all renderers.
-_NUM_RENDERERS, _NUM_RESERVED = 4, 2
 # The base model's template renders a conversation of this size in less than a millisecond.
 _SHORT_CHARS, _SHORT_MESSAGES = 8_000, 32
 
@@ -34,14 +32,14 @@ Messages = Sequence[Mapping[str, Any]]
 class ChatTemplates:
     """Renders conversations. Call `close` at the end.
 
-    max_waiting: the maximum number of requests of one tenant that wait for a process. num_processes: number of API
-    processes of the host, which divide the slots and the CPU budgets among themselves. clock: monotonic seconds.
+    slots: see `cpu_slots`. num_processes: number of API processes of the host, which divide the CPU budgets among
+    themselves. clock: monotonic seconds.
     """
 
     def __init__(
         self,
         tokenizer: Tokenizer,
-        max_waiting: int = 256,
+        slots: FairSlots,
         render_cpu_s: float = RENDER_CPU_S,
         clock: Callable[[], float] = time.monotonic,
         num_processes: int = 1,
@@ -53,12 +51,9 @@ class ChatTemplates:
             command = "slora_api.sandbox.template_process", settings.to_json()
             return SandboxProcess.start(command, pack_request(""), timeout_s, MAX_RENDERED_BYTES)
 
-        num_renderers = slots_of_process(_NUM_RENDERERS, _NUM_RESERVED, num_processes)
         self._pool = SandboxPool(
             SandboxWork(start, render_cpu_s, "rendered", "chat template"),
-            FairSlots(
-                num_renderers, max_waiting, "chat templates to render", clock, num_reserved=_NUM_RESERVED
-            ),
+            slots,
             CpuBudget(
                 _BURST_CPU_S / num_processes, _REFILL / num_processes, "rendering chat templates", clock
             ),

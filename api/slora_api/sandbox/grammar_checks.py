@@ -19,7 +19,7 @@ from slora.core.sampling_params import (
 )
 from slora.core.tenant_cache import TenantCache
 from slora_api.core.cpu_budget import CpuBudget
-from slora_api.core.fair_slots import FairSlots, slots_of_process
+from slora_api.core.fair_slots import FairSlots
 from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
@@ -29,7 +29,6 @@ from slora_api.sandbox.sandbox_process import SandboxProcess
 COMPILE_CPU_S = 0.5
 # A tenant whose forms take 5 ms each can use 20 new forms per second indefinitely.
 _BURST_CPU_S, _REFILL = 5.0, 0.1
-_NUM_COMPILERS, _NUM_RESERVED = 2, 1
 _LIBRARY = "llguidance"
 
 
@@ -37,13 +36,13 @@ class GrammarChecks:
     """Checks forms in sandboxes. Call `close` at the end. The first check starts a process, which is kept for later
     checks.
 
-    max_waiting: the maximum number of forms of one tenant that wait for a process. num_processes: number of API
-    processes of the host, which divide the slots and the CPU budgets among themselves. clock: monotonic seconds.
+    slots: see `cpu_slots`. num_processes: number of API processes of the host, which divide the CPU budgets among
+    themselves. clock: monotonic seconds.
     """
 
     def __init__(
         self,
-        max_waiting: int = 256,
+        slots: FairSlots,
         clock: Callable[[], float] = time.monotonic,
         num_processes: int = 1,
         compile_cpu_s: float = COMPILE_CPU_S,
@@ -54,10 +53,9 @@ class GrammarChecks:
             command = "slora_api.sandbox.grammar_process", str(compile_cpu_s)
             return SandboxProcess.start(command, first, timeout_s)
 
-        num_compilers = slots_of_process(_NUM_COMPILERS, _NUM_RESERVED, num_processes)
         self._pool = SandboxPool(
             SandboxWork(start, compile_cpu_s, "compiled", "form"),
-            FairSlots(num_compilers, max_waiting, "forms to compile", clock, num_reserved=_NUM_RESERVED),
+            slots,
             CpuBudget(
                 _BURST_CPU_S / num_processes, _REFILL / num_processes, "compiling structured output", clock
             ),

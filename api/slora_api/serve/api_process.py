@@ -55,6 +55,7 @@ from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.completions.readiness import Readiness
 from slora_api.core.data_dir import DataDir
+from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.host_board import HostBoard
 from slora_api.core.host_changes import HostChanges
 from slora_api.core.key_masking import mask_keys
@@ -136,9 +137,10 @@ async def open_services(
     stack.callback(store.close)
     registry = Registry(database, is_behind=host_changes.is_behind)
     adapters = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
-    templates = ChatTemplates(model.tokenizer, settings.max_concurrent_per_tenant, num_processes=num_serving)
+    slots = cpu_slots(settings.max_concurrent_per_tenant, num_serving)
+    templates = ChatTemplates(model.tokenizer, slots, num_processes=num_serving)
     stack.push_async_callback(templates.close)
-    grammars = GrammarChecks(settings.max_concurrent_per_tenant, num_processes=num_serving)
+    grammars = GrammarChecks(slots, num_processes=num_serving)
     stack.push_async_callback(grammars.close)
     limiter = RequestLimiter(
         max_requests=settings.max_concurrent_requests,
@@ -215,10 +217,11 @@ async def open_services(
         LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),
+        slots,
         templates,
         grammars,
         Generator(client, model.tokenizer, limiter, counted, recorder, readiness),
-        PromptEncoder(model.tokenizer, settings.max_concurrent_per_tenant, num_serving),
+        PromptEncoder(model.tokenizer, slots),
         UsageReport(ledger, registry.find_names, tenant_store, model.name),
         TenantLife(tenant_store, ledger, adapters, client),
         registry,

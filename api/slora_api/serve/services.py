@@ -45,13 +45,6 @@ from slora_api.tenants.tenant_store import Tenant, TenantStore
 from slora_api.usage.usage_report import UsageReport
 from slora_api.usage.usage_shipper import UsageShipper
 
-# The maximum number of long answers that are written concurrently. Each of them delays an iteration of the event loop
-# by at most 1 ms.
-_WRITING_SLOTS = 3
-# The maximum number of long answers of one tenant that wait for a slot. `RequestLimiter` allows fewer answers in
-# progress.
-_MAX_WRITING = 4096
-
 # The maximum number of usage queries that run concurrently, and of queries of one tenant that wait for a slot.
 _READING_SLOTS = 3
 _MAX_READING = 16
@@ -75,6 +68,7 @@ class Services:
     follower: ChangeFollower
     uploads: Uploads
     local_adapters: LocalAdapters
+    cpu_slots: FairSlots
     templates: ChatTemplates
     grammars: GrammarChecks
     generator: Generator
@@ -91,9 +85,6 @@ class Services:
     live: LiveFeed
     references: AdapterReferences
     gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)
-    writing: FairSlots = field(
-        default_factory=lambda: FairSlots(_WRITING_SLOTS, _MAX_WRITING, "answers to write")
-    )
     reading: FairSlots = field(
         default_factory=lambda: FairSlots(_READING_SLOTS, _MAX_READING, "queries of usage")
     )

@@ -7,6 +7,7 @@ from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.core.errors import TenantBusy
+from slora_api.core.fair_slots import cpu_slots
 from tests.api.scripted_engine import byte_tokenizer
 
 
@@ -39,7 +40,7 @@ class CountedTokenizer:
 async def encode(
     tokenizer: CountedTokenizer, texts: list[str], encoder: PromptEncoder | None = None, tenant: str = "acme"
 ) -> list[list[int]]:
-    encoder = encoder or PromptEncoder(tokenizer, 8)  # type: ignore[arg-type]
+    encoder = encoder or PromptEncoder(tokenizer, cpu_slots(8))  # type: ignore[arg-type]
     return await encoder.encode(tenant, texts, tokenizer.encode, max_model_len=100_000, param="prompt")
 
 
@@ -83,7 +84,7 @@ def test_one_tenant_cannot_take_all_slots_and_its_queue_is_bounded() -> None:
     text = "x" * 10_000
 
     async def crowd() -> None:
-        encoder = PromptEncoder(tokenizer, 2)  # type: ignore[arg-type]
+        encoder = PromptEncoder(tokenizer, cpu_slots(2))  # type: ignore[arg-type]
         greedy = [asyncio.create_task(encode(tokenizer, [text], encoder)) for _ in range(5)]
         await asyncio.sleep(0)
         with pytest.raises(TenantBusy):
@@ -101,6 +102,6 @@ def test_one_tenant_cannot_take_all_slots_and_its_queue_is_bounded() -> None:
 
 def test_long_token_ids_are_decoded_as_short_ones() -> None:
     tokenizer: Tokenizer = byte_tokenizer()
-    encoder = PromptEncoder(tokenizer, 8)
+    encoder = PromptEncoder(tokenizer, cpu_slots(8))
     assert asyncio.run(encoder.decode("acme", list(b"ab" * 5000))) == "ab" * 5000
     assert asyncio.run(encoder.decode("acme", list(b"ab"))) == "ab"

@@ -16,6 +16,7 @@ from slora.core.errors import RequestRefused
 from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
 from slora_api.core.errors import ServerBusy, TenantBusy
+from slora_api.core.fair_slots import cpu_slots
 from slora_api.sandbox import chat_templates, sandbox_pool, template_process
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.sandbox import SandboxAnswer
@@ -50,7 +51,7 @@ def with_templates(
     clock: Clock | None = None,
 ) -> T:
     async def run() -> T:
-        templates = ChatTemplates(byte_tokenizer(), 8, render_cpu_s, clock or Clock())
+        templates = ChatTemplates(byte_tokenizer(), cpu_slots(8), render_cpu_s, clock or Clock())
         try:
             return await use(templates)
         finally:
@@ -232,7 +233,7 @@ def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[Sa
 def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
         templates = platform.services.templates
-        templates._pool = ChatTemplates(byte_tokenizer(), 8, 300.0)._pool
+        templates._pool = ChatTemplates(byte_tokenizer(), cpu_slots(8), 300.0)._pool
         key = platform.key("hostile")
         members = make_members(chat_template_dot_jinja=DEPENDS)
         assert platform.upload(key, "slow", members).status_code == 201
@@ -250,7 +251,7 @@ def test_a_tenant_with_too_many_waiting_renderings_is_refused(asked: list[Sandbo
     async def use(templates: ChatTemplates) -> None:
         hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(10)]
         await until(lambda: len(asked) == 2)
-        with pytest.raises(TenantBusy, match="8 chat templates to render waiting"):
+        with pytest.raises(TenantBusy, match="8 chat templates, forms and long texts waiting"):
             await templates.render("hostile", EMPTY, "one more")
         for task in hostile:
             task.cancel()

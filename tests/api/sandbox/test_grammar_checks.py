@@ -10,6 +10,7 @@ import pytest
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import StructuredOutput
 from slora_api.core.errors import TenantBusy
+from slora_api.core.fair_slots import cpu_slots
 from slora_api.sandbox import grammar_checks
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from tests.support.child_processes import find_children
@@ -31,7 +32,7 @@ class Clock:
 
 def with_checks(use: Callable[[GrammarChecks], Awaitable[T]], compile_cpu_s: float = 0.3) -> T:
     async def run() -> T:
-        checks = GrammarChecks(8, Clock(), compile_cpu_s=compile_cpu_s)
+        checks = GrammarChecks(cpu_slots(8), Clock(), compile_cpu_s=compile_cpu_s)
         try:
             return await use(checks)
         finally:
