@@ -181,5 +181,7 @@ def test_a_config_with_every_field_that_transformers_reads_of_a_native_family_is
     assert len(names & fields) > 10
     read = {name for name in names - machinery if not name.startswith("_")}
     values = {name: value for name, value in config.to_dict().items() if name in read}
-    (tmp_path / "config.json").write_text(json.dumps({**native_config(family, {}), **values}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({**native_config(family, {}), **values}), encoding="utf-8"
+    )
     assert read_model_config(tmp_path).family == family
