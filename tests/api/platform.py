@@ -267,7 +267,7 @@ def running_platform(
         UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
         quarantine,
         Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant),
-        Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database, 120.0),
+        Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database),
         LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
         AdapterReferences(registry.find_references),
     )
