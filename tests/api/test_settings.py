@@ -1,4 +1,3 @@
-import argparse
 from pathlib import Path
 
 import pytest
@@ -110,14 +109,26 @@ def test_the_demo_uses_its_own_model_unless_another_is_named() -> None:
     assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).engine.model == Path("other")
 
 
-def test_every_setting_is_a_flag_of_serve_with_a_help_text() -> None:
-    parser = make_parser()
-    serve = next(
-        action.choices["serve"]
-        for action in parser._actions
-        if isinstance(action, argparse._SubParsersAction)
-    )
-    helps = {action.dest: action.help for action in serve._actions}
-    assert all(helps[spec.name] for spec in server_setting_specs())
-    values = vars(parser.parse_args(["serve", "--pool-bytes", "1GiB", "--demo", "demo"]))
-    assert values["pool_bytes"] == "1GiB" and values["demo"] == "demo" and values["port"] is None
+def test_every_setting_is_a_flag_of_serve() -> None:
+    given = [part for spec in server_setting_specs() for part in (spec.flag, "x")]
+    values = vars(make_parser().parse_args(["serve", *given]))
+    assert all(values[spec.name] == "x" for spec in server_setting_specs())
+    assert vars(make_parser().parse_args(["demo", "here"]))["demo"] == "here"
+
+
+@pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
+def test_the_help_is_one_screen_and_the_whole_help_explains_every_setting(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    helps = []
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            make_parser().parse_args([command, flag])
+        assert ended.value.code == 0
+        helps.append(capsys.readouterr().out)
+    usual, whole = helps
+    assert len(usual.splitlines()) <= 50
+    words = " ".join(whole.split())
+    for spec in server_setting_specs():
+        assert " ".join(spec.help_text.replace("%%", "%").split()) in words
