@@ -23,7 +23,7 @@ from slora import SamplingParams
 from slora.client.client import RemoteEngine
 from slora.core.request import EngineRequest
 from slora.models.model_spec import read_model_spec
-from slora_adapters.loader.loader_messages import LoaderConfig
+from slora_adapters.loader.loader_process import LoaderConfig
 
 _BATCH, _TOKENS = 64, 64
 _CACHE_BYTES = 256 << 20

@@ -62,15 +62,13 @@ class AuditEntry:
 
 @dataclass(frozen=True, slots=True)
 class AuditFilter:
-    """Selects the entries to read. A field that is None matches every entry. action: an action, or its first part, such
-    as `tenant`. since, until: Unix times; `until` is exclusive.
-    """
+    """Selects the entries to read. A field that is None matches every entry."""
 
     tenant: str | None = None
     actor: str | None = None
-    action: str | None = None
-    since: float | None = None
-    until: float | None = None
+    action: str | None = None  # an action, or its first part, such as `tenant`
+    since: float | None = None  # Unix time
+    until: float | None = None  # Unix time, exclusive
 
 
 _SERVER = Actor(ActorKind.SERVER)

@@ -78,19 +78,15 @@ class OutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class InspectionTask:
-    """The files to inspect, and the limits of the process. source, scratch, shape, limits: arguments of `inspect`.
-
-    memory_bytes: limit on private memory; mapped files are not counted. cpu_seconds: limit on CPU time. parent: id of
-    the process that waits for the answer.
-    """
+    """The arguments of `inspect`, and the limits of the process."""
 
     source: Path
     scratch: Path
     shape: ModelShape
     limits: AdapterLimits
-    memory_bytes: int
-    cpu_seconds: int
-    parent: int
+    memory_bytes: int  # limit on private memory; mapped files are not counted
+    cpu_seconds: int  # limit on CPU time
+    parent: int  # id of the process that waits for the answer
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), default=str)

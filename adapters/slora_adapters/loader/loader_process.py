@@ -10,6 +10,7 @@ output. Exit code 2 means that the configuration can never work. Exit code 75 me
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -17,12 +18,14 @@ import socket
 import sys
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
+from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
-from slora_adapters.loader.loader import Loader
+from slora_adapters.loader.loader import LOADS_PER_TENANT, NUM_THREADS, Loader, ServedFormat
 from slora_adapters.loader.loader_messages import (
-    LoaderConfig,
     Message,
     decode_version,
     encode_cache,
@@ -31,12 +34,14 @@ from slora_adapters.loader.loader_messages import (
     encode_loaded,
 )
 from slora_adapters.loader.source import FetchFailed
+from slora_adapters.peft.number_format import STORAGE
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_adapters.process.wire import BrokenFrame, read_message, write_message
 from slora_adapters.store.store_url import open_store
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import ModelShape
 
 logger = logging.getLogger("slora.loader")
 
@@ -48,6 +53,45 @@ _SWITCH_INTERVAL_S = 5e-4
 # answer later.
 _REFUSED_EXIT = 2
 _TRY_LATER_EXIT = os.EX_TEMPFAIL
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderConfig:
+    """Settings of a loader process, passed as one JSON object."""
+
+    socket: Path  # path of the Unix socket to which engines connect
+    store: str  # URL for `open_store`
+    shape: ModelShape  # of the base model, as the engine determined it
+    dtype: str  # of the base model
+    warm: str | None = None  # URL of a warm tier for `open_store`
+    host_cache_bytes: int = 2 << 30  # size of the arena that is shared with engines
+    max_lora_rank: int = 64
+    num_threads: int = NUM_THREADS
+    loads_per_tenant: int = LOADS_PER_TENANT
+    num_ranks: int = 1  # the number of tensor-parallel ranks of the engine
+
+    def served(self) -> ServedFormat:
+        limits = AdapterLimits(max_lora_rank=self.max_lora_rank, served_dtype=self.dtype)
+        return ServedFormat(self.shape, self.dtype, limits, self.num_ranks)
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "socket": str(self.socket)})
+
+    @staticmethod
+    def from_json(text: str) -> "LoaderConfig":
+        """Parses a config. Raises ValueError if the text is not a valid config."""
+        raw = json.loads(text)
+        unknown = raw.keys() - {field.name for field in fields(LoaderConfig)}
+        if unknown:
+            raise ValueError(f"unknown loader settings: {', '.join(sorted(unknown))}")
+        try:
+            shape = ModelShape.from_plain(raw["shape"])
+            config = LoaderConfig(**{**raw, "socket": Path(raw["socket"]), "shape": shape})
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"loader settings are missing or have the wrong type: {error}") from error
+        if config.dtype not in STORAGE:
+            raise ValueError(f"dtype {config.dtype!r} is not one of {', '.join(STORAGE)}")
+        return config
 
 
 class _EngineClient:

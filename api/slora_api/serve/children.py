@@ -11,7 +11,7 @@ from dataclasses import asdict
 from typing import Any
 
 from slora.core.errors import ConfigError
-from slora_adapters.loader.loader_messages import LoaderConfig
+from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.core.data_dir import DataDir
 from slora_api.core.settings import Settings, choose_host_cache_bytes

@@ -16,7 +16,7 @@ from threading import Event, Thread
 import pytest
 
 from slora_adapters.loader.loader_client import LoaderClient
-from slora_adapters.loader.loader_messages import LoaderConfig
+from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.version import AdapterVersion
