@@ -161,7 +161,7 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
     the errors of the meter.
     """
     given, info, bounds = body.prompts, call.info, call.bounds
-    draft = _draft(call, body, body.logprobs, _num_prompt_logprobs(body), len(given))
+    draft = _draft(call, body, body.logprobs, body.prompt_logprobs, len(given))
     await call.services.grammars.check(call.tenant, draft.structured_output)
     for item in given:
         if isinstance(item, list) and not body.truncates:
@@ -194,7 +194,14 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
             check_max_tokens(max_tokens, len(ids), info.max_model_len)
         # The engine scores a prompt only if it computes at least one token of an answer.
         is_scored = bool(body.echo) and max_tokens == 0
-        sampling = _complete(call, body, draft, 1 if is_scored else max_tokens, bad_words=bad_words)
+        sampling = _complete(
+            call,
+            body,
+            draft,
+            1 if is_scored else max_tokens,
+            bad_words=bad_words,
+            prompt_logprobs=_num_prompt_logprobs(body),
+        )
         call.add_answer(ids, sampling, prompt_only=is_scored, lists_every_token=bool(body.return_token_ids))
     wanted = sum(answer.request.sampling.max_tokens or 0 for answer in call.answers)
     size.check(bounds, num_tokens, wanted)
