@@ -6,7 +6,7 @@ first: counts and sampling values, then characters, then tokens.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slora.core.errors import RequestRefused
@@ -26,12 +26,13 @@ from slora.text.answer import Answer
 from slora_api.chat.answer_reader import THINK_START, AnswerSyntax
 from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.chat.template_traits import TemplateTraits
-from slora_api.completions.answer_size import AnswerSize
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import PromptEchoes
 from slora_api.completions.prompt_tokenizer import encode_bad_words, encode_chat, encode_texts, render_chat
 from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest
+from slora_api.core.errors import BadRequest
 from slora_api.embeddings.schemas import EmbeddingRequest
+from slora_api.http.request_bounds import RequestBounds
 from slora_api.responses.responses_request import ResponsesRequest
 
 # The default of max_tokens in OpenAI's completions API.
@@ -70,6 +71,80 @@ _ANY_OBJECT = '{"type": "object"}'
 _JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.COMPACT_JSON, OutputKind.JSON_OBJECT)
 # Sampling defaults of a generation_config.json. Beam search ignores them, because it does not sample.
 _OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSize:
+    """The number of tokens and log-probabilities that a request asks the answer to contain.
+
+    num_choices: number of answers to each prompt.
+    logprobs: number of most probable tokens to list for each token of the answer and of an echoed prompt; None if no
+    log-probabilities are listed.
+    prompt_logprobs: the value of the field of this name; None if the field was not sent.
+    echoes: whether each choice repeats the text of its prompt.
+    lists_prompts: whether each choice lists the token ids of its prompt.
+    param: the field that asks for log-probabilities.
+    length_param: the field that sets the number of tokens.
+
+    Worked example: a prompt of 1,000 tokens and max_tokens 16, with n 128, echo, logprobs 20 and prompt_logprobs 20.
+    The answer lists 128 x (1,016 x 21 + 1,000 x 21) = 5,419,008 log-probabilities.
+    """
+
+    num_choices: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+    echoes: bool
+    param: str = "logprobs"
+    lists_prompts: bool = False
+    length_param: str = "max_tokens"
+
+    def answer_room(self, bounds: RequestBounds, num_prompts: int, prompt_tokens: int) -> int:
+        """Returns the maximum number of tokens per answer that the bounds allow; at least 1. prompt_tokens: tokens of
+        all prompts together.
+        """
+        answers = self.num_choices * num_prompts
+        room = (bounds.answer_tokens - self._echoed(prompt_tokens)) // answers
+        if self.logprobs is not None:
+            left = bounds.answer_logprobs - self._num_prompt_logprobs(prompt_tokens)
+            room = min(room, left // (answers * (self.logprobs + 1)))
+        return max(1, room)
+
+    def check(self, bounds: RequestBounds, prompt_tokens: int, answer_tokens: int) -> None:
+        """Raises BadRequest if the answer would exceed a bound.
+
+        prompt_tokens: tokens of all prompts together. answer_tokens: sum of the tokens of one answer to each prompt.
+        """
+        drawn = self.num_choices * answer_tokens
+        tokens = drawn + self._echoed(prompt_tokens)
+        if tokens > bounds.answer_tokens:
+            raise BadRequest(
+                f"The request asks for {tokens} tokens in all choices and repeated prompts together; "
+                f"this server returns at most {bounds.answer_tokens}. Send fewer prompts, or a "
+                f"smaller `n` or `{self.length_param}`.",
+                self.length_param,
+            )
+        listed = self._num_prompt_logprobs(prompt_tokens)
+        if self.logprobs is not None:
+            listed += drawn * (self.logprobs + 1)
+        if listed > bounds.answer_logprobs:
+            param = self.param if self.logprobs is not None else "prompt_logprobs"
+            raise BadRequest(
+                f"`{param}` asks for {listed} log-probabilities in all choices together; this server "
+                f"returns at most {bounds.answer_logprobs}. Ask for fewer per token, or send fewer "
+                f"prompts or a smaller `n` or `{self.length_param}`.",
+                param,
+            )
+
+    def _echoed(self, prompt_tokens: int) -> int:
+        return self.num_choices * prompt_tokens * (self.echoes + self.lists_prompts)
+
+    def _num_prompt_logprobs(self, prompt_tokens: int) -> int:
+        listed = 0
+        if self.echoes and self.logprobs is not None:
+            listed += self.num_choices * prompt_tokens * (self.logprobs + 1)
+        if self.prompt_logprobs is not None:
+            listed += self.num_choices * prompt_tokens * (self.prompt_logprobs + 1)
+        return listed
 
 
 def _draft(

@@ -51,9 +51,8 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import FileLimits, Files
-from slora_api.completions.generation import Generator
+from slora_api.completions.generation import Generator, Readiness
 from slora_api.completions.prompt_encoder import PromptEncoder
-from slora_api.completions.readiness import Readiness
 from slora_api.core.data_dir import DataDir
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.host_board import HostBoard

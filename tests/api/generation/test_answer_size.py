@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slora.core.engine_config import EngineConfig
-from slora_api.completions.answer_size import AnswerSize
+from slora_api.completions.prompts import AnswerSize
 from slora_api.core.errors import BadRequest
 from slora_api.core.settings import Settings
 from slora_api.http.request_bounds import RequestBounds

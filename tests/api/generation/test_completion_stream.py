@@ -10,7 +10,7 @@ from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLog
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, CompletionDelta
 from slora.text.tokenizer import Tokenizer
-from slora_api.completions.completion_stream import MergedStreams, stream_completion
+from slora_api.completions.answering import MergedStreams, stream_completion
 from slora_api.completions.prompt_echo import TOKENS_AT_ONCE
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
 from tests.support.tiny_tokenizers import byte_fallback
