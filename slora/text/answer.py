@@ -156,7 +156,8 @@ class Answer:
         lists_every_token: bool = False,
     ) -> None:
         self.index = index
-        self.request = replace(request, sampling=_with_logprobs(request.sampling))
+        sampling = _with_logprobs(request.sampling)
+        self.request = request if sampling is request.sampling else replace(request, sampling=sampling)
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.timing: RequestTiming | None = None
         self._sampling = request.sampling
