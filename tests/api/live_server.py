@@ -10,9 +10,8 @@ from unittest.mock import patch
 import uvicorn.server
 from starlette.types import ASGIApp
 
-from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.http.http_server import HttpServer
-from slora_api.http.listener import open_listener
+from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_server import HttpServer, open_listener
 
 
 class _ShortSleeps:

@@ -28,8 +28,7 @@ from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.aliases import Aliases
-from slora_api.adapters.base_identity import BaseIdentity
-from slora_api.adapters.base_model import BaseModelInfo
+from slora_api.adapters.base_model import BaseIdentity, BaseModelInfo
 from slora_api.adapters.canary import Canary
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
@@ -46,9 +45,8 @@ from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.request_context import Tracing
 from slora_api.core.settings import Settings
-from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.keys.admin_key import open_admin_key
-from slora_api.keys.api_key import Pepper
+from slora_api.http.connections import ConnectionLimits
+from slora_api.keys.api_key import Pepper, open_admin_key
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_api.core.errors import ServerBusy, TenantBusy
-from slora_api.core.host_board import BoardSize, HostBoard
-from slora_api.core.host_changes import HostChanges
+from slora_api.core.host_board import BoardSize, HostBoard, HostChanges
 from slora_api.http.permit_pool import PermitPool
 
 NUM_KEYS = 6

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from slora_adapters.inspection.checked_adapter import ModuleSummary
 from slora_adapters.registry.record import AdapterRecord, Rollout
-from slora_api.adapters.base_identity import BaseMatch
+from slora_api.adapters.base_model import BaseMatch
 
 
 class AdapterObject(TypedDict):

@@ -1,12 +1,80 @@
-"""The base model as the API describes it."""
+"""The base model as the API describes it.
 
+`BaseIdentity` compares the base model that an adapter was trained on with the one that this server serves:
+
+- verified: the client sent the fingerprint of the adapter's base model, and it equals the served model's.
+- name-matched: the adapter's config names a base model with the same name as the served model.
+- unverified: neither the fingerprint nor the name identifies the base model. The shapes of the adapter fit, but they
+also fit every fine-tune of the same base model.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
+from slora.core.errors import ConfigError
+from slora.models.weights.checkpoint import fingerprint
 from slora.text.generation_defaults import GenerationDefaults
-from slora_api.adapters.base_identity import BaseIdentity
+from slora_adapters.errors import AdapterInvalid, Reason
+from slora_api.core.threads import control_thread
 
 # A request with this model name uses the default adapter of its API key.
 DEFAULT_MODEL = "default"
+
+logger = logging.getLogger(__name__)
+
+BaseMatch = Literal["verified", "name-matched", "unverified"]
+
+
+class BaseIdentity:
+    """The base model in `directory`. names: the names by which an adapter's config may refer to the base model.
+
+    The fingerprint is computed on first use.
+    """
+
+    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+        self._directory = directory
+        self._names = frozenset(name.lower() for name in names)
+        self._computed: asyncio.Future[str | None] | None = None
+
+    async def compare(self, claimed: str | None, base_name: str | None) -> BaseMatch:
+        """Compares the base model of an adapter with the served base model.
+
+        claimed: the fingerprint that the client sent, if any.
+        base_name: the base model that the adapter's config names, if any.
+
+        Raises AdapterInvalid if the client's fingerprint differs from that of the served base model.
+        """
+        own = await self._fingerprint() if claimed is not None else None
+        if own is not None:
+            if own == claimed:
+                return "verified"
+            message = (
+                f"the adapter was trained on a base model with the fingerprint {claimed}, but this "
+                f"server's base model has {own}: serve that base model, or train the adapter on this "
+                "one"
+            )
+            raise AdapterInvalid((Reason("other_base", message),))
+        return "name-matched" if base_name is not None and base_name.lower() in self._names else "unverified"
+
+    async def _fingerprint(self) -> str | None:
+        if self._computed is None:
+            self._computed = asyncio.ensure_future(control_thread(self._compute_fingerprint))
+        return await asyncio.shield(self._computed)
+
+    def _compute_fingerprint(self) -> str | None:
+        try:
+            return fingerprint(self._directory)
+        except (ConfigError, OSError) as error:
+            logger.error(
+                "the fingerprint of the base model cannot be computed, so uploads are accepted without "
+                "comparing it: %s",
+                error,
+            )
+            return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,8 +38,7 @@ from slora_api.adapters.served_model import AdapterWeight, ServedModel, add_up_m
 from slora_api.core.errors import BadRequest, InUse, ModelNotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.core.threads import tenant_thread
-from slora_api.keys.allow_list import MAX_MODELS, AllowList
-from slora_api.keys.key_record import KeyRecord
+from slora_api.keys.key_record import MAX_MODELS, AllowList, KeyRecord
 
 # A suggestion for an unknown model compares up to twice this many names, which takes about 10 ms.
 _MAX_COMPARED = 256

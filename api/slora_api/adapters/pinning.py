@@ -28,7 +28,7 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound, PinsFull
 from slora_api.core.threads import control_thread
-from slora_api.keys.tenant_status import TenantStatus
+from slora_api.keys.key_record import TenantStatus
 from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.store.store import Blob, Store
 from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
-from slora_api.keys.tenant_status import TenantStatus
+from slora_api.keys.key_record import TenantStatus
 
 PURPOSES = ("batch", "batch_output")
 # The only member of a blob.

@@ -2,11 +2,14 @@
 
 A cluster file is YAML with one setting in each line: those of `ClusterSettings`, and all settings of `slora serve`, by
 name. It is read strictly. A flag takes precedence over the file, and the file over the environment.
+
+The secret that all API processes and engines of a cluster share.
 """
 
 import hashlib
 import hmac
 import json
+import secrets
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -15,10 +18,12 @@ from typing import Any
 
 import yaml
 
+from slora.core.engine_address import MAX_SECRET_BYTES
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.core.messages import PROTOCOL_VERSION
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
+from slora_adapters.process.durable_file import create_durably
 from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_specs
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
@@ -140,3 +145,27 @@ def _read_scalar(path: Path, spec: SettingSpec, value: object) -> str:
     if isinstance(value, str | int | float):
         return str(value)
     raise ConfigError(f"cluster file {path}: {spec.name} is {value!r}; it must be {spec.kind.accepted}")
+
+
+_MIN_SECRET_BYTES = 32
+
+
+def read_secret(config: ClusterConfig, *, create: bool = False) -> bytes:
+    """Returns the secret of the cluster. create: whether to make the file if it does not exist. Raises ConfigError."""
+    path = config.secret_file
+    if create and not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        create_durably(path, secrets.token_hex(32).encode())
+    try:
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"the secret of the cluster cannot be read from {path}: {error.strerror}; copy it from the host where "
+            "`slora deploy` ran, or name it with secret_file"
+        ) from error
+    if not _MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        raise ConfigError(
+            f"the secret in {path} has {len(secret)} bytes; it must have {_MIN_SECRET_BYTES} to {MAX_SECRET_BYTES}: "
+            "delete the file, and `slora deploy` makes a new one"
+        )
+    return secret

@@ -1,4 +1,7 @@
-"""`slora deploy` and `slora cluster`. This module does not import Ray, because its children need other variables."""
+"""`slora deploy` and `slora cluster`. This module does not import Ray, because its children need other variables.
+
+Which versions of Ray this release works with. Ray's API of request routers is alpha, so any other may differ.
+"""
 
 import argparse
 import os
@@ -12,12 +15,15 @@ from pathlib import Path
 
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
-from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file, read_cluster_settings
-from slora_api.cluster.cluster_secret import read_secret
+from slora_api.cluster.cluster_config import (
+    ClusterConfig,
+    read_cluster_file,
+    read_cluster_settings,
+    read_secret,
+)
 from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.local_cluster import LOCAL_HOST, QUIET, LocalCluster
 from slora_api.cluster.ray_command_line import RayCommand
-from slora_api.cluster.ray_version import check_ray_version
 from slora_api.core.cluster_settings import cluster_setting_specs
 from slora_api.core.data_dir import find_lock_holder
 from slora_api.core.settings import server_setting_specs
@@ -26,6 +32,17 @@ from slora_api.serve.serve import ClusterEngines, run_server
 from slora_api.serve.supervisor import Child
 
 _Command = Callable[[argparse.Namespace], int]
+
+_SERIES = "2.60"
+
+
+def check_ray_version(version: str) -> None:
+    """Raises ConfigError for a Ray that is too old or too new."""
+    if version.split(".")[:2] != _SERIES.split("."):
+        raise ConfigError(
+            f"Ray {version} is installed, but this release needs Ray {_SERIES}: run pip install 'slora[ray]' on every "
+            "host of the cluster"
+        )
 
 
 def _explained(command: _Command) -> _Command:

@@ -13,10 +13,8 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from slora.core.errors import ConfigError, SloraError
-from slora_api.cluster.autoscaling import choose_num_replicas
-from slora_api.cluster.cluster_config import ClusterConfig
-from slora_api.cluster.cluster_secret import read_secret
-from slora_api.cluster.replica import EngineReplica, ReplicaSpec
+from slora_api.cluster.cluster_config import ClusterConfig, read_secret
+from slora_api.cluster.replica import EngineReplica, ReplicaSpec, choose_num_replicas
 from slora_api.cluster.replica_registry import ReplicaRegistry
 from slora_api.cluster.request_router import STATS_PERIOD_S, AdapterRequestRouter
 from slora_api.serve.base_model_files import BaseModelFiles

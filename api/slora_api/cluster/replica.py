@@ -2,11 +2,14 @@
 
 Tokens do not pass through Ray: API processes connect to the engine directly. `generate` is for programs that already
 run in the Ray cluster and call the deployment by its handle.
+
+How many replicas the load needs. Ray's controller calls `choose_num_replicas` with what the replicas report.
 """
 
 import asyncio
 import json
 import logging
+import math
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -15,14 +18,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve.config import AutoscalingContext
 
 from slora.client.client import RemoteEngine
 from slora.client.merged_states import explain_difference
-from slora.core.engine_state import EngineInfo
+from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.errors import ConfigError, EngineUnavailable
 from slora.core.messages import decode_info, encode_info
 from slora.core.request import EngineRequest, TokenDelta
-from slora_api.cluster.autoscaling import PRESSURE, measure_pressure
 from slora_api.cluster.replica_host import ReplicaHost
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.core.settings import read_settings
@@ -32,6 +35,35 @@ from slora_api.serve.replica_list import ListedReplica
 logger = logging.getLogger("slora.replica")
 
 _POLL_S = 0.05
+
+PRESSURE = "slora_pressure"
+
+# The load of a replica to which Ray scales.
+TARGET_LOAD = 0.5
+
+
+def measure_pressure(stats: EngineStats, max_num_seqs: int) -> float:
+    """Returns the load of a replica, divided by the target, `TARGET_LOAD`.
+
+    The load is the larger of two shares: the held pages of the pool, and the requests divided by the sequences of the
+    largest batch.
+
+    Worked example: 40% of the pages are held, 300 requests run or wait, and a batch has at most 256 sequences. The
+    pressure is 300 / 256 / 0.5 = 2.34, so this load needs 2.34 times as many replicas.
+    """
+    requests = stats.running + stats.waiting + stats.awaiting_adapter
+    load = max(stats.pages_held / stats.pages_total, requests / max_num_seqs)
+    return load / TARGET_LOAD
+
+
+def choose_num_replicas(context: "AutoscalingContext") -> tuple[int, dict[str, Any]]:
+    """Returns the number of replicas at which each has the target load. Ray applies the bounds and the delays."""
+    pressures = (context.aggregated_metrics or {}).get(PRESSURE, {})
+    if not pressures:
+        return context.target_num_replicas, {}
+    mean = sum(pressures.values()) / len(pressures)
+    # A replica that has just started has not reported yet. It counts with the mean of the others.
+    return max(1, math.ceil(mean * context.current_num_replicas - 1e-6)), {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora.text.tokenizer import Tokenizer
 from slora_api.chat.chat_parts import ChatParts
 from slora_api.chat.reasoning_counter import ReasoningCounter
-from slora_api.completions.answer_timing import TimingObject
+from slora_api.completions.answer_objects import TimingObject
 from slora_api.completions.schemas import GenerationFields
 from slora_api.core.errors import ErrorAnswer
 from slora_api.http.json_slices import LongList, encode_ascii

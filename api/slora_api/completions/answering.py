@@ -18,7 +18,7 @@ from slora.core.request import TokenDelta
 from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.completions.answer_format import AnswerFormat, Usage
-from slora_api.completions.answer_timing import timing_headers, timing_object
+from slora_api.completions.answer_objects import timing_headers, timing_object
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import TOKENS_AT_ONCE, PromptEchoes
 from slora_api.completions.prompt_tokenizer import encode_chat, render_chat
@@ -26,8 +26,7 @@ from slora_api.completions.prompts import ConversationRequest
 from slora_api.completions.schemas import AnswerFields
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
-from slora_api.http.json_slices import write_json
-from slora_api.http.parted_response import PartedResponse
+from slora_api.http.json_slices import PartedResponse, write_json
 from slora_api.http.sse import EventStream, hold_head
 from slora_api.usage.usage_recorder import OpenRequest
 

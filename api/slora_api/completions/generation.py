@@ -1,4 +1,4 @@
-"""What all requests for answers and embeddings share: the engine, its limits, and the accounts of its use."""
+"""Computes the answers to prompts: admits the request, sends it to the engine, and records metrics."""
 
 from dataclasses import dataclass, field
 

@@ -2,6 +2,7 @@
 
 This module refuses invalid requests before the engine sees them, and its errors name the field. Cheap checks come
 first: counts and sampling values, then characters, then tokens.
+`AnswerSize` computes the number of tokens and log-probabilities of an answer before the engine sees it.
 """
 
 import asyncio

@@ -9,9 +9,8 @@ from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_tokenizer import encode_chat, encode_texts, render_chat
 from slora_api.completions.schemas import DetokenizeRequest, TokenizeRequest
 from slora_api.core.errors import ModelNotFound, Starting
-from slora_api.http.json_slices import LongList, write_json
+from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import errors, json_body
-from slora_api.http.parted_response import PartedResponse
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import Wired
 

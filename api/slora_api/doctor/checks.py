@@ -41,9 +41,8 @@ from slora_api.core.data_dir import DataDir, find_lock_holder
 from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
-from slora_api.http.listener import open_listener
-from slora_api.keys.admin_key import explain_weak_key
-from slora_api.keys.api_key import Pepper
+from slora_api.http.http_server import open_listener
+from slora_api.keys.api_key import Pepper, explain_weak_key
 from slora_api.serve.base_model_files import BaseModelFiles
 from slora_api.serve.children import store_url
 from slora_api.serve.descriptors import explain_few_descriptors

@@ -22,9 +22,8 @@ from slora_api.embeddings.embedding_format import (
 )
 from slora_api.embeddings.embedding_run import EmbeddedInput, compute_embeddings
 from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
-from slora_api.http.json_slices import LongList, write_json
+from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import json_body
-from slora_api.http.parted_response import PartedResponse
 from slora_api.keys.authentication import InferenceKey
 from slora_api.serve.services import Wired
 

@@ -12,16 +12,20 @@ The limit of an address holds for all API processes of the host. A process close
 address at its limit may be refused while another process has an idle one.
 
 This module does not depend on sockets or HTTP. It runs on one event loop and needs no lock.
+
+`MinRateTimeout` limits the time for which a peer may keep the server waiting, depending on the bytes that it sends or
+receives.
 """
 
 import ipaddress
 from collections import Counter
+from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Protocol
 
+from slora_api.core.fair_slots import reserved_slots
 from slora_api.core.host_board import HostBoard, Tally
 from slora_api.core.rate_limited_log import get_rate_limited_logger
-from slora_api.http.connection_limits import ConnectionLimits
 
 _log = get_rate_limited_logger(__name__)
 
@@ -33,6 +37,41 @@ _BATCHES = 64
 _FAIR_MARGIN = 8
 # A home network usually has its own /64 prefix of IPv6, so all addresses of a /64 count as one client.
 _IPV6_PREFIX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits of one API process.
+
+    max_connections: the maximum number of open connections of the process.
+    max_per_address: the maximum number of open connections of one client address to all processes. None: three quarters
+    of the connections of all processes together.
+    num_processes: API processes of the host.
+    idle_s: how long a connection may stay open without a request. Load balancers commonly keep idle connections for 60
+    s. The default is longer, so that the load balancer closes the connection first.
+    head_s: the time limit from the first byte of a request to the end of its headers.
+    write_grace_s, min_read_bytes_per_s: how slowly a client may read its answer (see `MinRateTimeout`). Time counts
+    only while more than 64 KiB wait to be sent, or while the rest of a complete answer is sent. The default rate, 16
+    KiB/s, is slower than any link that can carry a stream.
+    sweep_s: how often these limits are checked.
+    """
+
+    max_connections: int = 4096
+    max_per_address: int | None = None
+    num_processes: int = 1
+    idle_s: float = 75.0
+    head_s: float = 10.0
+    write_grace_s: float = 20.0
+    min_read_bytes_per_s: float = 16 << 10
+    sweep_s: float = 1.0
+
+    @property
+    def per_address(self) -> int:
+        """The maximum number of open connections of one client address."""
+        num_connections = self.num_processes * self.max_connections
+        if self.max_per_address is not None:
+            return min(self.max_per_address, num_connections)
+        return num_connections - reserved_slots(num_connections)
 
 
 class Connection(Protocol):
@@ -149,3 +188,31 @@ def _group(host: str) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return str(ipaddress.ip_network((address, _IPV6_PREFIX), strict=False))
+
+
+class MinRateTimeout:
+    """A timeout with a minimum rate: `left_s` is the time for which a slow peer may still keep the server waiting.
+
+    `left_s` starts at `grace_s`. Waiting for the peer reduces it. Each byte that moves gives back 1 / `bytes_per_s`
+    seconds, but `left_s` never exceeds `grace_s`. Three bounds follow. A peer that stops is disconnected after
+    `grace_s`. A peer that is slower than `bytes_per_s` is disconnected somewhat later. N bytes never take more than
+    `grace_s + N / bytes_per_s` seconds of waiting.
+
+    Example with 20 s and 128 KiB/s: 512 MiB may take 20 + 4096 s. A client that sends 64 KiB/s is disconnected after 40
+    s.
+    """
+
+    __slots__ = ("_bytes_per_s", "_grace_s", "left_s")
+
+    def __init__(self, grace_s: float, bytes_per_s: float) -> None:
+        self.left_s = grace_s
+        self._grace_s = grace_s
+        self._bytes_per_s = bytes_per_s
+
+    def charge(self, waited_s: float, num_bytes: int) -> None:
+        """Charges a wait of `waited_s` seconds in which `num_bytes` moved."""
+        self.left_s = min(self._grace_s, self.left_s - waited_s + num_bytes / self._bytes_per_s)
+
+    def credit(self, seconds: float) -> None:
+        """Gives back `seconds` during which the server did not wait for the peer."""
+        self.left_s = min(self._grace_s, self.left_s + seconds)

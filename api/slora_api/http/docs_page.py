@@ -13,8 +13,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import HTMLResponse
 from markupsafe import Markup, escape
 
-from slora_api.http.lazy_content import LazyContent
-from slora_api.http.openapi import OpenApiDocument
+from slora_api.http.openapi import LazyContent, OpenApiDocument
 
 router = APIRouter(tags=["server"])
 

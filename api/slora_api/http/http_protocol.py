@@ -27,9 +27,7 @@ from uvicorn.server import ServerState
 
 from slora_api.core.errors import BadRequest, ErrorAnswer, HeadersTooLarge, RequestTooSlow, describe_error
 from slora_api.core.rate_limited_log import get_rate_limited_logger
-from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.http.connections import Connections
-from slora_api.http.min_rate_timeout import MinRateTimeout
+from slora_api.http.connections import ConnectionLimits, Connections, MinRateTimeout
 
 _log = get_rate_limited_logger(__name__)
 

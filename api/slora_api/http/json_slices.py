@@ -1,15 +1,19 @@
 """Writes JSON. A long answer is written in slices, so that several megabytes do not block the event loop.
 
-This module does not depend on HTTP.
+`PartedResponse` sends an answer of known length in parts. The parts are not joined, so back-pressure applies to each
+part.
 """
 
 import asyncio
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+
+from fastapi.responses import Response
+from starlette.types import Message, Receive, Scope, Send
 
 from slora_api.core.fair_slots import FairSlots
 
@@ -22,6 +26,25 @@ _SLICE_CHARS = 1 << 14
 # This many items of a long list are made and written at once. One item takes 50 microseconds if it is a token with its
 # 20 most probable alternatives.
 _ITEMS = 16
+
+
+class PartedResponse(Response):
+    """A response with a JSON body in parts. It subclasses Response because FastAPI requires it, but uses only the
+    header handling of Response.
+    """
+
+    media_type = "application/json"
+
+    def __init__(self, parts: Sequence[bytes], headers: Mapping[str, str]) -> None:
+        super().__init__(headers={**headers, "content-length": str(sum(map(len, parts)))})
+        self.parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        await send(start)
+        for position, part in enumerate(self.parts):
+            more = position < len(self.parts) - 1
+            await send({"type": "http.response.body", "body": part, "more_body": more})
 
 
 @dataclass(frozen=True, slots=True, eq=False)

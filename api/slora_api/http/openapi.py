@@ -4,12 +4,15 @@ FastAPI derives the parameters, the bodies and the successful answers from the s
 its own errors with `errors`, and a stream with `event_stream`. If a route reads the body itself, it declares the body
 with `json_body` or `form_body`. The document adds the errors that all routes share. For routes that need a key, have
 parameters or have a body, it also adds the errors of these checks.
+
+Content that is expensive to make and the same for all clients.
 """
 
 import inspect
 import json
 import re
 from collections.abc import Callable, Sequence
+from threading import Lock
 from typing import Any, cast
 
 from fastapi import APIRouter, Request, Response
@@ -34,7 +37,6 @@ from slora_api.core.errors import (
     find_status,
 )
 from slora_api.core.package_version import find_package_version
-from slora_api.http.lazy_content import LazyContent
 from slora_api.keys.authentication import required_scopes
 
 _Json = dict[str, Any]
@@ -53,6 +55,23 @@ _WITH_INPUT = (BadRequest,)
 _WITH_BODY = (BodyTooLarge, BodyEncoded, TenantBusy, ServerBusy)
 
 router = APIRouter(tags=["server"])
+
+
+class LazyContent:
+    """Content that the first request makes by calling `make`. Requests that arrive meanwhile wait for the same
+    content.
+    """
+
+    def __init__(self, make: Callable[[], bytes]) -> None:
+        self._make = make
+        self._lock = Lock()
+        self._content: bytes | None = None
+
+    def content(self) -> bytes:
+        with self._lock:
+            if self._content is None:
+                self._content = self._make()
+            return self._content
 
 
 def errors(*kinds: type[Exception]) -> _Responses:

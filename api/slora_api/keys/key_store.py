@@ -34,26 +34,30 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import BadAdapterName, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.record import parse_reference
 from slora_api.core.errors import ApiError, BadRequest, KeyConflict, KeyRevoked, NotFound, TenantSuspended
-from slora_api.keys.allow_list import AllowList
 from slora_api.keys.api_key import NewKey, Pepper, make_key, read_key_id
 from slora_api.keys.key_cache import KeyCache
-from slora_api.keys.key_record import BOOTSTRAP_KEY_ID, Caller, KeyRecord, OperatorKey
-from slora_api.keys.key_rows import (
+from slora_api.keys.key_record import (
+    BOOTSTRAP_KEY_ID,
     KEY_EXISTS,
     KEY_POSITION,
     KEYS_OF_TENANT,
     ONE_KEY,
     OPERATOR_KEYS,
+    TENANT_SCOPES,
     TERMS,
     VALID_KEY,
+    AllowList,
+    Caller,
+    KeyRecord,
+    OperatorKey,
+    Scope,
+    TenantStatus,
     copy_quota,
     describe_grant,
     make_record,
     make_row,
 )
 from slora_api.keys.revocation_journal import RevocationJournal
-from slora_api.keys.scopes import TENANT_SCOPES, Scope
-from slora_api.keys.tenant_status import TenantStatus
 
 logger = logging.getLogger(__name__)
 

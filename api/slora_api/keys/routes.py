@@ -12,8 +12,7 @@ from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
-from slora_api.keys.key_record import Caller, KeyRecord
-from slora_api.keys.scopes import OPERATOR_SCOPES, TENANT_SCOPES, Scope, parse_scopes
+from slora_api.keys.key_record import OPERATOR_SCOPES, TENANT_SCOPES, Caller, KeyRecord, Scope, parse_scopes
 from slora_api.serve.services import NamedTenant, Wired
 
 router = APIRouter(prefix="/admin", tags=["operator"])

@@ -8,8 +8,7 @@ from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import add_conversation_answer
 from slora_api.http.openapi import event_stream, json_body
 from slora_api.keys.authentication import InferenceKey
-from slora_api.messages.messages_format import MessagesFormat
-from slora_api.messages.messages_objects import MessageEvent, MessageObject, TokenCount
+from slora_api.messages.messages_format import MessageEvent, MessageObject, MessagesFormat, TokenCount
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
 from slora_api.serve.services import Wired
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query, Request, Response
 from slora_api.core.errors import ErrorAnswer, ServerBusy, Stopping, TenantBusy
 from slora_api.http.openapi import errors, event_stream
 from slora_api.http.sse import EventStream
-from slora_api.keys.admin_key import BOOTSTRAP_KEY
+from slora_api.keys.api_key import BOOTSTRAP_KEY
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.metrics.frame import FrameObject
 from slora_api.serve.services import Services, Wired

@@ -7,13 +7,17 @@ multiprocess mode). The files outlive a process that dies. Gauges and the engine
 Adapters are labelled with tenant and digest prefix, because names are not unique across tenants. Only
 `vllm:lora_requests_info` has names, because gateways compare them with the model of a request. Only the operator can
 read the metrics (see authentication.py), except the few that `--gateway-metrics on` opens to gateways.
+
+The folder in which API workers keep their counters; see `metrics/metrics.py`.
 """
 
 import asyncio
 import os
+import tempfile
 import time
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +29,9 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.request import FinishReason
+from slora_adapters.process.full_disk import is_full
 from slora_adapters.version import AdapterVersion
+from slora_api.core.data_dir import DataDir
 from slora_api.metrics.engine_metrics import engine_metrics, gateway_metrics
 from slora_api.metrics.request_metrics import (
     ENGINE,
@@ -256,3 +262,18 @@ class _GatewayMetrics:
 
     def collect(self) -> Iterable[Metric]:
         return gateway_metrics(self._model, *self._engine)
+
+
+def open_metrics_files(stack: AsyncExitStack, data: DataDir, num_workers: int) -> Path:
+    """Returns the folder with an empty file for each worker. The folder is in the data directory if the disk has room,
+    else in a temporary directory.
+    """
+    try:
+        allocate_files(data.metrics, num_workers)
+        return data.metrics
+    except OSError as error:
+        if not is_full(error):
+            raise
+    temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-")))
+    allocate_files(temporary, num_workers)
+    return temporary

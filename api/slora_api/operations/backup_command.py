@@ -1,8 +1,11 @@
 """`slora backup` and `slora restore`. They work directly on the database and the store, whether or not a server is
 running.
+
+Reads server settings for commands that work on the server's data directly.
 """
 
 import argparse
+import os
 import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -13,7 +16,6 @@ from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database.audit_log import acting_as, command_actor
 from slora_adapters.database.database import Database
 from slora_adapters.store.store_url import open_store
-from slora_api.cli.local_setting import read_local_setting
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.core.data_dir import DataDir
 from slora_api.keys.api_key import Pepper
@@ -69,3 +71,10 @@ def restore(arguments: argparse.Namespace) -> None:
     except (SloraError, OSError, ValueError) as error:
         raise CommandFailed(f"nothing was restored: {error}") from error
     print(f"restored {len(manifest.digests)} blobs and the database to {data_dir}")
+
+
+def read_local_setting(arguments: argparse.Namespace, name: str) -> str:
+    """Returns the value of a server setting from its flag, or else from its environment variable; empty if neither is
+    set.
+    """
+    return getattr(arguments, name) or os.environ.get(f"SLORA_{name.upper()}", "")

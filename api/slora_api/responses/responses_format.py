@@ -3,11 +3,14 @@
 The answer is a list of items in the order in which the model wrote them: reasoning, messages and function calls. The
 last events of a text repeat the whole text several times. So each text is encoded once, and these events are written in
 slices.
+
+Finds the tokens of an answer's content, so that their log-probabilities can be listed with the content.
 """
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +19,6 @@ from slora.core.sampling_params import SamplingParams
 from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_ids import make_call_id
-from slora_api.chat.content_tokens import ContentTokens
 from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.tool_schemas import read_custom_input
 from slora_api.completions.answer_format import LogprobsFormat, Usage
@@ -28,6 +30,32 @@ from slora_api.responses.responses_request import ResponsesRequest
 Json = dict[str, Any]
 _TOO_MANY_REQUESTS = 429
 _PREFIXES = {PieceKind.REASONING: "rs", PieceKind.CONTENT: "msg", PieceKind.CALL: "fc"}
+
+
+class ContentTokens:
+    """Assigns each token of one answer to the first piece of content with which the token overlaps.
+
+    Tokens of reasoning, tool calls and markers are dropped.
+    """
+
+    def __init__(self) -> None:
+        # Each token with the position of its first character in the answer.
+        self._held: deque[tuple[int, AlignedToken]] = deque()
+        self._num_chars = 0
+
+    def add(self, tokens: Iterable[AlignedToken]) -> None:
+        for token in tokens:
+            self._held.append((self._num_chars, token))
+            self._num_chars += token.width
+
+    def take(self, start: int, end: int) -> list[AlignedToken]:
+        """Returns the tokens of the content from `start` to `end`. Positions must not decrease between calls."""
+        taken = []
+        while self._held and self._held[0][0] < end:
+            first, token = self._held.popleft()
+            if first >= start or first + token.width > start:
+                taken.append(token)
+        return taken
 
 
 def _make_id(prefix: str, end: str | None = None) -> str:

@@ -55,15 +55,13 @@ from slora_api.completions.generation import Generator, Readiness
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.core.data_dir import DataDir
 from slora_api.core.fair_slots import cpu_slots
-from slora_api.core.host_board import HostBoard
-from slora_api.core.host_changes import HostChanges
+from slora_api.core.host_board import HostBoard, HostChanges
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.settings import Settings, read_settings
-from slora_api.http.connection_limits import ConnectionLimits
+from slora_api.http.connections import ConnectionLimits
 from slora_api.http.http_server import HttpServer
-from slora_api.keys.admin_key import open_admin_key
-from slora_api.keys.api_key import Pepper
+from slora_api.keys.api_key import Pepper, open_admin_key
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal

@@ -32,7 +32,7 @@ from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.keys import me_routes as me
 from slora_api.keys import routes as keys
-from slora_api.keys.admin_key import AdminKey
+from slora_api.keys.api_key import AdminKey
 from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator
 from slora_api.messages import routes as messages
 from slora_api.metrics import live_routes as live

@@ -19,7 +19,7 @@ from slora.core.errors import EngineUnavailable
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.registry import Registry
-from slora_api.core.host_changes import HostChanges
+from slora_api.core.host_board import HostChanges
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore
 from slora_api.quotas.quota_store import QuotaStore

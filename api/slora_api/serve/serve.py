@@ -30,11 +30,9 @@ from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
-from slora_api.http.http_server import HttpServer
-from slora_api.http.listener import open_listener
-from slora_api.keys.admin_key import AdminKey, open_admin_key
-from slora_api.keys.api_key import Pepper
-from slora_api.metrics.metrics_files import open_metrics_files
+from slora_api.http.http_server import HttpServer, open_listener
+from slora_api.keys.api_key import AdminKey, Pepper, open_admin_key
+from slora_api.metrics.metrics import open_metrics_files
 from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.serve.api_process import (
     background_work,

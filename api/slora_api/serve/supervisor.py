@@ -9,6 +9,14 @@ then see their sockets close.
 
 A child that can never work is not restarted: the server exits with the reason. A child can never work if its exit code
 says so, or if it dies several times before it was ever ready.
+
+The watchdog decides from the heartbeats of a child whether the child is stalled. A child makes progress in three
+cases: it completes units of work (engine steps, pieces of adapters), it has no work, or its working threads use CPU
+time. CPU time distinguishes a slow step on a busy CPU from a hang: a process that waits for a hung device, or that is
+stopped, uses no CPU time. CPU time alone counts as progress only for a limited time, because an endless loop also
+uses CPU time.
+
+A child that is still starting never counts as stalled, because reading weights and compiling kernels may take any time.
 """
 
 import asyncio
@@ -21,12 +29,11 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from slora.core.errors import SloraError
-from slora_adapters.process.heartbeat import HeartbeatPage
+from slora_adapters.process.heartbeat import Beat, HeartbeatPage
 from slora_adapters.process.shortage import find_shortage
-from slora_api.serve.run_queue import RunQueue
-from slora_api.serve.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +51,95 @@ _TRY_LATER_EXIT = os.EX_TEMPFAIL
 # A child that crashes while it loads the model usually crashes each time. Two more tries cover a temporary fault of the
 # machine.
 _MAX_FAILED_STARTS = 3
+
+# /readyz fails within 5 s of a stall: this time, one heartbeat, one poll, and a margin for a busy machine.
+STALLED_AFTER_S = 3.0
+
+# The minimum share of its time that a computing process spends on a CPU, even if it gets only a tenth of a core. An
+# idle process spends far less.
+_LEAST_CPU_SHARE = 0.01
+
+# A child may use CPU time without completing any work for this many times `restart_after_s`.
+_COMPUTING_PATIENCE = 10
+
+_NO_BEAT = Beat(0, is_serving=False, is_busy=False, num_completed=0, computing_us=0)
+
+
+@dataclass(slots=True)
+class Watchdog:
+    """Decides whether one child is stalled.
+
+    restart_after_s: how long a stall may last.
+    waits_for_others: whether the child's work may wait for a store. Such a child is stalled after STALLED_AFTER_S
+    without a heartbeat, or after restart_after_s without progress.
+    silent_s: seconds since the last heartbeat.
+    stuck_s: seconds since the child last made progress.
+    incomplete_s: seconds since the child last completed a unit of work or had no work.
+    """
+
+    restart_after_s: float
+    waits_for_others: bool = False
+    silent_s: float = 0.0
+    stuck_s: float = 0.0
+    incomplete_s: float = 0.0
+    _last: Beat = _NO_BEAT
+    _computing_us: int = 0  # The CPU time when the child last made progress.
+
+    @property
+    def is_stalled(self) -> bool:
+        return (
+            self.silent_s if self.waits_for_others else self.stuck_s
+        ) > STALLED_AFTER_S or self.is_hopeless
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether the child must be killed and restarted."""
+        patience_s = _COMPUTING_PATIENCE * self.restart_after_s
+        return self.stuck_s > self.restart_after_s or self.incomplete_s > patience_s
+
+    def observe(self, beat: Beat, elapsed_s: float) -> None:
+        """Updates the times of this watchdog from the content of the heartbeat page. elapsed_s: seconds since the last
+        call.
+        """
+        is_fresh, last, self._last = beat.number != self._last.number, self._last, beat
+        self.silent_s = 0.0 if is_fresh else self.silent_s + elapsed_s
+        self.stuck_s += elapsed_s
+        self.incomplete_s += elapsed_s
+        has_completed = is_fresh and (not beat.is_busy or beat.num_completed != last.num_completed)
+        if has_completed or not beat.is_serving:
+            self.incomplete_s = 0.0
+        computed_s = 1e-6 * (beat.computing_us - self._computing_us)
+        if self.incomplete_s == 0.0 or (is_fresh and computed_s > _LEAST_CPU_SHARE * self.stuck_s):
+            self.stuck_s = 0.0
+            self._computing_us = beat.computing_us
+        if not beat.is_serving:
+            self.silent_s = 0.0
+
+
+class RunQueue:
+    """Measures the CPU waits of one process. `pop_wait_s` returns 0 if the kernel does not count waits, or if the
+    process has ended.
+    """
+
+    def __init__(self, pid: int) -> None:
+        self._tasks = Path(f"/proc/{pid}/task")
+        self._waited_ns = self._read()
+
+    def pop_wait_s(self) -> float:
+        """Returns the longest time, in seconds, that any one thread has waited since the last call."""
+        last, self._waited_ns = self._waited_ns, self._read()
+        waits = (waited - last.get(thread, waited) for thread, waited in self._waited_ns.items())
+        return max(waits, default=0) / 1e9
+
+    def _read(self) -> dict[str, int]:
+        """Returns the nanoseconds that each thread has waited so far. A wait is counted when it ends."""
+        waited: dict[str, int] = {}
+        try:
+            for task in self._tasks.iterdir():
+                waited[task.name] = int((task / "schedstat").read_text(encoding="utf-8").split()[1])
+        except (OSError, ValueError, IndexError):
+            return waited
+        return waited
 
 
 class ChildRefused(SloraError):

@@ -18,7 +18,7 @@ from slora_api.core.threads import control_thread
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.keys.authentication import Operator
-from slora_api.keys.tenant_status import TenantStatus
+from slora_api.keys.key_record import TenantStatus
 from slora_api.serve.services import NamedTenant, Services, Wired
 from slora_api.tenants.tenant_store import ShareChanges, Tenant
 

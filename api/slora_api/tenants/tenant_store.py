@@ -29,9 +29,8 @@ from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnavailable
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
-from slora_api.keys.key_rows import SHARE_COLUMNS
+from slora_api.keys.key_record import SHARE_COLUMNS, TenantStatus
 from slora_api.keys.key_store import KeyStore
-from slora_api.keys.tenant_status import TenantStatus
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,8 @@ import pytest
 from slora.core.errors import ConfigError
 from slora.core.setting import SettingRefused
 from slora_api.cli.main import main
-from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file
-from slora_api.cluster.cluster_secret import read_secret
-from slora_api.cluster.ray_version import check_ray_version
+from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file, read_secret
+from slora_api.cluster.commands import check_ray_version
 from tests.api.conftest import Kit
 
 SECRET = b"s" * 64

@@ -20,7 +20,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from slora_api.keys.scopes import OPERATOR_SCOPES
+from slora_api.keys.key_record import OPERATOR_SCOPES
 from tests.api.conftest import Kit
 from tests.api.fuzz.requests import ACCEPTED
 from tests.api.fuzz.watched_server import PATIENCE_S, WatchedServer, explain_answer

@@ -11,7 +11,7 @@ import pytest
 from slora.core.request import EngineRequest, RequestTiming
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer
-from slora_api.completions.answer_timing import timing_headers, timing_object
+from slora_api.completions.answer_objects import timing_headers, timing_object
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 

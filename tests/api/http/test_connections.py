@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from slora_api.http.connection_limits import ConnectionLimits
-from slora_api.http.connections import Connections
+from slora_api.http.connections import ConnectionLimits, Connections
 
 
 @dataclass(eq=False)

@@ -120,7 +120,7 @@ def test_the_command_restarts_one_engine_after_the_other(
         platform.engine.lost.clear()
         platform.services.generator.metrics.restarts[name] += 1
 
-    monkeypatch.setattr("slora_api.operations.engine_command.time.sleep", start_again)
+    monkeypatch.setattr("slora_api.operations.command.time.sleep", start_again)
     assert main(["engine", "restart", "--rolling"]) == 0
     assert stopped == list(NAMES)
     said = capsys.readouterr().out.splitlines()
@@ -142,7 +142,7 @@ def test_the_command_stops_at_an_engine_that_does_not_come_back(
 ) -> None:
     monkeypatch.setenv("SLORA_URL", platform.url)
     monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-    monkeypatch.setattr("slora_api.operations.engine_command._POLL_S", 1.01)
+    monkeypatch.setattr("slora_api.operations.command._POLL_S", 1.01)
     assert main(["engine", "restart", "--rolling", "--timeout", "1s"]) == 1
     assert platform.engine.lost.keys() == {"engine-0"}
     assert "engine-0 does not serve 1 s after its restart began" in capsys.readouterr().err

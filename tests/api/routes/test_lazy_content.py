@@ -3,7 +3,7 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from slora_api.http.lazy_content import LazyContent
+from slora_api.http.openapi import LazyContent
 
 
 def test_clients_that_ask_at_the_same_time_share_one_rendering() -> None:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from slora_adapters.process.children import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
-from slora_api.serve import supervisor, watchdog
+from slora_api.serve import supervisor
 from slora_api.serve.supervisor import Child, ChildRefused, Supervisor
 from tests.support.engine_stack import WAIT_S, wait_until
 
@@ -52,7 +52,7 @@ class SupervisedChild:
 
 @pytest.fixture
 def short_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "STALLED_AFTER_S", 1.5)
+    monkeypatch.setattr(supervisor, "STALLED_AFTER_S", 1.5)
 
 
 @pytest.fixture(autouse=True)

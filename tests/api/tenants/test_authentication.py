@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 
 from slora_api.keys.api_key import make_key
 from slora_api.keys.authentication import PUBLIC_PATHS, check_routes, is_public, required_scopes
-from slora_api.keys.scopes import TENANT_SCOPES, Scope
+from slora_api.keys.key_record import TENANT_SCOPES, Scope
 from slora_api.serve.app import make_router
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -23,17 +23,14 @@ from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_api.core.errors import ServerBusy
-from slora_api.keys.admin_key import open_admin_key
-from slora_api.keys.allow_list import AllowList
-from slora_api.keys.api_key import PEPPER_BYTES, Pepper, _checksum, make_key
+from slora_api.keys.api_key import PEPPER_BYTES, Pepper, _checksum, make_key, open_admin_key
 from slora_api.keys.authentication import AuthenticationMiddleware
 from slora_api.keys.key_cache import KeyCache
-from slora_api.keys.key_record import Caller, KeyRecord
+from slora_api.keys.key_record import TENANT_SCOPES, AllowList, Caller, KeyRecord, Scope
 from slora_api.keys.key_store import KeyStore, _StoredKey
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.keys.scopes import TENANT_SCOPES, Scope
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.serve.app import make_app

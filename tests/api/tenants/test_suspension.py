@@ -9,8 +9,7 @@ import pytest
 from slora_adapters.database.change_feed import read_changes
 from slora_adapters.database.database import Database
 from slora_api.core.errors import NotFound, TenantSuspended
-from slora_api.keys.key_record import KeyRecord
-from slora_api.keys.tenant_status import TenantStatus
+from slora_api.keys.key_record import KeyRecord, TenantStatus
 from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, open_key_store, post

@@ -10,8 +10,8 @@ import pytest
 
 from slora.core.engine_state import EngineState, PageCounts
 from slora_api.metrics.frame import FrameMaker
-from slora_api.metrics.top.screen import Line, LiveHistory, draw_screen
-from slora_api.metrics.top.terminal import paint
+from slora_api.metrics.top_command import paint
+from slora_api.metrics.top_screen import Line, LiveHistory, draw_screen
 from tests.api.live.test_frame import NAMES, STATE
 
 

@@ -13,8 +13,8 @@ from typing import TextIO
 
 import pytest
 
-from slora_api.metrics.top.screen import Line
-from slora_api.metrics.top.terminal import full_screen, show
+from slora_api.metrics.top_command import full_screen, show
+from slora_api.metrics.top_screen import Line
 from tests.api.served import READY_S, wait_until
 
 

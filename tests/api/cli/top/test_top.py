@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from slora_api.metrics.top import top
+from slora_api.metrics import top_command as top
 from tests.api.command import Ended, run_command
 from tests.api.live.test_frame import STATE
 from tests.api.platform import ADMIN_KEY, Platform, running_platform

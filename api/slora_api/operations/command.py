@@ -1,15 +1,23 @@
-"""`slora engine`: the operator's commands for the engine processes of a server."""
+"""`slora engine`: the operator's commands for the engine processes of a server.
+
+`slora health`: checks whether the server answers or is ready. Container engines and scripts can run it without a
+key.
+
+`slora audit log`: prints the changes that the audit log has recorded.
+"""
 
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from datetime import datetime
+from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
 import httpx
 
 from slora_api.cli.output import Columns, print_records
-from slora_api.cli.remote import CommandFailed, admin_client, check, explained
+from slora_api.cli.remote import CommandFailed, admin_client, check, explained, open_client, walk
 
 _POLL_S = 0.5
 _ENGINES = "/admin/engines"
@@ -76,3 +84,33 @@ def _restart(client: httpx.Client, name: str, timeout_s: float, *, allow_outage:
                 f"{found['detail'] or 'it has not ended yet'}; see the log of the server. No further engine is "
                 "restarted"
             )
+
+
+@explained
+def health(arguments: argparse.Namespace) -> None:
+    with open_client({}) as client:
+        print(check(client.get("/readyz" if arguments.ready else "/healthz"))["status"])
+
+
+_ENTRY_COLUMNS = {
+    "TIME": lambda entry: datetime.fromtimestamp(entry["created"]).isoformat(" ", "seconds"),
+    "ACTOR": lambda entry: entry["actor"] or entry["actor_kind"],
+    "FROM": lambda entry: entry["address"],
+    "ACTION": lambda entry: entry["action"],
+    "TENANT": lambda entry: entry["tenant"],
+    "TARGET": lambda entry: entry["target"],
+}
+
+
+def _filter(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns the query parameters for the filters that the user gives."""
+    found = {name: getattr(arguments, name) for name in ("tenant", "actor", "action")}
+    found |= {name: time.timestamp() for name in ("since", "until") if (time := getattr(arguments, name))}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+@explained
+def log(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        entries = islice(walk(client, "/admin/audit", **_filter(arguments)), arguments.limit)
+        print_records(entries, _ENTRY_COLUMNS, as_json=arguments.json)
