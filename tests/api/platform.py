@@ -6,14 +6,15 @@ each upload.
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import openai
 
+from slora.client.replica_group import ReplicaGroup
 from slora.core.engine_config import EngineConfig
 from slora.core.request import FinishReason
 from slora.core.usage_journal import UsageJournal
@@ -36,39 +37,53 @@ from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.routes import AdapterServices
 from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
-from slora_api.batches.files import Files
+from slora_api.batches.files import Files, file_limits
+from slora_api.batches.routes import BatchServices
 from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
+from slora_api.completions.services import AnswerServices
+from slora_api.core.data_dir import DataDir
 from slora_api.core.fair_slots import cpu_slots
-from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.core.foundation import Foundation
+from slora_api.core.host_board import BoardSize, HostBoard, HostChanges
 from slora_api.core.request_context import Tracing
 from slora_api.core.settings import Settings
 from slora_api.http.connections import ConnectionLimits
+from slora_api.http.request_bounds import ServerBounds
 from slora_api.keys.api_key import Pepper, open_admin_key
+from slora_api.keys.build import Keys
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.routes import KeyServices
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.adapter_references import AdapterReferences
 from slora_api.metrics.live_feed import LiveFeed
+from slora_api.metrics.live_routes import LiveServices
 from slora_api.metrics.metrics import Metrics
+from slora_api.operations.engine_routes import OperationServices
 from slora_api.operations.engines import Engines
+from slora_api.operations.health_routes import HealthServices
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.quotas.routes import QuotaServices
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
-from slora_api.serve.api_process import file_limits, make_batch_runner
 from slora_api.serve.app import make_app
 from slora_api.serve.change_follower import ChangeFollower
+from slora_api.serve.composition import make_batch_runner
 from slora_api.serve.services import Services
+from slora_api.tenants.routes import TenantServices
 from slora_api.tenants.tenant_life import TenantLife
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.routes import UsageServices
 from slora_api.usage.usage_ledger import UsageLedger
 from slora_api.usage.usage_recorder import UsageRecorder
 from slora_api.usage.usage_report import UsageReport
@@ -114,13 +129,36 @@ def open_tenant_store(database: Database, directory: Path) -> TenantStore:
     return TenantStore(database, open_key_store(database, directory))
 
 
+@dataclass(frozen=True)
+class Parts:
+    """The objects of a platform that tests look into, or change behind its back."""
+
+    reserve: DiskReserve
+    tenant_store: TenantStore
+    key_store: KeyStore
+    key_use: KeyUse
+    running: RunningRequests
+    catalog: ModelCatalog
+    publisher: Publisher
+    templates: ChatTemplates
+    generator: Generator
+    encoder: PromptEncoder
+    tenant_life: TenantLife
+    registry: Registry
+    quota_store: QuotaStore
+    quotas: QuotaMeter
+    usage_shipper: UsageShipper
+    batches: Batches
+    all: Services
+
+
 @dataclass
 class Platform:
     """A running API. `engine` decides the answers."""
 
     url: str
     engine: ScriptedEngine
-    services: Services
+    services: Parts
     directory: Path
     sdk_clients: ExitStack = field(default_factory=ExitStack)
 
@@ -233,41 +271,96 @@ def running_platform(
     counters = HostCounters(directory / "run" / "quotas", max_accounts=128, max_reservations=128)
     usage_journal = UsageJournal(directory / "usage")
     recorder = UsageRecorder(engine, usage_journal, observe=metrics.requests.count)
+    generator = Generator(engine, tokenizer, limiter, metrics, recorder)
+    limits_of = ServerBounds(chosen, generator.engine_info, tokenizer.longest_token_chars)
+    catalog, uploads = ModelCatalog(base, adapters, engine, pinning), Uploads(quarantine)
+    publisher = Publisher(
+        base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
+    )
+    local_adapters = LocalAdapters(
+        Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
+    )
+    follower = ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh)
+    keys = Keys(pepper, key_store, KeyUse(database), RunningRequests(key_store))
+    quotas = QuotaMeter(quota_store, counters, ledger, limiter, metrics.quota_refused)
+    shipper = UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days)
+    encoder = PromptEncoder(tokenizer, slots)
+    tenant_life = TenantLife(tenant_store, ledger, adapters, engine)
+    batches = Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant)
+    board = HostBoard.create(BoardSize(1, 1))
+    engines = Engines(engine, metrics, board, database)
+    live = LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping)
     services = Services(
-        chosen,
-        reserve,
+        Foundation(
+            AsyncExitStack(),
+            chosen,
+            DataDir(directory),
+            board,
+            HostChanges(board),
+            reserve,
+            database,
+            cast(ReplicaGroup, engine),
+        ),
+        keys,
         tenant_store,
-        AuditLog(database),
-        key_store,
-        KeyUse(database),
-        RunningRequests(key_store),
-        ModelCatalog(base, adapters, engine, pinning),
-        Publisher(
-            base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
-        ),
-        Aliases(registry, pinning),
+        publisher,
         pinning,
-        ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh),
-        Uploads(quarantine),
-        LocalAdapters(
-            Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
+        generator,
+        batches,
+        engines,
+        for_routes=(
+            AnswerServices(chosen, catalog, slots, templates, grammars, generator, encoder, quotas),
+            AdapterServices(
+                limiter,
+                uploads,
+                publisher,
+                catalog,
+                Aliases(registry, pinning),
+                local_adapters,
+                tenant_store,
+                limits_of,
+            ),
+            BatchServices(batches, limiter, chosen.max_file_bytes, quarantine),
+            KeyServices(catalog, key_store),
+            tenant_store,
+            TenantServices(tenant_store, pinning, tenant_life, catalog, registry),
+            QuotaServices(quotas, registry, quota_store, tenant_store),
+            UsageServices(
+                tenant_store,
+                UsageReport(ledger, registry.find_names, tenant_store, "base"),
+            ),
+            OperationServices(engines, tenant_store, AuditLog(database)),
+            HealthServices(
+                limiter,
+                generator,
+                reserve,
+                engines,
+                shipper,
+                tenant_store,
+                AdapterReferences(registry.find_references),
+            ),
+            LiveServices(live, keys.running),
         ),
-        slots,
-        templates,
-        grammars,
-        Generator(engine, tokenizer, limiter, metrics, recorder),
-        PromptEncoder(tokenizer, slots),
-        UsageReport(ledger, registry.find_names, tenant_store, "base"),
-        TenantLife(tenant_store, ledger, adapters, engine),
-        registry,
-        quota_store,
-        QuotaMeter(quota_store, counters, ledger, limiter, metrics.quota_refused),
-        UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days),
-        quarantine,
-        Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant),
-        Engines(engine, metrics, HostBoard.create(BoardSize(1, 1)), database),
-        LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping),
-        AdapterReferences(registry.find_references),
+        work=[],
+    )
+    parts = Parts(
+        reserve=reserve,
+        tenant_store=tenant_store,
+        key_store=key_store,
+        key_use=keys.use,
+        running=keys.running,
+        catalog=catalog,
+        publisher=publisher,
+        templates=templates,
+        generator=generator,
+        encoder=encoder,
+        tenant_life=tenant_life,
+        registry=registry,
+        quota_store=quota_store,
+        quotas=quotas,
+        usage_shipper=shipper,
+        batches=batches,
+        all=services,
     )
 
     async def close() -> None:
@@ -276,7 +369,7 @@ def running_platform(
         await counters.close()
 
     app = make_app(services, open_admin_key(ADMIN_KEY, directory, pepper), tracing=tracing)
-    background = [services.follower.run, services.running.run, pinning.run] if follows else []
+    background = [follower.run, keys.running.run, pinning.run] if follows else []
     if runs_batches:
         runner = make_batch_runner(services)
         runner._poll_s = 0.05
@@ -285,7 +378,7 @@ def running_platform(
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.
         httpx.get(url + "/healthz", verify=False).raise_for_status()
-        platform = Platform(url, engine, services, directory)
+        platform = Platform(url, engine, parts, directory)
         with platform.sdk_clients:
             yield platform
     usage_journal.close()

@@ -6,10 +6,10 @@ from threading import Event
 
 from slora_adapters.database.audit_log import Actor, ActorKind, acting_as, current_actor
 from slora_api.core.threads import control_thread, tenant_thread
+from slora_api.http.wiring import TenantRoute
 from slora_api.keys.authentication import required_scopes
 from slora_api.keys.key_record import OPERATOR_SCOPES
 from slora_api.serve.app import ROUTES
-from slora_api.serve.services import TenantRoute
 
 
 def test_a_tenant_whose_calls_block_delays_neither_keys_nor_another_tenant() -> None:

@@ -10,13 +10,14 @@ from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
 from slora_api.adapters.model_catalog import ModelObject
+from slora_api.adapters.routes import AdapterServices
 from slora_api.core.errors import BadRequest, ModelNotFound, Starting, speaks_anthropic
 from slora_api.core.listing import ListObject, PageObject, list_json
 from slora_api.http.field_types import Limit
 from slora_api.http.openapi import errors
 from slora_api.http.request_bounds import RequestBounds
+from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import AdapterReader, InferenceKey
-from slora_api.serve.services import Services, TenantRoute, Wired
 
 router = APIRouter(route_class=TenantRoute, tags=["models"])
 
@@ -64,7 +65,7 @@ _MESSAGES_LIMIT = 20
 def list_models(
     request: Request,
     key: InferenceKey,
-    services: Wired,
+    services: Wired[AdapterServices],
     limit: Limit | None = None,
     after: str | None = None,
     after_id: str | None = None,
@@ -126,11 +127,11 @@ class AdapterModule(TypedDict):
 
 
 @router.get("/v1/adapter-modules", responses=errors(Starting))
-def list_adapter_modules(_key: AdapterReader, services: Wired) -> ListObject[AdapterModule]:
+def list_adapter_modules(_key: AdapterReader, services: Wired[AdapterServices]) -> ListObject[AdapterModule]:
     """Lists the modules of the base model that an adapter may change, layer by layer. The embedding and the head come
     last.
     """
-    modules = services.generator.engine_info().shape.modules
+    modules = services.bounds.info().shape.modules
     return {
         "object": "list",
         "data": [
@@ -151,7 +152,7 @@ def list_adapter_modules(_key: AdapterReader, services: Wired) -> ListObject[Ada
     responses=errors(ModelNotFound),
 )
 def get_model(
-    request: Request, model: str, key: InferenceKey, services: Wired
+    request: Request, model: str, key: InferenceKey, services: Wired[AdapterServices]
 ) -> DescribedModel | MessagesModel:
     """Describes one model. With the header `anthropic-version`, answers in the form of Anthropic's API."""
     found = services.catalog.describe_model(key, model)
@@ -160,8 +161,8 @@ def get_model(
     return {**found, "limits": _limits(services)}
 
 
-def _limits(services: Services) -> RequestBounds | None:
+def _limits(services: AdapterServices) -> RequestBounds | None:
     try:
-        return services.bounds()
+        return services.bounds.find()
     except Starting:
         return None

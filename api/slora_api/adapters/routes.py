@@ -3,6 +3,7 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, status
@@ -12,7 +13,11 @@ from typing_extensions import TypedDict
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
-from slora_api.adapters.model_catalog import PrewarmObject
+from slora_api.adapters.aliases import Aliases
+from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.model_catalog import ModelCatalog, PrewarmObject
+from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.uploads import Uploads
 from slora_api.core.errors import (
     Forbidden,
     InspectionFailed,
@@ -26,13 +31,30 @@ from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject
 from slora_api.http.field_types import STRICT, Limit, Name, make_refusal
 from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
+from slora_api.http.request_bounds import ServerBounds
+from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey
-from slora_api.serve.services import TenantRoute, Wired
+from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.tenants.tenant_store import TenantStore
 
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])
 
 # A version number has at most 18 digits, as in references.
 VersionNumber = Annotated[int, Field(ge=1, lt=10**18)]
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterServices:
+    """What the routes of adapters use."""
+
+    limiter: RequestLimiter
+    uploads: Uploads
+    publisher: Publisher
+    catalog: ModelCatalog
+    aliases: Aliases
+    local_adapters: LocalAdapters
+    tenant_store: TenantStore
+    bounds: ServerBounds
 
 
 def _check_targets(value: Any) -> Any:
@@ -113,13 +135,15 @@ class DeletedAlias(TypedDict):
         AdapterInvalid, QuotaExceeded, TenantBusy, ServerBusy, EngineUnavailable, InspectionFailed, DiskFull
     ),
 )
-async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) -> PublishedObject:
+async def upload_adapter(
+    request: Request, key: AdapterWriter, services: Wired[AdapterServices]
+) -> PublishedObject:
     """Uploads an adapter as a new version of its name.
 
     The multipart fields are name, config and weights, and optionally base_fingerprint, chat templates,
     generation_config and the tokenizer's files. One archive may replace all files.
     """
-    with services.generator.limiter.admit_upload(key.tenant):
+    with services.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
         async with services.uploads.receive(key.tenant, content_type, request.stream()) as upload:
             if key.models is not None and not key.models.permits_whole(upload.name):
@@ -132,20 +156,25 @@ async def upload_adapter(request: Request, key: AdapterWriter, services: Wired) 
 
 @router.get("/v1/adapters")
 def list_adapters(
-    key: AdapterReader, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+    key: AdapterReader,
+    services: Wired[AdapterServices],
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
 ) -> PageObject[AdapterObject]:
     return services.catalog.list_adapters(key, limit, after)
 
 
 @router.get("/v1/adapters/{reference}", responses=errors(ModelNotFound))
-def get_adapter(reference: str, key: AdapterReader, services: Wired) -> VersionObject | AdapterObject:
+def get_adapter(
+    reference: str, key: AdapterReader, services: Wired[AdapterServices]
+) -> VersionObject | AdapterObject:
     key.check_model(reference)
     return services.catalog.describe_adapter(key.tenant, reference)
 
 
 @router.delete("/v1/adapters/{reference}", responses=errors(ModelNotFound, InUse, DiskFull))
 async def delete_adapter(
-    reference: str, key: AdapterWriter, services: Wired, force: bool = False
+    reference: str, key: AdapterWriter, services: Wired[AdapterServices], force: bool = False
 ) -> DeletedAdapter:
     """Deletes a version, or a name with all of its versions. Answers 409 while an alias points at a version to delete,
     unless `force` is set.
@@ -160,7 +189,9 @@ async def delete_adapter(
     status_code=status.HTTP_202_ACCEPTED,
     responses=errors(ModelNotFound, EngineUnavailable),
 )
-async def prewarm_adapter(reference: str, key: InferenceKey, services: Wired) -> PrewarmObject:
+async def prewarm_adapter(
+    reference: str, key: InferenceKey, services: Wired[AdapterServices]
+) -> PrewarmObject:
     """Starts to load the adapter and shows where the adapter is now. Repeat the request to follow the progress."""
     return await services.catalog.prewarm(key, reference)
 
@@ -169,7 +200,7 @@ async def prewarm_adapter(reference: str, key: InferenceKey, services: Wired) ->
 def list_versions(
     name: str,
     key: AdapterReader,
-    services: Wired,
+    services: Wired[AdapterServices],
     limit: Limit = DEFAULT_LIMIT,
     after: VersionNumber | None = None,
 ) -> PageObject[VersionObject]:
@@ -178,20 +209,20 @@ def list_versions(
 
 
 @router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
-def list_aliases(name: str, key: AdapterReader, services: Wired) -> ListObject[AliasObject]:
+def list_aliases(name: str, key: AdapterReader, services: Wired[AdapterServices]) -> ListObject[AliasObject]:
     key.check_adapter(name)
     return {"object": "list", "data": services.aliases.list(key.tenant, name)}
 
 
 @router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
-def get_alias(name: str, alias: str, key: AdapterReader, services: Wired) -> AliasObject:
+def get_alias(name: str, alias: str, key: AdapterReader, services: Wired[AdapterServices]) -> AliasObject:
     key.check_model(f"{name}@{alias}")
     return services.aliases.describe(key.tenant, name, alias)
 
 
 @router.put("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, AliasConflict, DiskFull))
 async def move_alias(
-    name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired
+    name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired[AdapterServices]
 ) -> AliasObject:
     key.check_adapter(name)
     return await services.aliases.move(
@@ -205,7 +236,9 @@ async def move_alias(
 
 
 @router.delete("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, DiskFull))
-async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> DeletedAlias:
+async def delete_alias(
+    name: str, alias: str, key: AdapterWriter, services: Wired[AdapterServices]
+) -> DeletedAlias:
     key.check_adapter(name)
     await services.aliases.delete(key.tenant, name, alias)
     return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
@@ -215,6 +248,8 @@ async def delete_alias(name: str, alias: str, key: AdapterWriter, services: Wire
     "/v1/adapters/{name}/aliases/{alias}/rollback",
     responses=errors(AdapterNotFound, AliasConflict, DiskFull),
 )
-async def roll_back_alias(name: str, alias: str, key: AdapterWriter, services: Wired) -> AliasObject:
+async def roll_back_alias(
+    name: str, alias: str, key: AdapterWriter, services: Wired[AdapterServices]
+) -> AliasObject:
     key.check_adapter(name)
     return await services.aliases.roll_back(key.tenant, name, alias)

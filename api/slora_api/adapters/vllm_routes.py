@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, DiskFull
+from slora_api.adapters.routes import AdapterServices
 from slora_api.core.errors import (
     BadRequest,
     InspectionFailed,
@@ -23,8 +24,8 @@ from slora_api.core.errors import (
 from slora_api.core.threads import control_thread
 from slora_api.http.field_types import STRICT, Name, Text
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
-from slora_api.serve.services import Services, Wired
 from slora_api.tenants.tenant_store import Tenant
 
 router = APIRouter(prefix="/v1", tags=["adapters"])
@@ -69,7 +70,7 @@ class UnloadLoraRequest(BaseModel):
     ),
 )
 async def load_lora_adapter(
-    request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired
+    request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired[AdapterServices]
 ) -> PlainTextResponse:
     tenant = await control_thread(_find_tenant, services, body.tenant)
     async with services.local_adapters.take_turn(tenant.tenant_id):
@@ -79,7 +80,7 @@ async def load_lora_adapter(
                 "`load_inplace: true` to add a version, or choose another `lora_name`.",
                 "lora_name",
             )
-        with services.generator.limiter.admit_upload(tenant.tenant_id):
+        with services.limiter.admit_upload(tenant.tenant_id):
             async with services.local_adapters.copy(
                 tenant.tenant_id, body.lora_name, body.lora_path
             ) as upload:
@@ -94,7 +95,7 @@ async def load_lora_adapter(
     responses=errors(NotFound, ModelNotFound, InUse, DiskFull),
 )
 async def unload_lora_adapter(
-    body: UnloadLoraRequest, _operator: Operator, services: Wired
+    body: UnloadLoraRequest, _operator: Operator, services: Wired[AdapterServices]
 ) -> PlainTextResponse:
     tenant = await control_thread(_find_tenant, services, body.tenant)
     await services.catalog.delete(tenant.tenant_id, body.lora_name)
@@ -103,7 +104,7 @@ async def unload_lora_adapter(
     )
 
 
-def _find_tenant(services: Services, name: str | None) -> Tenant:
+def _find_tenant(services: AdapterServices, name: str | None) -> Tenant:
     """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
     vLLM's clients do not send it.
     """

@@ -18,13 +18,14 @@ from typing_extensions import TypedDict
 from slora_adapters.errors import DiskFull
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.batches.files import PURPOSES, Files, StoredFile, check_purpose
+from slora_api.batches.routes import BatchServices
 from slora_api.core.errors import BadRequest, BodyTooLarge, InUse, NotFound, QuotaExceeded
 from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
 from slora_api.http.multipart_form import FormFile, FormPart, check_fields, read_boundary, read_form
 from slora_api.http.openapi import errors, form_body
+from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import TenantRoute, Wired
 
 router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
@@ -151,11 +152,11 @@ def _file_json(stored: StoredFile) -> FileObject:
 
 
 @router.post("/v1/files", responses=errors(QuotaExceeded, DiskFull), openapi_extra=form_body(FileForm))
-async def upload_file(request: Request, key: InferenceKey, services: Wired) -> FileObject:
+async def upload_file(request: Request, key: InferenceKey, services: Wired[BatchServices]) -> FileObject:
     """Stores the input of a batch."""
-    with services.generator.limiter.admit_upload(key.tenant):
+    with services.limiter.admit_upload(key.tenant):
         content_type = request.headers.get("content-type", "")
-        limit = services.settings.max_file_bytes
+        limit = services.max_file_bytes
         stream = request.stream()
         async with receive_file(key.tenant, services.quarantine, content_type, stream, limit) as received:
             stored = await tenant_thread(
@@ -172,7 +173,7 @@ async def upload_file(request: Request, key: InferenceKey, services: Wired) -> F
 @router.get("/v1/files", response_model=PageObject[FileObject])
 def list_files(
     key: InferenceKey,
-    services: Wired,
+    services: Wired[BatchServices],
     purpose: str | None = None,
     limit: _FileLimit = 10_000,
     after: str | None = None,
@@ -188,7 +189,7 @@ def list_files(
 
 
 @router.get("/v1/files/{file_id}", responses=errors(NotFound))
-def get_file(file_id: str, key: InferenceKey, services: Wired) -> FileObject:
+def get_file(file_id: str, key: InferenceKey, services: Wired[BatchServices]) -> FileObject:
     return _file_json(services.batches.files.find(key.tenant, file_id))
 
 
@@ -198,14 +199,14 @@ def get_file(file_id: str, key: InferenceKey, services: Wired) -> FileObject:
     responses=errors(NotFound)
     | {200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}},
 )
-async def get_file_content(file_id: str, key: InferenceKey, services: Wired) -> Response:
+async def get_file_content(file_id: str, key: InferenceKey, services: Wired[BatchServices]) -> Response:
     files = services.batches.files
     await tenant_thread(key.tenant, files.find, key.tenant, file_id)
     return StreamingResponse(_content(files, key.tenant, file_id), media_type="application/octet-stream")
 
 
 @router.delete("/v1/files/{file_id}", responses=errors(NotFound, InUse))
-async def delete_file(file_id: str, key: InferenceKey, services: Wired) -> DeletedFile:
+async def delete_file(file_id: str, key: InferenceKey, services: Wired[BatchServices]) -> DeletedFile:
     """Deletes a file. Answers 409 while a batch reads it."""
     await tenant_thread(key.tenant, services.batches.files.delete, key.tenant, file_id)
     return {"id": file_id, "object": "file", "deleted": True}

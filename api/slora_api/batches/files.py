@@ -33,6 +33,7 @@ from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.store.store import Blob, Store
 from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
+from slora_api.core.settings import Settings
 from slora_api.keys.key_record import TenantStatus
 
 PURPOSES = ("batch", "batch_output")
@@ -443,3 +444,7 @@ def _join(pieces: Iterable[Piece]) -> Iterator[tuple[str, int, int]]:
         end = piece.start + piece.num_bytes
     if blob:
         yield blob, start, end
+
+
+def file_limits(settings: Settings) -> FileLimits:
+    return FileLimits(settings.max_files_per_tenant, settings.max_file_bytes_per_tenant)

@@ -1,5 +1,6 @@
 """/v1/batches: files of requests that are computed in the background, with OpenAI's fields."""
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query
@@ -7,7 +8,8 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
-from slora_api.batches.batches import Batch, BatchProblem
+from slora_api.adapters.quarantine import Quarantine
+from slora_api.batches.batches import Batch, Batches, BatchProblem
 from slora_api.completions.schemas import Metadata
 from slora_api.core.errors import KeyConflict, NotFound, QuotaExceeded
 from slora_api.core.listing import PageObject, list_json
@@ -15,13 +17,24 @@ from slora_api.core.threads import tenant_thread
 from slora_api.http.field_types import STRICT, Text
 from slora_api.http.openapi import errors
 from slora_api.http.unsupported import Unsupported
+from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import TenantRoute, Wired
+from slora_api.quotas.request_limiter import RequestLimiter
 
 router = APIRouter(route_class=TenantRoute, tags=["batches"])
 
 _BatchLimit = Annotated[int, Query(ge=1, le=100)]
 _TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchServices:
+    """What the routes of files and batches use."""
+
+    batches: Batches
+    limiter: RequestLimiter
+    max_file_bytes: int
+    quarantine: Quarantine
 
 
 class NewBatchRequest(BaseModel):
@@ -128,7 +141,9 @@ def _error_json(problem: BatchProblem) -> BatchErrorObject:
 
 
 @router.post("/v1/batches", responses=errors(NotFound, QuotaExceeded, DiskFull))
-async def create_batch(body: NewBatchRequest, key: InferenceKey, services: Wired) -> BatchObject:
+async def create_batch(
+    body: NewBatchRequest, key: InferenceKey, services: Wired[BatchServices]
+) -> BatchObject:
     """Starts a batch. Its lines are computed with the lowest priority, within 24 hours."""
     created = await tenant_thread(
         key.tenant,
@@ -144,7 +159,7 @@ async def create_batch(body: NewBatchRequest, key: InferenceKey, services: Wired
 
 @router.get("/v1/batches")
 def list_batches(
-    key: InferenceKey, services: Wired, limit: _BatchLimit = 20, after: str | None = None
+    key: InferenceKey, services: Wired[BatchServices], limit: _BatchLimit = 20, after: str | None = None
 ) -> PageObject[BatchObject]:
     """Lists the batches of the key's tenant, newest first."""
     found = services.batches.list(key.tenant, limit + 1, after)
@@ -152,12 +167,12 @@ def list_batches(
 
 
 @router.get("/v1/batches/{batch_id}", responses=errors(NotFound))
-def get_batch(batch_id: str, key: InferenceKey, services: Wired) -> BatchObject:
+def get_batch(batch_id: str, key: InferenceKey, services: Wired[BatchServices]) -> BatchObject:
     return _batch_json(services.batches.find(key.tenant, batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel", responses=errors(NotFound, KeyConflict))
-async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired) -> BatchObject:
+async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired[BatchServices]) -> BatchObject:
     """Cancels a batch. Its status is `cancelling` until the lines in progress have ended. Lines that are already
     answered stay in the output file.
     """

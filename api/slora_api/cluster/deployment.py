@@ -13,11 +13,11 @@ from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from slora.core.errors import ConfigError, SloraError
+from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.cluster.cluster_config import ClusterConfig, read_secret
 from slora_api.cluster.replica import EngineReplica, ReplicaSpec, choose_num_replicas
 from slora_api.cluster.replica_registry import ReplicaRegistry
 from slora_api.cluster.request_router import STATS_PERIOD_S, AdapterRequestRouter
-from slora_api.serve.base_model_files import BaseModelFiles
 
 _DEPLOYMENT = "engine"
 _POLL_S = 0.5

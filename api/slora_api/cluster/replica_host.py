@@ -19,11 +19,11 @@ from slora.core.errors import SloraError
 from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.database import Database
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
-from slora_api.core.data_dir import DataDir
+from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings
 from slora_api.core.threads import control_thread
-from slora_api.serve.base_model_files import BaseModelFiles
-from slora_api.serve.children import engine, loader, store_url
+from slora_api.serve.children import engine, loader
 from slora_api.serve.sockets import Sockets
 from slora_api.serve.supervisor import Child, Supervisor
 from slora_api.usage.usage_ledger import UsageLedger

@@ -25,6 +25,7 @@ from slora_api.adapters.served_model import ServedModel
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.completions.prompt_echo import PromptEchoes
 from slora_api.completions.schemas import AnswerFields
+from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import ModelNotFound
 from slora_api.core.request_context import BACKGROUND_ID
 from slora_api.embeddings.schemas import EmbeddingRequest
@@ -35,7 +36,6 @@ from slora_api.http.request_bounds import JsonBounds
 from slora_api.http.sse import unless_disconnected
 from slora_api.keys.key_record import KeyRecord
 from slora_api.quotas.quota_meter import RequestMeter
-from slora_api.serve.services import Services
 
 # AdapterFetchFailed is not listed: it has the code of ModelNotFound, StoreUnavailable or AdapterCorrupt.
 ANSWER_ERRORS = errors(
@@ -71,7 +71,7 @@ class InferenceCall:
     syntax: how the answer's tool calls and reasoning are written; None if the answer has neither.
     """
 
-    def __init__(self, http: Request, key: KeyRecord, services: Services, meter: RequestMeter) -> None:
+    def __init__(self, http: Request, key: KeyRecord, services: AnswerServices, meter: RequestMeter) -> None:
         self.http = http
         self.key = key
         self.services = services
@@ -88,7 +88,7 @@ class InferenceCall:
         self.syntax: AnswerSyntax | None = None
 
     @classmethod
-    async def open(cls, request: Request, key: KeyRecord, services: Services) -> Self:
+    async def open(cls, request: Request, key: KeyRecord, services: AnswerServices) -> Self:
         """Opens the meter before the body is read, so that every answer has the meter's headers. Raises Starting while
         there is no engine, and StoreUnavailable.
         """

@@ -5,11 +5,12 @@ from typing import Literal
 
 from fastapi import APIRouter
 
+from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import Starting
 from slora_api.http.openapi import errors
 from slora_api.http.request_bounds import RequestBounds
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["models"])
 
@@ -20,5 +21,5 @@ class LimitsObject(RequestBounds):
 
 
 @router.get("/v1/limits", responses=errors(Starting))
-async def show_limits(_key: InferenceKey, services: Wired) -> LimitsObject:
+async def show_limits(_key: InferenceKey, services: Wired[AnswerServices]) -> LimitsObject:
     return LimitsObject(**asdict(services.bounds()))

@@ -14,9 +14,10 @@ from slora_api.completions.answering import answer_call
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import add_completion_answers, add_conversation_answer
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
+from slora_api.completions.services import AnswerServices
 from slora_api.http.openapi import event_stream, json_body
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
@@ -36,7 +37,7 @@ def _logprobs_format(call: InferenceCall, body: GenerationFields, num_top: int |
     responses=event_stream(CompletionChunk) | ANSWER_ERRORS,
     openapi_extra=json_body(CompletionRequest),
 )
-async def complete(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def complete(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Continues one or several prompts."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(CompletionRequest.read_body, call.bounds.completion_json)
@@ -60,7 +61,7 @@ async def complete(request: Request, key: InferenceKey, services: Wired) -> Resp
     responses=event_stream(ChatCompletionChunk) | ANSWER_ERRORS,
     openapi_extra=json_body(ChatRequest),
 )
-async def chat(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def chat(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(ChatRequest.read_body, call.bounds.chat_json)

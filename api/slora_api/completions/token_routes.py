@@ -8,11 +8,12 @@ from slora_adapters.errors import AdapterCorrupt
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_tokenizer import encode_chat, encode_texts, render_chat
 from slora_api.completions.schemas import DetokenizeRequest, TokenizeRequest
+from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import ModelNotFound, Starting
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import errors, json_body
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["tokens"])
 
@@ -35,7 +36,7 @@ class DetokenizedText(TypedDict):
 @router.post(
     "/tokenize", response_model=TokenizedText, responses=_ERRORS, openapi_extra=json_body(TokenizeRequest)
 )
-async def tokenize(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def tokenize(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Tokenizes a prompt or a conversation as the completion routes do. For quotas, this counts as a request without
     tokens.
     """
@@ -69,7 +70,7 @@ async def _encode(call: InferenceCall, body: TokenizeRequest) -> list[int]:
     responses=_ERRORS,
     openapi_extra=json_body(DetokenizeRequest),
 )
-async def detokenize(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def detokenize(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Returns the text of token ids, special tokens included. For quotas, this counts as a request without tokens."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(DetokenizeRequest.read_body, call.bounds.completion_json)

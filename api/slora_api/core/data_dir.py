@@ -11,6 +11,7 @@ from pathlib import Path
 
 from slora.core.errors import SloraError
 from slora_adapters.process.full_disk import is_full
+from slora_api.core.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -147,3 +148,7 @@ def find_lock_holder(path: Path) -> str | None:
 
 def _read_owner(path: Path) -> str:
     return f"process {(path / _LOCK).read_text(encoding='utf-8')[:32].strip() or 'unknown'}"
+
+
+def store_url(settings: Settings, data: DataDir) -> str:
+    return settings.store or str(data.adapters)

@@ -6,7 +6,7 @@
 | tenants | `tenant_thread`  | what a tenant can size: uploads, files, batches, stores, texts, lookups of names      |
 
 A tenant can fill only the second pool, and only its own part of that pool, because its threads are `FairSlots`. FastAPI
-runs routes that are plain functions on threads of its own. `TenantRoute` in `routes/services.py` makes a tenant's
+runs routes that are plain functions on threads of its own. `TenantRoute` in `http/wiring.py` makes a tenant's
 request hold a slot of the second pool meanwhile, so operators always get a thread.
 """
 

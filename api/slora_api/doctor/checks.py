@@ -37,14 +37,13 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.process.full_disk import RESERVE_BYTES, has_space
 from slora_adapters.store.store import Store
 from slora_adapters.store.store_url import FILE_SCHEMES, check_redis_url, load_optional, open_store
-from slora_api.core.data_dir import DataDir, find_lock_holder
+from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.core.data_dir import DataDir, find_lock_holder, store_url
 from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
 from slora_api.http.http_server import open_listener
 from slora_api.keys.api_key import Pepper, explain_weak_key
-from slora_api.serve.base_model_files import BaseModelFiles
-from slora_api.serve.children import store_url
 from slora_api.serve.descriptors import explain_few_descriptors
 from slora_kernels.machine_limits import machine_limits, read_mounts
 

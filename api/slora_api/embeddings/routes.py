@@ -12,6 +12,7 @@ from slora.core.request import Pooling, PoolingKind
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import embedding_inputs
+from slora_api.completions.services import AnswerServices
 from slora_api.embeddings.embedding_format import (
     EmbeddingList,
     RerankedList,
@@ -24,8 +25,8 @@ from slora_api.embeddings.embedding_run import EmbeddedInput, compute_embeddings
 from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import json_body
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["embeddings"])
 
@@ -36,7 +37,7 @@ router = APIRouter(tags=["embeddings"])
     responses=ANSWER_ERRORS,
     openapi_extra=json_body(EmbeddingRequest),
 )
-async def embed(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def embed(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Computes the embedding of one or several inputs."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(EmbeddingRequest.read_body, call.bounds.completion_json)
@@ -51,7 +52,7 @@ async def embed(request: Request, key: InferenceKey, services: Wired) -> Respons
 @router.post(
     "/v1/score", response_model=ScoreList, responses=ANSWER_ERRORS, openapi_extra=json_body(ScoreRequest)
 )
-async def score(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def score(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Compares texts by the cosine of their embeddings."""
     call = await InferenceCall.open(request, key, services)
     sent = await call.read(ScoreRequest.read_body, call.bounds.completion_json)
@@ -78,7 +79,7 @@ async def score(request: Request, key: InferenceKey, services: Wired) -> Respons
     responses=ANSWER_ERRORS,
     openapi_extra=json_body(RerankRequest),
 )
-async def rerank(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def rerank(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Orders documents by the cosine of their embeddings with that of a query, the nearest first."""
     call = await InferenceCall.open(request, key, services)
     sent = await call.read(RerankRequest.read_body, call.bounds.completion_json)

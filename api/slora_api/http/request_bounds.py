@@ -7,7 +7,7 @@ the engine sees the request. `docs/limits.md` lists the bounds, and GET /v1/limi
 This module does not depend on HTTP.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -339,3 +339,16 @@ def _check_fields(name: str, param: str | None, fields: Mapping[str, Any]) -> No
                 f"{name} has a field {field[:MAX_NAME_CHARS]!r}, whose name holds half of a surrogate pair. Remove it.",
                 param,
             ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBounds:
+    """Finds the bounds of the requests to this server. info: raises Starting while there is no engine."""
+
+    settings: Settings
+    info: Callable[[], EngineInfo]
+    longest_token_chars: int
+
+    def find(self) -> RequestBounds:
+        """Raises Starting while there is no engine."""
+        return RequestBounds.of(self.settings, self.info(), self.longest_token_chars)

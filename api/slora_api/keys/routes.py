@@ -1,5 +1,6 @@
 """/admin: the operator's routes for the API keys of tenants and operators."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from fastapi import APIRouter, Request, Response, status
@@ -7,15 +8,26 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
+from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.core.errors import KeyConflict, NotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
 from slora_api.keys.key_record import OPERATOR_SCOPES, TENANT_SCOPES, Caller, KeyRecord, Scope, parse_scopes
-from slora_api.serve.services import NamedTenant, Wired
+from slora_api.keys.key_store import KeyStore
+from slora_api.tenants.named_tenant import NamedTenant
 
 router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+@dataclass(frozen=True, slots=True)
+class KeyServices:
+    """What the routes of keys use."""
+
+    catalog: ModelCatalog
+    key_store: KeyStore
 
 
 class NewKeyRequest(BaseModel):
@@ -125,7 +137,7 @@ def _show_once(response: Response, record: Caller, secret: str) -> NewKey:
 def create_key(
     tenant: NamedTenant,
     _operator: Operator,
-    services: Wired,
+    services: Wired[KeyServices],
     response: Response,
     body: NewKeyRequest | None = None,
 ) -> NewKey:
@@ -151,7 +163,7 @@ def create_key(
 def list_keys(
     tenant: NamedTenant,
     _operator: Operator,
-    services: Wired,
+    services: Wired[KeyServices],
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[KeyObject]:
@@ -162,7 +174,7 @@ def list_keys(
 
 @router.post("/keys", status_code=status.HTTP_201_CREATED, responses=errors(DiskFull))
 def create_operator_key(
-    body: NewOperatorKeyRequest, _operator: Operator, services: Wired, response: Response
+    body: NewOperatorKeyRequest, _operator: Operator, services: Wired[KeyServices], response: Response
 ) -> NewKey:
     scopes = {Scope.ADMIN} if body.scopes is None else parse_scopes(body.scopes, "scopes", OPERATOR_SCOPES)
     record, key = services.key_store.create_operator_key(body.name, body.expires_at, scopes)
@@ -171,7 +183,7 @@ def create_operator_key(
 
 @router.get("/keys")
 def list_operator_keys(
-    _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+    _operator: Operator, services: Wired[KeyServices], limit: Limit = DEFAULT_LIMIT, after: str | None = None
 ) -> PageObject[KeyObject]:
     """Lists the operators' keys, oldest first, except the bootstrap key."""
     found = services.key_store.list_operator_keys(limit=limit + 1, after=after)
@@ -186,7 +198,7 @@ def list_operator_keys(
 def rotate_key(
     key_id: str,
     _operator: Operator,
-    services: Wired,
+    services: Wired[KeyServices],
     response: Response,
     body: RotateKeyRequest | None = None,
 ) -> NewKey:
@@ -197,7 +209,9 @@ def rotate_key(
 
 
 @router.delete("/keys/{key_id}", responses=errors(NotFound, KeyConflict))
-def revoke_key(request: Request, key_id: str, _operator: Operator, services: Wired) -> RevokedKey:
+def revoke_key(
+    request: Request, key_id: str, _operator: Operator, services: Wired[KeyServices]
+) -> RevokedKey:
     has_bootstrap_key: bool = request.app.state.has_bootstrap_key
     services.key_store.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
     return {"object": "api_key", "key_id": key_id, "revoked": True}

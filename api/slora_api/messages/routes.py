@@ -6,11 +6,12 @@ from slora_api.completions.answer_format import AnswerFormat
 from slora_api.completions.answering import answer_call, count_chat_tokens
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import add_conversation_answer
+from slora_api.completions.services import AnswerServices
 from slora_api.http.openapi import event_stream, json_body
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
 from slora_api.messages.messages_format import MessageEvent, MessageObject, MessagesFormat, TokenCount
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
@@ -26,7 +27,7 @@ _EVENTS = (
     responses=event_stream(MessageEvent, _EVENTS) | ANSWER_ERRORS,
     openapi_extra=json_body(MessagesRequest),
 )
-async def create_message(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def create_message(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation in the form of Anthropic's API. The key may be sent in the header `x-api-key`."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(MessagesRequest.read_chat, call.bounds.chat_json)
@@ -44,7 +45,9 @@ async def create_message(request: Request, key: InferenceKey, services: Wired) -
     responses=ANSWER_ERRORS,
     openapi_extra=json_body(CountTokensRequest),
 )
-async def count_message_tokens(request: Request, key: InferenceKey, services: Wired) -> TokenCount:
+async def count_message_tokens(
+    request: Request, key: InferenceKey, services: Wired[AnswerServices]
+) -> TokenCount:
     """Counts the tokens of a conversation as /v1/messages would send them to the model. For quotas, this counts as a
     request without tokens.
     """

@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -10,10 +11,12 @@ from fastapi import APIRouter, Query, Request, Response
 from slora_api.core.errors import ErrorAnswer, ServerBusy, Stopping, TenantBusy
 from slora_api.http.openapi import errors, event_stream
 from slora_api.http.sse import EventStream
+from slora_api.http.wiring import Wired
 from slora_api.keys.api_key import BOOTSTRAP_KEY
 from slora_api.keys.authentication import Operator, UsageReader
+from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.frame import FrameObject
-from slora_api.serve.services import Services, Wired
+from slora_api.metrics.live_feed import LiveFeed
 
 router = APIRouter(tags=["usage"])
 
@@ -26,8 +29,18 @@ _ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(
 _NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 
+@dataclass(frozen=True, slots=True)
+class LiveServices:
+    """What the routes of live frames use."""
+
+    live: LiveFeed
+    running: RunningRequests
+
+
 @router.get("/v1/live", response_class=Response, responses=_ANSWERS)
-async def watch_own(request: Request, key: UsageReader, services: Wired, frames: _NumFrames = 1) -> Response:
+async def watch_own(
+    request: Request, key: UsageReader, services: Wired[LiveServices], frames: _NumFrames = 1
+) -> Response:
     """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Other tenants appear only as
     sums.
 
@@ -38,7 +51,9 @@ async def watch_own(request: Request, key: UsageReader, services: Wired, frames:
 
 
 @router.get("/admin/live", response_class=Response, responses=_ANSWERS)
-async def watch_all(request: Request, key: Operator, services: Wired, frames: _NumFrames = 1) -> Response:
+async def watch_all(
+    request: Request, key: Operator, services: Wired[LiveServices], frames: _NumFrames = 1
+) -> Response:
     """Streams the pages, the adapters and the traffic of all tenants, a few times a second.
 
     frames: the number of frames after which the stream ends.
@@ -51,7 +66,7 @@ async def watch_all(request: Request, key: Operator, services: Wired, frames: _N
 
 
 async def _while_valid(
-    shown: AsyncGenerator[bytes, None], services: Services, key_id: str, request: Request
+    shown: AsyncGenerator[bytes, None], services: LiveServices, key_id: str, request: Request
 ) -> AsyncGenerator[bytes, None]:
     """Ends the stream when its key is revoked or expires."""
     with services.running.track(key_id, request.scope["state"], ends_with_key=True):

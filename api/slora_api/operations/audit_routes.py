@@ -11,8 +11,9 @@ from slora_api.core.errors import NotFound
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import Limit
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
-from slora_api.serve.services import Wired
+from slora_api.operations.engine_routes import OperationServices
 
 router = APIRouter(tags=["operator"])
 
@@ -60,7 +61,7 @@ def _entry_json(entry: AuditEntry, names: Mapping[str, str]) -> AuditEntryObject
 @router.get("/admin/audit", responses=errors(NotFound))
 def read_audit_log(
     _operator: Operator,
-    services: Wired,
+    services: Wired[OperationServices],
     tenant: str | None = None,
     actor: str | None = None,
     action: str | None = None,

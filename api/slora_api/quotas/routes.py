@@ -1,5 +1,6 @@
 """The quotas of tenants and keys: the operator's routes, and /v1/quotas for the tenant itself."""
 
+from dataclasses import dataclass
 from typing import Literal
 
 from fastapi import APIRouter
@@ -7,17 +8,32 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
+from slora_adapters.registry.registry import Registry
 from slora_api.core.errors import NotFound, QuotaExceeded
 from slora_api.core.listing import ListObject
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.quotas.adapter_quota import check_stored
 from slora_api.quotas.quota_counters import Subject
-from slora_api.serve.services import NamedTenant, Services, Wired
+from slora_api.quotas.quota_meter import QuotaMeter
+from slora_api.quotas.quota_store import QuotaStore
+from slora_api.tenants.named_tenant import NamedTenant
+from slora_api.tenants.tenant_store import TenantStore
 
 router = APIRouter(tags=["quotas"])
+
+
+@dataclass(frozen=True, slots=True)
+class QuotaServices:
+    """What the routes of quotas use."""
+
+    quotas: QuotaMeter
+    registry: Registry
+    quota_store: QuotaStore
+    tenant_store: TenantStore
 
 
 class QuotaChanges(BaseModel):
@@ -75,7 +91,7 @@ class QuotaObject(TypedDict):
     used: QuotaUse
 
 
-async def _describe(services: Services, tenant_name: str, subject: Subject) -> QuotaObject:
+async def _describe(services: QuotaServices, tenant_name: str, subject: Subject) -> QuotaObject:
     use = await services.quotas.read(subject)
     num_versions = num_bytes = 0
     if not subject.key_id:
@@ -108,32 +124,34 @@ async def _describe(services: Services, tenant_name: str, subject: Subject) -> Q
     }
 
 
-async def _describe_tenant(services: Services, tenant: str, tenant_name: str) -> QuotaObject:
+async def _describe_tenant(services: QuotaServices, tenant: str, tenant_name: str) -> QuotaObject:
     quota = await control_thread(services.quota_store.find_tenant_quota, tenant)
     return await _describe(services, tenant_name, Subject(tenant, "", quota))
 
 
-async def _describe_key(services: Services, key_id: str) -> QuotaObject:
+async def _describe_key(services: QuotaServices, key_id: str) -> QuotaObject:
     subject = await control_thread(services.quota_store.find_key_subject, key_id)
     owner = await control_thread(services.tenant_store.find_tenant, subject.tenant)
     return await _describe(services, owner.name, subject)
 
 
 @router.get("/v1/quotas")
-async def list_quotas(key: UsageReader, services: Wired) -> ListObject[QuotaObject]:
+async def list_quotas(key: UsageReader, services: Wired[QuotaServices]) -> ListObject[QuotaObject]:
     """Lists the quotas that apply to requests with this key: the quota of its tenant and the quota of the key."""
     own = await _describe_key(services, key.key_id)
     return {"object": "list", "data": [await _describe_tenant(services, key.tenant, key.tenant_name), own]}
 
 
 @router.get("/admin/tenants/{tenant}/quota", responses=errors(NotFound))
-async def get_tenant_quota(tenant: NamedTenant, _operator: Operator, services: Wired) -> QuotaObject:
+async def get_tenant_quota(
+    tenant: NamedTenant, _operator: Operator, services: Wired[QuotaServices]
+) -> QuotaObject:
     return await _describe_tenant(services, tenant.tenant_id, tenant.name)
 
 
 @router.patch("/admin/tenants/{tenant}/quota", responses=errors(NotFound, QuotaExceeded, DiskFull))
 async def change_tenant_quota(
-    tenant: NamedTenant, body: QuotaChanges, _operator: Operator, services: Wired
+    tenant: NamedTenant, body: QuotaChanges, _operator: Operator, services: Wired[QuotaServices]
 ) -> QuotaObject:
     changes = body.model_dump(exclude_unset=True)
 
@@ -145,13 +163,13 @@ async def change_tenant_quota(
 
 
 @router.get("/admin/keys/{key_id}/quota", responses=errors(NotFound))
-async def get_key_quota(key_id: str, _operator: Operator, services: Wired) -> QuotaObject:
+async def get_key_quota(key_id: str, _operator: Operator, services: Wired[QuotaServices]) -> QuotaObject:
     return await _describe_key(services, key_id)
 
 
 @router.patch("/admin/keys/{key_id}/quota", responses=errors(NotFound, DiskFull))
 async def change_key_quota(
-    key_id: str, body: QuotaChanges, _operator: Operator, services: Wired
+    key_id: str, body: QuotaChanges, _operator: Operator, services: Wired[QuotaServices]
 ) -> QuotaObject:
     changes = body.model_dump(exclude_unset=True)
     await control_thread(services.quota_store.change_key_quota, key_id, changes)

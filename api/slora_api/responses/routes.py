@@ -6,12 +6,13 @@ from slora_api.completions.answer_format import AnswerFormat, LogprobsFormat
 from slora_api.completions.answering import answer_call, count_chat_tokens
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import add_conversation_answer
+from slora_api.completions.services import AnswerServices
 from slora_api.http.openapi import event_stream, json_body
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
 from slora_api.responses.responses_format import ResponsesFormat
 from slora_api.responses.responses_objects import InputTokens, ResponseEvent, ResponseObject
 from slora_api.responses.responses_request import ResponsesRequest
-from slora_api.serve.services import Wired
 
 router = APIRouter(tags=["completions"])
 
@@ -27,7 +28,7 @@ _EVENTS = (
     responses=event_stream(ResponseEvent, _EVENTS) | ANSWER_ERRORS,
     openapi_extra=json_body(ResponsesRequest),
 )
-async def respond(request: Request, key: InferenceKey, services: Wired) -> Response:
+async def respond(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation with a list of items. The server does not store the answer."""
     call = await InferenceCall.open(request, key, services)
     body = await call.read(ResponsesRequest.read_body, call.bounds.chat_json)
@@ -46,7 +47,9 @@ async def respond(request: Request, key: InferenceKey, services: Wired) -> Respo
     responses=ANSWER_ERRORS,
     openapi_extra=json_body(ResponsesRequest),
 )
-async def count_input_tokens(request: Request, key: InferenceKey, services: Wired) -> InputTokens:
+async def count_input_tokens(
+    request: Request, key: InferenceKey, services: Wired[AnswerServices]
+) -> InputTokens:
     """Counts the tokens of a request as /v1/responses would send them to the model. For quotas, this counts as a
     request without tokens.
     """

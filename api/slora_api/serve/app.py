@@ -13,41 +13,44 @@ from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
-from slora_api.adapters import model_routes as models
-from slora_api.adapters import routes as adapters
-from slora_api.adapters import vllm_routes as vllm_adapters
-from slora_api.batches import file_routes as files
-from slora_api.batches import routes as batches
-from slora_api.completions import limit_routes as limits
-from slora_api.completions import routes as completions
-from slora_api.completions import token_routes as tokens
-from slora_api.console import routes as console
+from slora_api.adapters.model_routes import router as models
+from slora_api.adapters.routes import router as adapters
+from slora_api.adapters.vllm_routes import router as vllm_adapters
+from slora_api.batches.file_routes import router as files
+from slora_api.batches.routes import router as batches
+from slora_api.completions.limit_routes import router as limits
+from slora_api.completions.routes import router as completions
+from slora_api.completions.token_routes import router as tokens
+from slora_api.console.routes import router as console
 from slora_api.core.errors import error_response
 from slora_api.core.host_board import HostBoard
 from slora_api.core.request_context import Tracing
-from slora_api.embeddings import routes as embeddings
-from slora_api.http import docs_page as docs
-from slora_api.http import openapi
+from slora_api.embeddings.routes import router as embeddings
 from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
+from slora_api.http.docs_page import DocsPage
+from slora_api.http.docs_page import router as docs
+from slora_api.http.openapi import OpenApiDocument
+from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
-from slora_api.keys import me_routes as me
-from slora_api.keys import routes as keys
+from slora_api.http.wiring import wire
 from slora_api.keys.api_key import AdminKey
 from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator
-from slora_api.messages import routes as messages
-from slora_api.metrics import live_routes as live
-from slora_api.metrics import routes as health
-from slora_api.operations import audit_routes as audit
-from slora_api.operations import engine_routes as engines
-from slora_api.quotas import routes as quotas
-from slora_api.responses import routes as responses
+from slora_api.keys.me_routes import router as me
+from slora_api.keys.routes import router as keys
+from slora_api.messages.routes import router as messages
+from slora_api.metrics.live_routes import router as live
+from slora_api.operations.audit_routes import router as audit
+from slora_api.operations.engine_routes import router as engines
+from slora_api.operations.health_routes import router as health
+from slora_api.quotas.routes import router as quotas
+from slora_api.responses.routes import router as responses
 from slora_api.serve.services import Services
-from slora_api.tenants import routes as admin
-from slora_api.usage import routes as usage
+from slora_api.tenants.routes import router as admin
+from slora_api.usage.routes import router as usage
 
 logger = logging.getLogger(__name__)
 
-_MODULES = (
+_ROUTERS = (
     *(
         completions,
         responses,
@@ -70,7 +73,7 @@ _MODULES = (
     *(files, batches),
     *(health, openapi, docs, console),
 )
-ROUTES = tuple(route for module in _MODULES for route in module.router.routes if isinstance(route, APIRoute))
+ROUTES = tuple(route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute))
 # Starlette selects a handler by the error's class. The handler of Exception answers bugs, which RequestScopeMiddleware
 # logs.
 _ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
@@ -102,10 +105,10 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     check_routes(ROUTES)
     # `include_router` would build each route a second time, at the first request.
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None, routes=[*ROUTES])
-    app.state.services = services
+    wire(app, services.for_routes)
     app.state.has_bootstrap_key = has_bootstrap_key
-    app.state.openapi_document = openapi.OpenApiDocument(ROUTES)
-    app.state.docs_page = docs.DocsPage(app.state.openapi_document)
+    app.state.openapi_document = OpenApiDocument(ROUTES)
+    app.state.docs_page = DocsPage(app.state.openapi_document)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)
     return app
@@ -127,9 +130,9 @@ def make_app(
     app: ASGIApp = make_router(services, has_bootstrap_key=admin_key is not None)
     app = AuthenticationMiddleware(
         app,
-        services.key_store,
-        services.key_use,
-        services.running,
+        services.keys.store,
+        services.keys.use,
+        services.keys.running,
         admin_key,
         admits_gateways=settings.gateway_metrics,
     )

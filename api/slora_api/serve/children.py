@@ -13,10 +13,10 @@ from typing import Any
 from slora.core.errors import ConfigError
 from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
-from slora_api.core.data_dir import DataDir
+from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes
 from slora_api.sandbox.grammar_checks import has_compiler
-from slora_api.serve.base_model_files import BaseModelFiles
 from slora_api.serve.sockets import Sockets
 from slora_api.serve.supervisor import Child
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
@@ -35,10 +35,6 @@ SANDBOXES = "sandboxes"
 _GRAMMAR_LIBRARY = "llguidance"
 _SANDBOX_START_S = 120.0
 _SANDBOX_PAUSE_S = 5.0
-
-
-def store_url(settings: Settings, data: DataDir) -> str:
-    return settings.store or str(data.adapters)
 
 
 def _split_names(text: str) -> tuple[str, ...]:

@@ -3,6 +3,9 @@
 import logging
 import resource
 
+from slora_api.core.settings import Settings
+from slora_api.http.connections import ConnectionLimits
+
 _log = logging.getLogger(__name__)
 
 # Descriptors for everything but connections: the database, the store, sockets of the child processes, uploads, and
@@ -41,3 +44,12 @@ def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
 
 def _allowed_connections(num_descriptors: int) -> int:
     return num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)
+
+
+def connection_limits(settings: Settings) -> ConnectionLimits:
+    """Raises this process's limit of open files and derives the number of connections from it."""
+    share = -(-settings.max_connections // settings.api_workers)
+    max_connections = fit_connections(share, raise_descriptor_limit())
+    return ConnectionLimits(
+        max_connections, settings.max_connections_per_address, num_processes=settings.api_workers
+    )

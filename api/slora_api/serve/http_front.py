@@ -1,8 +1,10 @@
 """Serves HTTP in this process until a signal stops it."""
 
 import asyncio
+import gc
 import signal
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -81,3 +83,27 @@ async def run_until_stopped(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# The number of new objects after which Python collects garbage. A collection blocks the event loop for up to 5 ms.
+_NEW_OBJECTS = 10_000
+
+# With the default of 5 ms, each iteration of the event loop waits that long while a thread computes.
+_SWITCH_INTERVAL_S = 5e-4
+
+
+def limit_garbage_collection() -> None:
+    """Makes garbage collection cheaper. Call this after all objects that live as long as the process have been created.
+
+    Later collections skip these objects. Otherwise, each full collection would block the event loop for 50 ms. New
+    objects are collected less often than by default, because the objects of requests in progress survive most
+    collections. With many requests in progress, collections took a tenth of this process's CPU time.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(_NEW_OBJECTS)
+
+
+def prefer_event_loop() -> None:
+    """Makes threads that compute, for example for a batch, hand the interpreter over to the event loop sooner."""
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)

@@ -24,28 +24,22 @@ from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
+from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
+from slora_api.core.foundation import lay_foundation
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
 from slora_api.http.http_server import HttpServer, open_listener
-from slora_api.keys.api_key import AdminKey, Pepper, open_admin_key
+from slora_api.keys.api_key import AdminKey, open_admin_key
 from slora_api.metrics.metrics import open_metrics_files
 from slora_api.quotas.request_limiter import RequestLimiter
-from slora_api.serve.api_process import (
-    background_work,
-    connection_limits,
-    limit_garbage_collection,
-    make_batch_runner,
-    open_services,
-    prefer_event_loop,
-)
 from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
-from slora_api.serve.base_model_files import BaseModelFiles
 from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader
+from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.demo import (
     DemoTenant,
     describe_demo,
@@ -53,9 +47,16 @@ from slora_api.serve.demo import (
     find_demo_directory,
     set_up_demo,
 )
+from slora_api.serve.descriptors import connection_limits
 from slora_api.serve.device import check_num_gpus
 from slora_api.serve.host_state import HostState
-from slora_api.serve.http_front import Front, HttpFront, run_until_stopped
+from slora_api.serve.http_front import (
+    Front,
+    HttpFront,
+    limit_garbage_collection,
+    prefer_event_loop,
+    run_until_stopped,
+)
 from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.serve.services import Services
 from slora_api.serve.sockets import open_sockets
@@ -86,7 +87,7 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     if adapters:
         try:
             tenants = await set_up_demo(
-                adapters, services.tenant_store, services.key_store, services.publisher, data.demo_keys
+                adapters, services.tenant_store, services.keys.store, services.publisher, data.demo_keys
             )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
@@ -135,20 +136,20 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         ensure_temporary_directory(data)
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = open_sockets(stack, data, settings.replicas)
-        pepper = Pepper.from_file(data.pepper)
         client = ReplicaGroup(() if cluster else sockets.engines)
         replicas = ReplicaList(cluster.files, client) if cluster else None
         # The main process answers requests itself, or starts workers that answer them.
         num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
         board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
         stack.callback(board.close)
-        services = await open_services(stack, settings, model, data, pepper, client, board, replicas=replicas)
+        foundation = lay_foundation(stack, settings, data, client, board)
+        services = build_services(foundation, model, replicas=replicas)
         if settings.demo:
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
         # it.
-        is_needed = not services.key_store.has_operator_key()
-        admin_key = open_admin_key(settings.admin_key, data.path, pepper, is_needed=is_needed)
+        is_needed = not services.keys.store.has_operator_key()
+        admin_key = open_admin_key(settings.admin_key, data.path, services.keys.pepper, is_needed=is_needed)
         url = _url(listener)
         data.advertise(url)
         services.generator.readiness.unfinished[SANDBOXES] = (
@@ -163,7 +164,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         )
         work: list[Work] = [
             supervisor.run,
-            *background_work(services, client, services.pinning.refresh),
+            *background_work(services, services.pinning.refresh),
             partial(await_sandboxes, generator.readiness.unfinished),
             services.pinning.run,
             services.publisher.sweep,

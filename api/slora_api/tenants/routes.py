@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, status
@@ -11,16 +12,21 @@ from typing_extensions import TypedDict
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.record import Rollout
+from slora_adapters.registry.registry import Registry
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
+from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.pinning import Pinning
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.core.threads import control_thread
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
 from slora_api.keys.key_record import TenantStatus
-from slora_api.serve.services import NamedTenant, Services, Wired
-from slora_api.tenants.tenant_store import ShareChanges, Tenant
+from slora_api.tenants.named_tenant import NamedTenant
+from slora_api.tenants.tenant_life import TenantLife
+from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
 router = APIRouter(prefix="/admin", tags=["operator"])
 
@@ -29,6 +35,17 @@ _NamePart = Annotated[str, Query(max_length=128)]
 # None of the three names may contain a slash or an at sign.
 _PIN_ID = re.compile("([^/@]+)/([^/@]+)@([^/@]+)")
 _Names = Annotated[list[str] | None, Query(max_length=100)]
+
+
+@dataclass(frozen=True, slots=True)
+class TenantServices:
+    """What the routes of tenants use."""
+
+    tenant_store: TenantStore
+    pinning: Pinning
+    tenant_life: TenantLife
+    catalog: ModelCatalog
+    registry: Registry
 
 
 class TenantChanges(BaseModel):
@@ -121,7 +138,7 @@ def _tenant_json(tenant: Tenant) -> TenantObject:
     }
 
 
-def _pins_json(services: Services, pins: Sequence[Rollout]) -> list[PinObject]:
+def _pins_json(services: TenantServices, pins: Sequence[Rollout]) -> list[PinObject]:
     names = services.tenant_store.find_names({pinned.tenant for pinned in pins})
     return [
         {
@@ -153,14 +170,16 @@ def _changes(body: TenantChanges) -> ShareChanges:
 
 # The database may wait for a disk, so these functions are not `async`: FastAPI then runs them on a thread.
 @router.post("/tenants", status_code=status.HTTP_201_CREATED, responses=errors(Conflict, DiskFull))
-def create_tenant(body: NewTenantRequest, _operator: Operator, services: Wired) -> TenantObject:
+def create_tenant(
+    body: NewTenantRequest, _operator: Operator, services: Wired[TenantServices]
+) -> TenantObject:
     return _tenant_json(services.tenant_store.create_tenant(body.name, _changes(body)))
 
 
 @router.get("/tenants")
 def list_tenants(
     _operator: Operator,
-    services: Wired,
+    services: Wired[TenantServices],
     contains: _NamePart | None = None,
     name: _Names = None,
     limit: Limit = DEFAULT_LIMIT,
@@ -181,7 +200,7 @@ def get_tenant(tenant: NamedTenant, _operator: Operator) -> TenantObject:
     responses=errors(NotFound, Conflict, PurgeBegun, PinsFull, EngineUnavailable, DiskFull),
 )
 async def change_tenant(
-    tenant: NamedTenant, body: TenantPatch, _operator: Operator, services: Wired
+    tenant: NamedTenant, body: TenantPatch, _operator: Operator, services: Wired[TenantServices]
 ) -> TenantObject:
     """Changes the share of a tenant or renames the tenant, but not both in one request."""
     if body.name is not None:
@@ -193,18 +212,18 @@ async def change_tenant(
 
 
 @router.post("/tenants/{tenant}/suspend", responses=errors(NotFound, PurgeBegun, DiskFull))
-def suspend_tenant(tenant: NamedTenant, _operator: Operator, services: Wired) -> TenantObject:
+def suspend_tenant(tenant: NamedTenant, _operator: Operator, services: Wired[TenantServices]) -> TenantObject:
     return _tenant_json(services.tenant_store.suspend(tenant.tenant_id))
 
 
 @router.post("/tenants/{tenant}/resume", responses=errors(NotFound, PurgeBegun, DiskFull))
-def resume_tenant(tenant: NamedTenant, _operator: Operator, services: Wired) -> TenantObject:
+def resume_tenant(tenant: NamedTenant, _operator: Operator, services: Wired[TenantServices]) -> TenantObject:
     return _tenant_json(services.tenant_store.resume(tenant.tenant_id))
 
 
 @router.post("/tenants/{tenant}/purge", responses=errors(NotFound, DiskFull))
 async def purge_tenant(
-    tenant: NamedTenant, body: PurgeRequest, _operator: Operator, services: Wired
+    tenant: NamedTenant, body: PurgeRequest, _operator: Operator, services: Wired[TenantServices]
 ) -> PurgeObject:
     """Deletes a tenant with everything that it has. Other hosts end its requests within a second. If a purge is
     interrupted, repeat the request to complete the purge.
@@ -236,7 +255,7 @@ async def purge_tenant(
 def list_tenant_adapters(
     tenant: NamedTenant,
     _operator: Operator,
-    services: Wired,
+    services: Wired[TenantServices],
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
@@ -245,7 +264,10 @@ def list_tenant_adapters(
 
 @router.get("/pins")
 def list_pins(
-    _operator: Operator, services: Wired, limit: Limit = DEFAULT_LIMIT, after: str | None = None
+    _operator: Operator,
+    services: Wired[TenantServices],
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
 ) -> PageObject[PinObject]:
     """Lists the pinned aliases of all tenants, sorted by the tenant's id, name and alias."""
     behind = None if after is None else _read_pin_id(after)
@@ -256,12 +278,14 @@ def list_pins(
 @router.put(
     "/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull)
 )
-async def pin_adapter(tenant: NamedTenant, name: str, _operator: Operator, services: Wired) -> AdapterObject:
+async def pin_adapter(
+    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[TenantServices]
+) -> AdapterObject:
     return adapter_json(await services.pinning.pin(tenant.tenant_id, name))
 
 
 @router.delete("/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, DiskFull))
 async def unpin_adapter(
-    tenant: NamedTenant, name: str, _operator: Operator, services: Wired
+    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[TenantServices]
 ) -> AdapterObject:
     return adapter_json(await services.pinning.unpin(tenant.tenant_id, name))

@@ -2,23 +2,41 @@
 
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import StreamingResponse
 
 from slora_api.core.errors import NotFound, TenantBusy
+from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
-from slora_api.serve.services import Services, Wired
-from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery, UsageReport
 
 router = APIRouter(tags=["usage"])
 
 # Operators' queries wait for slots under this name. No tenant has an empty name.
 _OPERATOR = ""
+
+
+# The maximum number of usage queries that run concurrently, and of queries of one tenant that wait for a slot.
+_READING_SLOTS = 3
+_MAX_READING = 16
+
+
+@dataclass(frozen=True, slots=True)
+class UsageServices:
+    """What the routes of usage use."""
+
+    tenant_store: TenantStore
+    usage: UsageReport
+    reading: FairSlots = field(
+        default_factory=lambda: FairSlots(_READING_SLOTS, _MAX_READING, "queries of usage")
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,20 +71,20 @@ _ANSWERS = _CSV | errors(TenantBusy)
 
 
 @router.get("/v1/usage", response_model=UsagePageObject, responses=_ANSWERS)
-async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired) -> Response:
+async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired[UsageServices]) -> Response:
     return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
 
 
 @router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS | errors(NotFound))
 async def show_usage(
-    asked: _Asked, _operator: Operator, services: Wired, tenant: str | None = None
+    asked: _Asked, _operator: Operator, services: Wired[UsageServices], tenant: str | None = None
 ) -> Response:
     """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
     tenant_id = None if tenant is None else await control_thread(services.tenant_store.find_id, tenant)
     return await _answer(services, asked, asked.query(tenant_id, is_operator=True), _OPERATOR)
 
 
-async def _answer(services: Services, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
+async def _answer(services: UsageServices, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
     if asked.format == "json":
         async with services.reading.hold(charged):
             body = await tenant_thread(charged, services.usage.write_json, query)
@@ -79,7 +97,7 @@ async def _answer(services: Services, asked: _Parameters, query: UsageQuery, cha
     return StreamingResponse(_joined(first, lines), media_type="text/csv; charset=utf-8", headers=headers)
 
 
-async def _csv(services: Services, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
+async def _csv(services: UsageServices, query: UsageQuery, charged: str) -> AsyncIterator[bytes]:
     """Yields the CSV of all pages from `start_time` to `end_time`. Holds no slot while the client reads a page."""
     following: UsageQuery | None = query
     with_header = True

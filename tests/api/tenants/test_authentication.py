@@ -22,7 +22,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def walk_routes(platform: Platform) -> list[APIRoute]:
-    routes = make_router(platform.services).routes
+    routes = make_router(platform.services.all).routes
     found = [route for route in routes if isinstance(route, APIRoute)]
     assert len(found) == len(routes)
     return found

@@ -1,5 +1,6 @@
 """Health, version, load and metrics, for load balancers, container engines and dashboards."""
 
+from dataclasses import dataclass, field
 from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
@@ -9,21 +10,43 @@ from typing_extensions import TypedDict
 
 from slora.core.engine_state import EngineStats
 from slora.core.errors import EngineUnavailable
+from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.version import AdapterVersion
+from slora_api.completions.generation import Generator
 from slora_api.core.errors import Starting
 from slora_api.core.package_version import find_package_version
 from slora_api.core.threads import control_thread
 from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
+from slora_api.metrics.adapter_references import AdapterReferences
 from slora_api.metrics.engine_metrics import name_tenants
+from slora_api.metrics.gateway_answer import GatewayAnswer
 from slora_api.metrics.metrics import EngineNumbers
-from slora_api.serve.services import Services, Wired
+from slora_api.operations.engines import Engines
+from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.usage_shipper import UsageShipper
 
 router = APIRouter(tags=["server"])
 
 # The time limit for reading the engine's statistics. The engine answers between two steps, and even the longest step
 # takes well below a second.
 _STATS_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class HealthServices:
+    """What the routes of health and metrics use."""
+
+    limiter: RequestLimiter
+    generator: Generator
+    reserve: DiskReserve
+    engines: Engines
+    usage_shipper: UsageShipper
+    tenant_store: TenantStore
+    references: AdapterReferences
+    gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)
 
 
 class Health(TypedDict):
@@ -65,15 +88,15 @@ async def version() -> Version:
 
 
 @router.get("/load")
-async def load(_operator: Operator, services: Wired) -> Load:
-    return {"server_load": services.generator.limiter.num_generations}
+async def load(_operator: Operator, services: Wired[HealthServices]) -> Load:
+    return {"server_load": services.limiter.num_generations}
 
 
 # Health checks are at /health in vLLM's servers, and at /ping on SageMaker.
 @router.get("/ping", name="ping", responses=errors(Starting))
 @router.get("/health", name="health", responses=errors(Starting))
 @router.get("/readyz", responses=errors(Starting))
-async def readyz(services: Wired) -> Readiness:
+async def readyz(services: Wired[HealthServices]) -> Readiness:
     """Answers 200 if a request sent now would be computed, else 503 with the reason.
 
     In demo mode the server is ready when the demo's adapters are published. If the engine or the loader makes no
@@ -90,7 +113,7 @@ async def readyz(services: Wired) -> Readiness:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(reader: MetricsReader, services: Wired) -> Response:
+async def metrics(reader: MetricsReader, services: Wired[HealthServices]) -> Response:
     """Answers with all metrics, or with those for gateways if `--gateway-metrics on` admits a scrape without a key."""
     generator = services.generator
 
@@ -111,12 +134,12 @@ async def metrics(reader: MetricsReader, services: Wired) -> Response:
     return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
 
 
-def _name_tenants(services: Services, stats: EngineStats) -> EngineStats:
+def _name_tenants(services: HealthServices, stats: EngineStats) -> EngineStats:
     tenants = {label.partition("/")[0] for label in (*stats.tenants, *stats.tenant_pages, *stats.adapters)}
     return name_tenants(stats, services.tenant_store.show_names(tenants | stats.host_cache.tenants.keys()))
 
 
-async def _engine_numbers(services: Services) -> EngineNumbers | None:
+async def _engine_numbers(services: HealthServices) -> EngineNumbers | None:
     """Returns the facts and the statistics of the engine, or None without an engine. A scrape must not wait for long:
     if the engine answers later, because it computes a long step, the numbers are the last known ones.
     """

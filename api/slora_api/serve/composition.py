@@ -1,0 +1,139 @@
+"""The composition root: the objects of one API process.
+
+All objects belong to one process. State that all processes of the host share is in the database, in files of the data
+directory, or on the board. The main process has the same objects as a worker. It serves requests with them if it is the
+only API process. Otherwise, it uses them for the tasks of the host.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from slora_adapters.process.shortage import Work
+from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.build import AdapterNeeds, build_adapters
+from slora_api.batches.batch_runner import BatchRunner
+from slora_api.batches.build import build_batches
+from slora_api.completions.build import build_answers, open_templates
+from slora_api.completions.generation import Generator, Readiness
+from slora_api.core.fair_slots import cpu_slots
+from slora_api.core.foundation import Foundation
+from slora_api.http.request_bounds import ServerBounds
+from slora_api.keys.build import build_keys
+from slora_api.keys.routes import KeyServices
+from slora_api.metrics.metrics import Metrics
+from slora_api.operations.build import build_operations
+from slora_api.quotas.build import build_quotas
+from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.quotas.routes import QuotaServices
+from slora_api.serve.app import make_router
+from slora_api.serve.change_follower import ChangeFollower
+from slora_api.serve.disk_watch import DiskWatch
+from slora_api.serve.replica_list import ReplicaList
+from slora_api.serve.services import Services
+from slora_api.tenants.routes import TenantServices
+from slora_api.tenants.tenant_life import TenantLife
+from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.build import build_usage
+from slora_api.usage.routes import UsageServices
+from slora_api.usage.usage_report import UsageReport
+
+
+def build_services(
+    foundation: Foundation,
+    model: BaseModelFiles,
+    metrics: Path | None = None,
+    replicas: ReplicaList | None = None,
+) -> Services:
+    """metrics: see `Metrics`. replicas: the engines of other hosts; None if there are none."""
+    settings, client = foundation.settings, foundation.client
+    slots = cpu_slots(settings.max_concurrent_per_tenant, settings.api_workers)
+    templates = open_templates(foundation, model.tokenizer, slots)
+    limiter = RequestLimiter(
+        max_requests=settings.max_concurrent_requests,
+        max_uploads=settings.max_concurrent_uploads,
+        board=foundation.board,
+    )
+    counted = Metrics(model.name, metrics)
+    counted.read_replicas = lambda: client.health
+    readiness = Readiness(engines=frozenset(client.health))
+    client.is_stalled = lambda name: (
+        name in readiness.stalls or (replicas is not None and name in replicas.stalled)
+    )
+    keys = build_keys(foundation)
+    tenant_store = TenantStore(foundation.database, keys.store)
+    usage = build_usage(foundation, counted.requests.count)
+    generator = Generator(client, model.tokenizer, limiter, counted, usage.recorder, readiness)
+    quotas = build_quotas(foundation, usage.ledger, limiter, counted.quota_refused)
+    bounds = ServerBounds(settings, generator.engine_info, model.tokenizer.longest_token_chars)
+    adapters = build_adapters(
+        foundation, AdapterNeeds(model, tenant_store, templates, quotas.adapters, limiter, bounds)
+    )
+    registry, pinning, catalog = adapters.registry, adapters.pinning, adapters.services.catalog
+    operations = build_operations(foundation, generator, registry, tenant_store, keys.running, usage.shipper)
+    batches = build_batches(foundation, adapters, limiter)
+    report = UsageReport(usage.ledger, registry.find_names, tenant_store, model.name)
+    follower = ChangeFollower(
+        registry,
+        keys.store,
+        quotas.store,
+        client,
+        pinning.refresh,
+        foundation.changes if settings.api_workers > 1 else None,
+    )
+    return Services(
+        foundation,
+        keys,
+        tenant_store,
+        adapters.services.publisher,
+        pinning,
+        generator,
+        batches.batches,
+        operations.services.engines,
+        for_routes=(
+            build_answers(foundation, catalog, slots, templates, generator, quotas.meter),
+            adapters.services,
+            batches,
+            KeyServices(catalog, keys.store),
+            tenant_store,
+            TenantServices(
+                tenant_store,
+                pinning,
+                TenantLife(tenant_store, usage.ledger, adapters.stored, client),
+                catalog,
+                registry,
+            ),
+            QuotaServices(quotas.meter, registry, quotas.store, tenant_store),
+            UsageServices(tenant_store, report),
+            operations.services,
+            operations.health,
+            operations.live,
+        ),
+        work=[
+            follower.run,
+            keys.running.run,
+            keys.use.run,
+            quotas.meter.run,
+            usage.shipper.run,
+            DiskWatch(foundation.reserve, keys.store).run,
+        ],
+    )
+
+
+def make_batch_runner(services: Services) -> BatchRunner:
+    """Makes the batch runner. Each API process that serves requests has one."""
+    return BatchRunner(
+        services.batches,
+        make_router(services),
+        services.generator,
+        services.keys.store,
+        services.keys.running,
+        services.settings.batch_lines_in_flight,
+    )
+
+
+def background_work(services: Services, on_hello: Callable[[], None] = lambda: None) -> list[Work]:
+    """Returns the background tasks of each API process. `serve.py` adds the tasks that the main process does for the
+    host. on_hello: see `ReplicaGroup.run`.
+    """
+    return [partial(services.foundation.client.run, on_hello), *services.work]
