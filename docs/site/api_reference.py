@@ -9,6 +9,7 @@ from typing import Any
 
 from slora_api.http.docs_page import make_template
 from slora_api.http.openapi import OpenApiDocument
+from slora_api.keys.authentication import required_scopes
 from slora_api.serve.app import ROUTES
 
 _INTRODUCTION = """\
@@ -28,7 +29,7 @@ _TAGS = {"operator": "Operators", "server": "The server", "completions": "Answer
 
 def make_pages() -> dict[str, str]:
     """Page -> Markdown."""
-    document = json.loads(OpenApiDocument(ROUTES).content())
+    document = json.loads(OpenApiDocument(ROUTES, required_scopes).content())
     template = make_template()
     macros = template.make_module({"info": document["info"], "operations": [], "schemas": {}})
     prose = template.environment.filters["prose"]

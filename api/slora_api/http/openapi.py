@@ -11,7 +11,7 @@ Content that is expensive to make and the same for all clients.
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from threading import Lock
 from typing import Any, cast
 
@@ -37,7 +37,6 @@ from slora_api.core.errors import (
     find_status,
 )
 from slora_api.core.package_version import find_package_version
-from slora_api.keys.authentication import required_scopes
 
 _Json = dict[str, Any]
 _Responses = dict[int | str, _Json]
@@ -113,10 +112,16 @@ def event_stream(chunk: Any, description: str = _CHUNKS) -> _Responses:
 
 
 class OpenApiDocument:
-    """The document of these routes. It is made at the first request, because making it takes 0.1 s."""
+    """The document of these routes. It is made at the first request, because making it takes 0.1 s.
 
-    def __init__(self, routes: Sequence[APIRoute]) -> None:
+    required_scopes: returns the scopes that a route needs, with None for any key; see `authentication.py`.
+    """
+
+    def __init__(
+        self, routes: Sequence[APIRoute], required_scopes: Callable[[APIRoute], Set[str | None]]
+    ) -> None:
         self._routes = routes
+        self._required_scopes = required_scopes
         self._lazy = LazyContent(lambda: json.dumps(self._make()).encode())
 
     def content(self) -> bytes:
@@ -135,7 +140,9 @@ class OpenApiDocument:
         schemas["ErrorObject"] = TypeAdapter(ErrorObject).json_schema(ref_template=_SCHEMAS + "{model}")
         for route in self._routes:
             for method in (route.methods or ()) if route.include_in_schema else ():
-                _complete(document["paths"][route.path_format][method.lower()], route)
+                _complete(
+                    document["paths"][route.path_format][method.lower()], route, self._required_scopes(route)
+                )
         _hoist_definitions(document, schemas)
         _describe_fields(document)
         document["components"]["securitySchemes"] = {
@@ -155,14 +162,14 @@ def get_openapi_document(request: Request) -> Response:
     return Response(document.content(), media_type="application/json")
 
 
-def _complete(operation: _Json, route: APIRoute) -> None:
+def _complete(operation: _Json, route: APIRoute, scopes: Set[str | None]) -> None:
     """Adds the operation's id, security and errors, which FastAPI does not derive."""
     operation["operationId"] = route.name
     answers = operation["responses"]
     if _refers_to(answers.get("422", {}), "HTTPValidationError"):
         del answers["422"]
     kinds = list(_ANY_ROUTE)
-    if scopes := required_scopes(route):
+    if scopes:
         operation["security"] = [{"api_key": sorted(scope for scope in scopes if scope is not None)}]
         kinds += _WITH_KEY
     has_body = "requestBody" in operation

@@ -8,10 +8,9 @@ operator accepts an outage.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
-from slora.client.replica_group import RESUME_S
-from slora.core.engine_state import EngineState
+from slora.client.replica_group import RESUME_S, ReplicaGroup
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_api.core.errors import EngineConflict, NotFound
@@ -28,27 +27,10 @@ class HostEngineObject(EngineObject):
     restarts: int
 
 
-class EngineGroup(Protocol):
-    """The engines to which this API process is connected."""
-
-    @property
-    def problems(self) -> Mapping[str, str | None]:
-        """Why each engine gets no new requests, by name; None for an engine that serves."""
-
-    async def list_engines(self) -> Sequence[EngineState]:
-        """Returns the state of each engine, also while none of them answers."""
-
-    def can_stop(self, name: str) -> bool:
-        """Whether the engine is connected and does not stop already."""
-
-    def stop_engine(self, name: str) -> None:
-        """Tells an engine to drain and to end. Raises EngineUnavailable if it is not connected."""
-
-
 class Engines:
     """Lists and restarts the engines of this host."""
 
-    def __init__(self, group: EngineGroup, metrics: Metrics, board: HostBoard, database: Database) -> None:
+    def __init__(self, group: ReplicaGroup, metrics: Metrics, board: HostBoard, database: Database) -> None:
         self._group = group
         self._metrics = metrics
         self._board = board
@@ -57,7 +39,7 @@ class Engines:
 
     @property
     def problems(self) -> Mapping[str, str | None]:
-        """See `EngineGroup.problems`."""
+        """Why each engine gets no new requests, by name; None for an engine that serves."""
         return self._group.problems
 
     def publish(self) -> None:

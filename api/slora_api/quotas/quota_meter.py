@@ -28,7 +28,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Protocol
 
 from slora.core.errors import DeadlineMissed
 from slora.core.request import RequestUsage
@@ -47,6 +46,7 @@ from slora_api.quotas.quota_counters import (
 )
 from slora_api.quotas.quota_store import QuotaStore
 from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.usage.usage_ledger import UsageLedger
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,6 @@ _DEFAULT_PART = 4
 # These errors are not failures of the server: the client hung up, or the deadline cannot be met.
 _ENDED_BY_CLIENT = (asyncio.CancelledError, GeneratorExit, DeadlineMissed)
 _BUDGETS = ("tokens_per_day", "tokens_per_month")
-
-
-class UsageHistory(Protocol):
-    """The durable history of used tokens, such as the usage ledger."""
-
-    def used_tokens(self, tenant: str, key_id: str | None, since: float) -> int:
-        """Returns the tokens that a tenant, or one of its keys, has used since a Unix time. It may block. Raises
-        StoreUnavailable.
-        """
 
 
 class QuotaMeter:
@@ -83,7 +74,7 @@ class QuotaMeter:
         self,
         quota_store: QuotaStore,
         counters: QuotaCounters,
-        history: UsageHistory,
+        history: UsageLedger,
         limiter: RequestLimiter,
         refused: Callable[[str], None],
         utc: Callable[[], float] = time.time,

@@ -34,7 +34,7 @@ from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.http.wiring import wire
 from slora_api.keys.api_key import AdminKey
-from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator
+from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator, required_scopes
 from slora_api.keys.me_routes import router as me
 from slora_api.keys.routes import router as keys
 from slora_api.messages.routes import router as messages
@@ -107,7 +107,7 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None, routes=[*ROUTES])
     wire(app, services.for_routes)
     app.state.has_bootstrap_key = has_bootstrap_key
-    app.state.openapi_document = OpenApiDocument(ROUTES)
+    app.state.openapi_document = OpenApiDocument(ROUTES, required_scopes)
     app.state.docs_page = DocsPage(app.state.openapi_document)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)

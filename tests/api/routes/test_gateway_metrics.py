@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slora.core.engine_state import EngineStats
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
-from slora_api.metrics import routes as health
 from slora_api.metrics.adapter_references import AdapterReferences
+from slora_api.operations import health_routes as health
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
