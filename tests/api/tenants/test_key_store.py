@@ -325,7 +325,7 @@ def test_without_a_bootstrap_key_the_last_valid_key_of_an_operator_is_kept(
     assert not store.has_operator_key()
     (_, ada), (_, bob) = store.create_operator_key("ada"), store.create_operator_key("bob")
     store.create_operator_key("scraper", scopes={Scope.METRICS_READ})
-    app = make_app(platform.services, None)
+    app = make_app(platform.services.all, None)
     with (
         live_server(app) as url,
         httpx.Client(base_url=url, headers=bearer(ada.secret), verify=False) as client,
