@@ -18,7 +18,7 @@ from tests.api.conftest import Kit
 from tests.api.served import Served, serving
 
 # For two cores: one sends and one inspects.
-_AT_ONCE = 3
+_AT_ONCE = 2
 # Memory that an allocator may keep after use. A retained body would be 100 MB.
 _RSS_SLACK_BYTES = 48 << 20
 
