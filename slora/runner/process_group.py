@@ -27,7 +27,7 @@ from slora.models.collectives import TorchCollectives
 from slora.models.model_spec import ModelSpec
 from slora.runner.device_facts import explain_few_gpus
 from slora.runner.rank import NO_GROUP, Command, FinishLoads, RankGroup
-from slora.runner.rank_process import CommandChannel, RankSettings
+from slora.runner.rank_channel import CommandChannel, RankSettings
 from slora.runner.served_model import find_device, limit_torch_threads
 from slora_adapters.peft.packing import ByteArray
 

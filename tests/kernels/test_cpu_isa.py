@@ -11,7 +11,7 @@ from tests.support.cpu_kernels import CPU_KERNELS
 ROOT = Path(__file__).parents[2]
 # Quick: the library's products, because compiling our own kernels for another instruction set takes half a minute.
 QUICK = (
-    "tests/kernels/test_row_blocks.py",
+    "tests/kernels/torch/test_row_blocks.py",
     "tests/slora/models/weights/test_packed_weight.py",
     "-k",
     "a_row and not 2048",

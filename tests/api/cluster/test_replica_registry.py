@@ -110,11 +110,11 @@ def stats(**counts: int) -> Any:
 
 
 def test_the_pressure_is_the_larger_of_pool_and_queue_divided_by_the_target() -> None:
-    assert measure_pressure(stats(pages_held=400), 256, 50) == pytest.approx(0.8)
-    assert measure_pressure(stats(pages_held=400, running=256, waiting=44), 256, 50) == pytest.approx(
+    assert measure_pressure(stats(pages_held=400), 256) == pytest.approx(0.8)
+    assert measure_pressure(stats(pages_held=400, running=256, waiting=44), 256) == pytest.approx(
         2.34, abs=0.01
     )
-    assert measure_pressure(stats(awaiting_adapter=128), 256, 100) == pytest.approx(0.5)
+    assert measure_pressure(stats(awaiting_adapter=128), 256) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from slora.runner.rank_process import CommandChannel
+from slora.runner.rank_channel import CommandChannel
 from slora_adapters.loader.host_cache import HostCache
 from slora_adapters.peft.packing import ByteArray
 
