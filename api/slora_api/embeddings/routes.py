@@ -13,6 +13,7 @@ from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompts import embedding_inputs
 from slora_api.completions.services import AnswerServices
+from slora_api.core.threads import tenant_thread
 from slora_api.embeddings.embedding_format import (
     EmbeddingList,
     RerankedList,
@@ -108,6 +109,9 @@ def _envelope(prefix: str, model: ServedModel, num_tokens: int) -> dict[str, Any
     }
 
 
+# Comparing the embeddings of 4,096 inputs and listing the scores takes up to 20 ms.
+_MAX_INPUTS_ON_LOOP = 256
+
 # Makes the JSON of an answer from the model, the inputs with their embeddings, and the number of their tokens.
 _Write = Callable[[ServedModel, list[EmbeddedInput], int], dict[str, Any]]
 
@@ -125,7 +129,11 @@ async def _answer(
         pooling = Pooling(kind, body.dimensions, body.is_normalized)
         inputs = await embedding_inputs(call, body, pooling)
         embedded = await compute_embeddings(call, inputs, pooling, encode)
-        answer = write(call.model, embedded, sum(map(len, inputs)))
+        num_tokens = sum(map(len, inputs))
+        if len(inputs) <= _MAX_INPUTS_ON_LOOP:
+            answer = write(call.model, embedded, num_tokens)
+        else:
+            answer = await tenant_thread(call.tenant, write, call.model, embedded, num_tokens)
         return await write_json(answer, call.tenant, call.services.cpu_slots)
 
     async def answer() -> Response:
