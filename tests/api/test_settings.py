@@ -132,3 +132,14 @@ def test_the_help_is_one_screen_and_the_whole_help_explains_every_setting(
     words = " ".join(whole.split())
     for spec in server_setting_specs():
         assert " ".join(spec.help_text.replace("%%", "%").split()) in words
+
+
+@pytest.mark.parametrize("command", ["deploy", "status", "stop"])
+def test_the_help_of_a_cluster_shows_how_it_is_found(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [command] if command == "deploy" else ["cluster", command]
+    with pytest.raises(SystemExit):
+        make_parser().parse_args([*words, "--help"])
+    shown = capsys.readouterr().out
+    assert all(flag in shown for flag in ("--cluster-name", "--ray-address", "--data-dir"))

@@ -104,6 +104,9 @@ _USUAL_SETTINGS = {
     "database": "tenants elsewhere: postgresql://",
     "redis": "warm tier in front of the store",
     "log_format": "text or json",
+    "cluster_name": "name of the cluster within Ray",
+    "ray_address": "Ray's head: HOST:PORT, or auto",
+    "max_replicas": "most engines, if Ray scales them",
 }
 # Settings by which a command finds a running cluster.
 _CLUSTER_PLACE = ("cluster_name", "ray_address", "data_dir")
