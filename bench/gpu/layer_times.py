@@ -1,10 +1,11 @@
 """What adapters cost a decode step: some layers of a decoder as one graph, with the LoRA kernels at different places.
 
-    python -m bench.gpu.layer_times FILE [--seconds 60] [--parts layers fp8 timeline]
+    python -m bench.gpu.layer_times FILE [--seconds 60] [--parts layers mixed fp8 timeline]
 
 layers    norm, qkv, rotation, o, norm, gate and up, activation, down: everything but attention. A row is a place, a
           number of adapters and a rank. "over base us" is the time of a layer less that without adapters, "bytes us" is
           what the copy's rate allows for the adapters' bytes.
+mixed     the same with the tokens of three prompts beside the decode rows.
 fp8       decode attention over KV in fp8, by the tokens of an iteration and the stages of the pipeline.
 timeline  the kernels of one layer by the profiler, with registers and shared memory.
 
@@ -13,7 +14,7 @@ Each place and each attention is first compared with torch's kernels on the same
 base      no adapters.
 serial    shrink, matmul, expand on one stream.
 beside    shrink beside the matmul, then expand.
-apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta.
+apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta. Not for prompts.
 """
 
 import argparse
@@ -34,10 +35,17 @@ from bench.gpu.kernel_times import LLAMA_8B, KernelTimes, Sizes
 from bench.gpu.random_adapters import BLOCK_TOKENS, RandomAdapters, cut_evenly
 from bench.gpu.resumed_table import ResumedTable
 from bench.table import Row, print_table
-from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, LoraTiles, TileLimits
 from slora_kernels.gpu import paged_attention_decode
 from slora_kernels.gpu.launch import Launch
-from slora_kernels.gpu.lora_sizes import LoraSizes, load_sizes, name_architecture
+from slora_kernels.gpu.lora_sizes import (
+    ExpandTile,
+    LoraSizes,
+    ShrinkSizes,
+    ShrinkTile,
+    load_sizes,
+    name_architecture,
+)
 from slora_kernels.gpu.triton_kernels import TritonKernels
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -45,34 +53,61 @@ from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 Case = tuple[Row, Callable[[], Row]]
-PARTS = ("layers", "fp8", "timeline")
+PARTS = ("layers", "mixed", "fp8", "timeline")
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where the LoRA kernels of a site run.
 
-    priority: of the side stream; a lower number goes first. shrink: replaces splits, block_segments and num_warps of
-    shrink.
+    apart: the sites at which they run apart. base_priority: of the stream of all other kernels; a lower number goes
+    first. base_first: whether the matmul is launched before shrink. splits_expand: whether expand for decode rows runs
+    beside expand for prompts. shrink: replaces splits, block_rank, block_segments, num_warps and num_stages of shrink.
+    expand: replaces block_segments and num_warps of expand for prompts.
     """
 
     name: str
-    writes_apart: bool = False
+    apart: tuple[str, ...] = ()
     is_serial: bool = False
-    priority: int = 0
-    shrink: tuple[int, int, int] | None = None
+    base_priority: int = 0
+    base_first: bool = False
+    splits_expand: bool = False
+    shrink: tuple[int, int, int, int, int] | None = None
+    expand: tuple[int, int] | None = None
 
 
+SITES = ("qkv", "o", "gate_up", "down")
 BASE = Place("base")
 PLACES = (
     Place("serial", is_serial=True),
+    Place("apart", SITES),
+    Place("apart, matmul urgent", SITES, base_priority=-1),
+    Place("apart, matmul first", SITES, base_first=True),
+    Place("apart, matmul urgent and first", SITES, base_priority=-1, base_first=True),
+    Place("apart but o", ("qkv", "gate_up", "down")),
+    Place("apart but o, matmul urgent", ("qkv", "gate_up", "down"), base_priority=-1),
+    Place("apart, shrink of 64", SITES, shrink=(8, 64, 1, 4, 3)),
+    Place("apart, shrink of 64, urgent", SITES, shrink=(8, 64, 1, 4, 3), base_priority=-1),
+    Place("apart, shrink 4x64x2", SITES, shrink=(4, 64, 2, 4, 3)),
+)
+MIXED_PLACES = (
+    Place("serial", is_serial=True),
     Place("beside"),
-    Place("apart", writes_apart=True),
-    Place("apart urgent", writes_apart=True, priority=-1),
-    Place("apart, splits 4", writes_apart=True, shrink=(4, 1, 2)),
+    Place("beside, matmul urgent", base_priority=-1),
+    Place("beside, expand split", splits_expand=True),
+    Place("beside, expand 1x4", expand=(1, 4)),
+    Place("beside, expand 2x4", expand=(2, 4)),
+    Place("beside, expand 2x8", expand=(2, 8)),
+    Place("beside, expand 1x2", expand=(1, 2)),
+    Place("beside, split, 1x4, urgent", base_priority=-1, splits_expand=True, expand=(1, 4)),
+    Place("beside, shrink of 64", shrink=(8, 64, 1, 4, 3)),
+    Place("beside, shrink 16x2, 4 stages", shrink=(8, 16, 2, 2, 4)),
 )
 # Adapters and their rank.
-LOADS = ((8, 16), (32, 16), (64, 16), (8, 64))
+LOADS = ((8, 16), (64, 16), (8, 64))
+MIXED_LOADS = ((8, 16),)
+# Prompt tokens in a mixed step, and how many prompts they belong to.
+CHUNK_TOKENS, NUM_PROMPTS = 386, 3
 # Batch and context.
 ATTENTIONS = ((32, 4096), (64, 4096), (64, 1024))
 
@@ -80,12 +115,15 @@ ATTENTIONS = ((32, 4096), (64, 4096), (64, 1024))
 class Layers:
     """Some layers of a decoder without attention, and adapters on all their linears. Calls take the layers in turn."""
 
-    def __init__(self, sizes: Sizes, batch: int, num_adapters: int, rank: int, device: torch.device) -> None:
+    def __init__(
+        self, sizes: Sizes, batch: int, chunk: int, num_adapters: int, rank: int, device: torch.device
+    ) -> None:
         shape, dtype = sizes.shape, sizes.dtype
         self.shape, self.device = shape, device
         self.expected: Tensor | None = None
+        self.serial: Tensor | None = None
         self._scene = RandomAdapters.make(shape, dtype, (rank,), max(num_adapters, 1), device)
-        self._num_adapters, self._batch = num_adapters, batch
+        self._num_adapters, self._batch, self._chunk = num_adapters, batch, chunk
         self.geometry = sizes.geometry(KVFormat.MODEL)
 
         def draw(*numbers: int) -> Tensor:
@@ -97,22 +135,24 @@ class Layers:
         ]
         self._norm = torch.ones(shape.hidden_size, dtype=dtype, device=device)
         self._angles = torch.rand(BLOCK_TOKENS, shape.head_dim, device=device)
-        self._first = torch.randn(batch, shape.hidden_size, device=device).to(dtype)
+        num_tokens = batch + chunk
+        self._first = torch.randn(num_tokens, shape.hidden_size, device=device).to(dtype)
         self._pages = torch.zeros(
-            batch, _kv_bytes(self.geometry, BLOCK_TOKENS), dtype=torch.uint8, device=device
+            num_tokens, _kv_bytes(self.geometry, BLOCK_TOKENS), dtype=torch.uint8, device=device
         )
-        slots = torch.arange(batch, device=device)
+        slots = torch.arange(num_tokens, device=device)
         self._attention = AttentionBatch(
-            query_starts=torch.arange(batch + 1, dtype=torch.int32, device=device),
-            context_lens=torch.ones(batch, dtype=torch.int32, device=device),
+            query_starts=torch.arange(num_tokens + 1, dtype=torch.int32, device=device),
+            context_lens=torch.ones(num_tokens, dtype=torch.int32, device=device),
             block_tables=slots.int()[:, None],
-            positions=torch.zeros(batch, dtype=torch.int64, device=device),
+            positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
             kv_slots=slots * BLOCK_TOKENS,
             max_query_len=1,
             max_context_len=1,
         )
         self._deltas = {
-            sum(site.widths): torch.zeros(batch, sum(site.widths), device=device) for site in shape.sites[:-2]
+            sum(site.widths): torch.zeros(num_tokens, sum(site.widths), device=device)
+            for site in shape.sites[:-2]
         }
 
     @property
@@ -124,46 +164,57 @@ class Layers:
     def bind(self, place: Place, kernels: Kernels) -> Callable[[], Tensor]:
         """The work of all layers. Returns the last residual."""
         scene, device = self._scene, self.device
-        rank, limits = scene.max_group_rank, kernels.tile_limits
-        tiles = cut_evenly(self._batch, max(self._num_adapters, 1), limits, rank, device, only_decodes=True)
-        step = kernels.prepare_lora(tiles, scene.tables)
+        decodes, chunks = self._cut(kernels.tile_limits)
+        parts = [tiles for tiles in (decodes, chunks) if tiles is not None]
+        step = kernels.prepare_lora(_join(parts), scene.tables)
+        steps = [kernels.prepare_lora(tiles, scene.tables) for tiles in parts]
         attention = kernels.prepare_attention(self._attention)
-        side = torch.cuda.Stream(device, place.priority) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        forked, done = (torch.cuda.Event() if side else None for _ in range(2))  # type: ignore[no-untyped-call]
+        lane = _SideLane(device) if device.type == "cuda" else None
 
-        def beside(x: Tensor, site: LoraSite) -> Tensor:
+        def beside(x: Tensor, name: str, site: LoraSite) -> Tensor:
             shrunk = kernels.shrink(x, scene.pages, site, step)
-            if not place.writes_apart:
+            if name not in place.apart:
                 return cast(Tensor, shrunk)
             delta = self._deltas[sum(site.widths)]
             kernels.write_delta(delta, shrunk, scene.pages, site, step, x.dtype)
             return delta
 
-        def apply(x: Tensor, weight: Tensor, site: LoraSite) -> tuple[Tensor, Tensor | None]:
-            if place == BASE or place.is_serial:
+        def expand(out: Tensor, shrunk: Tensor, site: LoraSite) -> None:
+            if not place.splits_expand or lane is None:
+                kernels.expand(out, shrunk, scene.pages, site, step)
+                return
+            first, *rest = steps
+            with lane.fork():
+                kernels.expand(out, shrunk, scene.pages, site, first)
+            for other in rest:
+                kernels.expand(out, shrunk, scene.pages, site, other)
+            lane.join()
+
+        def apply(x: Tensor, name: str, weight: Tensor, site: LoraSite) -> tuple[Tensor, Tensor | None]:
+            if place == BASE:
+                return x @ weight.T, None
+            if place.is_serial or lane is None:
+                out, result = x @ weight.T, beside(x, name, site)
+            elif place.base_first:
+                lane.mark()
                 out = x @ weight.T
-                if place != BASE:
-                    kernels.expand(out, kernels.shrink(x, scene.pages, site, step), scene.pages, site, step)
-                return out, None
-            if side is None or forked is None or done is None:
-                result, out = beside(x, site), x @ weight.T
+                with lane.fork(marks=False):
+                    result = beside(x, name, site)
+                lane.join()
             else:
-                forked.record()
-                side.wait_event(forked)
-                with torch.cuda.stream(side):
-                    result = beside(x, site)
-                done.record(side)
+                with lane.fork():
+                    result = beside(x, name, site)
                 out = x @ weight.T
-                torch.cuda.current_stream(device).wait_event(done)
-            if place.writes_apart:
+                lane.join()
+            if name in place.apart:
                 return out, result
-            kernels.expand(out, result, scene.pages, site, step)
+            expand(out, result, site)
             return out, None
 
         def run() -> Tensor:
             residual, out, delta = torch.zeros_like(self._first), self._first, None
             for layer, weights in enumerate(self._weights):
-                qkv, o, gate_up, down = zip(weights, self.shape.layer_sites(layer), strict=True)
+                qkv, o, gate_up, down = zip(SITES, weights, self.shape.layer_sites(layer), strict=True)
                 hidden = kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
                 out, delta = apply(hidden, *qkv)
                 heads = kernels.rotate_and_write_kv(
@@ -176,7 +227,64 @@ class Layers:
             kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
             return residual
 
-        return run
+        if not place.base_priority or device.type != "cuda":
+            return run
+        urgent = torch.cuda.Stream(device, place.base_priority)  # type: ignore[no-untyped-call]
+
+        def run_urgently() -> Tensor:
+            urgent.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(urgent):
+                residual = run()
+            torch.cuda.current_stream(device).wait_stream(urgent)
+            return residual
+
+        return run_urgently
+
+    def _cut(self, limits: TileLimits) -> tuple[LoraTiles, LoraTiles | None]:
+        """Tiles of the decode rows and of the prompts."""
+        rank, device = self._scene.max_group_rank, self.device
+        count = max(self._num_adapters, 1)
+        decodes = cut_evenly(self._batch, count, limits, rank, device, only_decodes=True)
+        if not self._chunk:
+            return decodes, None
+        chunks = cut_evenly(self._chunk, min(count, NUM_PROMPTS), limits, rank, device, only_decodes=False)
+        chunks.tiles[:, 1] += self._batch
+        return decodes, chunks
+
+
+class _SideLane:
+    """A second stream beside the current one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def mark(self) -> None:
+        """Where the next fork begins, if it does not mark its own beginning."""
+        self._forked.record(torch.cuda.current_stream(self._device))
+
+    @contextlib.contextmanager
+    def fork(self, *, marks: bool = True) -> Iterator[None]:
+        if marks:
+            self.mark()
+        self._stream.wait_event(self._forked)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._done.record(self._stream)
+
+    def join(self) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._done)
+
+
+def _join(parts: list[LoraTiles]) -> LoraTiles:
+    return LoraTiles(
+        torch.cat([tiles.tiles for tiles in parts]),
+        torch.cat([tiles.weights for tiles in parts]),
+        parts[0].max_group_rank,
+        max(tiles.max_tokens for tiles in parts),
+        parts[0].num_decodes,
+    )
 
 
 class LayerTimes:
@@ -186,13 +294,20 @@ class LayerTimes:
 
     def cases(self, parts: list[str]) -> Iterator[Case]:
         yield {"part": "copy"}, self._copy
-        if "layers" in parts:
-            for adapters, rank in LOADS:
-                if adapters <= self._batch:
-                    layers: list[Layers] = []
-                    for place in (BASE, *PLACES):
-                        key = {"part": "layers", "place": place.name, "adapters": adapters, "rank": rank}
-                        yield key, lambda p=place, n=adapters, r=rank, kept=layers: self._time(p, n, r, kept)
+        for part, loads, places, chunk in (
+            ("layers", LOADS, PLACES, 0),
+            ("mixed", MIXED_LOADS, MIXED_PLACES, CHUNK_TOKENS),
+        ):
+            for adapters, rank in loads if part in parts else ():
+                layers: list[Layers] = []
+                for place in (BASE, *places):
+                    key = {"part": part, "place": place.name, "adapters": adapters, "rank": rank}
+                    yield (
+                        key,
+                        lambda p=place, c=chunk, n=adapters, r=rank, kept=layers: self._time(
+                            p, c, n, r, kept
+                        ),
+                    )
         if "fp8" in parts:
             for batch, context in ATTENTIONS:
                 for tokens in (64, 128):
@@ -211,15 +326,17 @@ class LayerTimes:
         sizes = load_sizes(architecture)
         if place.shrink is not None:
             sizes = _replace_shrink(sizes, *place.shrink)
+        if place.expand is not None:
+            sizes = _replace_expand(sizes, *place.expand)
         return TritonKernels(sizes=sizes)
 
     def _copy(self) -> Row:
         (_, measure), *_ = KernelTimes(self._sizes, self._twins, self._device).cases(["copy"])
         return measure()
 
-    def _time(self, place: Place, num_adapters: int, rank: int, kept: list[Layers]) -> Row:
+    def _time(self, place: Place, chunk: int, num_adapters: int, rank: int, kept: list[Layers]) -> Row:
         if not kept:
-            kept.append(Layers(self._sizes, self._batch, num_adapters, rank, self._device))
+            kept.append(Layers(self._sizes, self._batch, chunk, num_adapters, rank, self._device))
         (layers,) = kept
         run = layers.bind(place, self._kernels(place))
         seconds = time_device(run, self._device)
@@ -229,8 +346,13 @@ class LayerTimes:
         if layers.expected is None:
             layers.expected = layers.bind(Place("serial", is_serial=True), self._twins)().float()
         # After many replays, so that a race has many chances to show.
-        error = (run().float() - layers.expected).norm() / layers.expected.norm()
-        return row | {"error": float(error)}
+        result = run()
+        error = float((result.float() - layers.expected).norm() / layers.expected.norm())
+        if place.is_serial:
+            layers.serial = result
+        has_own_order = place.shrink is not None or layers.serial is None
+        same_bits = None if has_own_order else torch.equal(result, layers.serial)
+        return row | {"error": error, "same bits": same_bits}
 
     def _attend(self, batch: int, context: int, tokens: int, stages: int) -> Row:
         def launch(launch: Launch) -> None:
@@ -280,9 +402,9 @@ class LayerTimes:
             "error": float((attended - expected).norm() / expected.norm()),
         }
 
-    def show_timeline(self, place: Place, num_adapters: int) -> list[Row]:
+    def show_timeline(self, place: Place, chunk: int, num_adapters: int) -> list[Row]:
         """The kernels of the second layer of a replayed graph, in the order in which they start."""
-        layers = Layers(self._sizes, self._batch, num_adapters, 16, self._device)
+        layers = Layers(self._sizes, self._batch, chunk, num_adapters, 16, self._device)
         run = layers.bind(place, self._kernels(place))
         run()
         graph = torch.cuda.CUDAGraph()
@@ -320,19 +442,16 @@ class LayerTimes:
         ]
 
 
-def _replace_shrink(sizes: LoraSizes, splits: int, block_segments: int, num_warps: int) -> LoraSizes:
-    shrink = [
-        dataclasses.replace(
-            of_width,
-            splits=splits,
-            tiles=tuple(
-                dataclasses.replace(tile, block_segments=block_segments, num_warps=num_warps)
-                for tile in of_width.tiles
-            ),
-        )
-        for of_width in sizes.shrink
-    ]
-    return dataclasses.replace(sizes, shrink=tuple(shrink))
+def _replace_shrink(sizes: LoraSizes, splits: int, *tile: int) -> LoraSizes:
+    """tile: fields of `ShrinkTile` without max_rank."""
+    of_width = ShrinkSizes(None, splits, (ShrinkTile(None, *tile),))
+    return dataclasses.replace(sizes, shrink=(of_width,))
+
+
+def _replace_expand(sizes: LoraSizes, block_segments: int, num_warps: int) -> LoraSizes:
+    tiles = (ExpandTile(None, block_segments, num_warps, 2),)
+    expand = [dataclasses.replace(of_width, tiles=tiles) for of_width in sizes.expand]
+    return dataclasses.replace(sizes, expand=tuple(expand))
 
 
 def _draw_fp8_pages(geometry: KVGeometry, count: int, device: torch.device) -> Tensor:
@@ -354,12 +473,14 @@ def _kv_bytes(geometry: KVGeometry, tokens: int) -> int:
 def compare(rows: list[Row]) -> list[Row]:
     """Adds what the adapters of a layer cost over the base, and what their bytes take at the rate of a copy."""
     rate = next((row["GB/s"] for row in rows if row["part"] == "copy"), None)
-    bases = {(row["adapters"], row["rank"]): row["us"] for row in rows if row.get("place") == "base"}
+    bases = {
+        (row["part"], row["adapters"], row["rank"]): row["us"] for row in rows if row.get("place") == "base"
+    }
     compared = []
     for row in rows:
         more: Row = {}
-        base = bases.get((row.get("adapters"), row.get("rank")))
-        if row["part"] == "layers" and row["place"] != "base" and base and rate:
+        base = bases.get((row["part"], row.get("adapters"), row.get("rank")))
+        if base and row["place"] != "base" and rate:
             more = {"over base us": row["us"] - base, "bytes us": row["adapter MB"] / rate * 1e3}
         if row["part"] == "fp8" and rate:
             more = {"of copy": row["GB/s"] / rate}
@@ -378,15 +499,15 @@ def main() -> None:
     times = LayerTimes(LLAMA_8B, device)
     is_whole = table.fill(times.cases(options.parts), options.seconds)
     rows = compare(table.rows())
-    for part in ("copy", "layers", "fp8"):
+    for part in ("copy", "layers", "mixed", "fp8"):
         if of_part := [{k: v for k, v in row.items() if k != "part"} for row in rows if row["part"] == part]:
             columns = list(dict.fromkeys(name for row in of_part for name in row))
             print_table(part, [{name: row.get(name) for name in columns} for row in of_part])
     if "timeline" in options.parts:
-        for place in PLACES:
-            if place.name in ("beside", "apart"):
-                with contextlib.suppress(KeyError, IndexError):
-                    print_table(f"timeline of {place.name}, 8 adapters", times.show_timeline(place, 8))
+        for place, chunk in ((PLACES[1], 0), (PLACES[2], 0), (MIXED_PLACES[1], CHUNK_TOKENS)):
+            with contextlib.suppress(KeyError, IndexError):
+                title = f"timeline of {place.name}, {chunk} prompt tokens, 8 adapters"
+                print_table(title, times.show_timeline(place, chunk, 8))
     print("\nall cases are measured" if is_whole else "\nnot all cases are measured yet: run this again")
 
 

@@ -27,13 +27,17 @@ SMALL = Sizes(
 def test_every_place_and_every_attention_computes_what_torch_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
 ) -> None:
-    monkeypatch.setattr(layer_times, "PLACES", layer_times.PLACES[1 : 3 if soak else 2])
+    monkeypatch.setattr(layer_times, "PLACES", layer_times.PLACES[: 2 if soak else 1])
+    monkeypatch.setattr(layer_times, "MIXED_PLACES", layer_times.MIXED_PLACES[: 2 if soak else 1])
     monkeypatch.setattr(layer_times, "LOADS", ((2, 8),))
+    monkeypatch.setattr(layer_times, "MIXED_LOADS", ((2, 8),))
+    monkeypatch.setattr(layer_times, "CHUNK_TOKENS", 7)
     monkeypatch.setattr(layer_times, "ATTENTIONS", ((3, 40),))
     table = ResumedTable(tmp_path / "rows.jsonl", CPU)
-    assert table.fill(LayerTimes(SMALL, CPU, batch=5).cases(["layers", "fp8"]), 600)
+    assert table.fill(LayerTimes(SMALL, CPU, batch=5).cases(["layers", "mixed", "fp8"]), 600)
     rows = compare(table.rows())
-    assert len(rows) == 1 + 1 + len(layer_times.PLACES) + 4
-    errors = {row.get("place", row["part"]): row["error"] for row in rows if "error" in row}
+    assert len(rows) == 1 + 2 * (1 + len(layer_times.PLACES)) + 4
+    errors = {(row["part"], row.get("place")): row["error"] for row in rows if "error" in row}
     assert all(error < 1e-5 for error in errors.values()), errors
-    assert all("over base us" in row for row in rows if row.get("place", "base") != "base")
+    placed = [row for row in rows if row.get("place", "base") != "base"]
+    assert all("over base us" in row and row["same bits"] for row in placed)

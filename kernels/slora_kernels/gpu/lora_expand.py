@@ -1,7 +1,7 @@
 """Expand: adds scale * shrunk * B to the base GEMM's output, for all modules of a linear group in one launch.
 
-A program handles one tile of tokens and one block of output columns. It sums the planes of the shrink output in order,
-and reads the block's columns of transposed B from the adapter's pages.
+A program handles one tile of tokens and one block of output columns. It reads the block's columns of transposed B from
+the adapter's pages. Decode rows have a kernel of their own, which sums the planes of the shrink output.
 """
 
 import math
@@ -22,7 +22,7 @@ from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 BLOCK_RANK = 16
 
 
-@triton.jit(do_not_specialize=["first_module", "first_tile", "num_tokens"])
+@triton.jit(do_not_specialize=["first_module", "first_tile"])
 def _lora_expand_kernel(
     out,
     shrunk,
@@ -32,7 +32,6 @@ def _lora_expand_kernel(
     page_table,
     modules,
     scales,
-    num_tokens,
     first_tile,
     first_module,
     out_stride,
@@ -46,8 +45,6 @@ def _lora_expand_kernel(
     NUM_MODULES: tl.constexpr,
     SEGMENT: tl.constexpr,
     PAGE_SEGMENTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    PLANES: tl.constexpr,
     TWO_PAGES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -76,19 +73,12 @@ def _lora_expand_kernel(
     mask = (tokens[:, None] < size) & inside
     # The old output is loaded early, so that the load overlaps with the page lookups.
     old = tl.load(target, mask=mask, other=0.0)
-    # All planes are loaded and summed at once, which takes 11 barriers. Adding one plane at a time took 25 barriers,
-    # because Triton converted the register layout of each plane separately.
-    planes = tl.arange(0, PLANES)[:, None, None]
-    plane_starts = shrunk + planes * (num_tokens * shrunk_stride)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in range(0, rank, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         taken = (tokens[:, None] < size) & (rows[None, :] < rank)
-        source = (
-            plane_starts + ((first + tokens)[:, None] * shrunk_stride + (first_row + rows)[None, :])[None]
-        )
-        shares = tl.load(source, mask=taken[None] & (planes < SPLITS), other=0.0)
-        y = tl.sum(shares.to(tl.float32), axis=0)
+        source = shrunk + (first + tokens)[:, None] * shrunk_stride + (first_row + rows)[None, :]
+        y = tl.load(source, mask=taken, other=0.0)
         b = load_b_rows(
             pages,
             page_table + slot * table_stride,
@@ -104,7 +94,9 @@ def _lora_expand_kernel(
             TWO_PAGES,
             BLOCK_R,
         )
-        acc = tl.dot(y.to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee")
+        acc = tl.dot(
+            y.to(tl.float32).to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee"
+        )
     tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
 
 
@@ -142,7 +134,6 @@ def bind_lora_expand(
         "page_table": tables.page_table,
         "modules": tables.modules,
         "scales": tables.scales,
-        "num_tokens": shrunk.shape[1],
         "first_module": site.first_module,
         "out_stride": out.stride(0),
         "page_stride": elements.stride(0),
@@ -157,8 +148,6 @@ def bind_lora_expand(
         "NUM_MODULES": tables.modules.shape[1],
         "SEGMENT": segment,
         "PAGE_SEGMENTS": page_segments,
-        "SPLITS": shrunk.shape[0],
-        "PLANES": triton.next_power_of_2(shrunk.shape[0]),
     }
     of_width = sizes.select_expand(sum(widths))
     num_rows = tiles.num_decodes
@@ -170,9 +159,11 @@ def bind_lora_expand(
             Launch(
                 _lora_expand_rows_kernel,
                 (num_rows, sum(triton.cdiv(width, block) for width in widths)),
-                arguments,
+                arguments | {"num_tokens": shrunk.shape[1]},
                 constants
                 | {
+                    "SPLITS": shrunk.shape[0],
+                    "PLANES": triton.next_power_of_2(shrunk.shape[0]),
                     "TWO_PAGES": rows.block_rank * triton.cdiv(max(widths), segment) <= page_segments,
                     "BLOCK_R": rows.block_rank,
                     "BLOCK_N": block,

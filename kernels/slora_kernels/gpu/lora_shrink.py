@@ -2,8 +2,9 @@
 
 A program handles one tile of tokens, one block of A's rows and one share of the input width. Each share's result is
 written to its own plane of the shrink output, and expand sums the planes in order. This needs no atomics and no cleared
-buffer, and a request's result does not depend on the rest of the batch. The rank is read from the tables, so a rank-8
-adapter is not padded to the rank of a rank-128 adapter in the same batch.
+buffer, and a request's result does not depend on the rest of the batch. Only decode rows are divided into shares.
+Prefill chunks have enough tiles, and the matmul beside them takes long enough, so they fill the first plane alone. The
+rank is read from the tables, so a rank-8 adapter is not padded to the rank of a rank-128 adapter in the same batch.
 
 The planes are of the model's dtype, and each share's result is rounded to it once. A 16-bit plane halves the traffic
 between shrink and expand compared with float32.
@@ -27,7 +28,7 @@ _SMALL_TILE_TOKENS = 16
 TILE_TOKENS = 32
 
 
-@triton.jit(do_not_specialize=["group", "num_tokens"])
+@triton.jit(do_not_specialize=["group", "num_tokens", "num_decodes"])
 def _lora_shrink_kernel(
     x,
     pages,
@@ -36,6 +37,7 @@ def _lora_shrink_kernel(
     page_table,
     groups,
     num_tokens,
+    num_decodes,
     group,
     x_stride,
     page_stride,
@@ -58,7 +60,8 @@ def _lora_shrink_kernel(
     size = tl.load(tiles + tile * 3 + 2)
     entry = groups + (slot * NUM_SITES + group) * 2
     rank = tl.load(entry)
-    if (block * BLOCK_R >= rank) | (size == 0):
+    is_chunk = tile >= num_decodes
+    if (block * BLOCK_R >= rank) | (size == 0) | (is_chunk & (split > 0)):
         return
     ROW_SEGMENTS: tl.constexpr = (WIDTH + SEGMENT - 1) // SEGMENT
     SHARE: tl.constexpr = (ROW_SEGMENTS + SPLITS - 1) // SPLITS
@@ -70,7 +73,7 @@ def _lora_shrink_kernel(
     highest = first_segment + tl.minimum(block * BLOCK_R + BLOCK_R, rank) * ROW_SEGMENTS - 1
     x_rows = x + (first + tokens)[:, None] * x_stride
     acc = tl.zeros((BLOCK_M, BLOCK_R), tl.float32)
-    end = tl.minimum((split + 1) * SHARE * SEGMENT, WIDTH)
+    end = tl.where(is_chunk, WIDTH, tl.minimum((split + 1) * SHARE * SEGMENT, WIDTH))
     for start in range(split * SHARE * SEGMENT, end, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
         inside = columns[None, :] < end
@@ -112,7 +115,7 @@ def bind_lora_shrink(
     """Binds the kernel to x [T, in] of the model dtype and pages uint8 [num_pages, full_page_bytes].
 
     Returns the launch and the shrink output that it fills: x's dtype, [splits, T, max_group_rank rounded up to 16].
-    Rows in no tile and columns past a tile's rank are not written.
+    Rows in no tile, columns past a tile's rank, and all planes but the first for prefill chunks are not written.
     """
     width, of_width = x.shape[1], sizes.select_shrink(x.shape[1])
     # Each share has at least one segment. The number of shares depends only on the width, so the batch does not change
@@ -134,6 +137,7 @@ def bind_lora_shrink(
             "page_table": tables.page_table,
             "groups": tables.groups,
             "num_tokens": x.shape[0],
+            "num_decodes": tiles.num_decodes,
             "group": site.group,
             "x_stride": x.stride(0),
             "page_stride": elements.stride(0),
