@@ -101,7 +101,9 @@ MIXED_PLACES = (
     Place("beside, expand 1x2", expand=(1, 2)),
     Place("beside, split, 1x4, urgent", base_priority=-1, splits_expand=True, expand=(1, 4)),
     Place("beside, shrink of 64", shrink=(8, 64, 1, 4, 3)),
-    Place("beside, shrink 16x2, 4 stages", shrink=(8, 16, 2, 2, 4)),
+    Place("beside, shrink 16x1, 3 stages", shrink=(8, 16, 1, 2, 3)),
+    Place("beside, shrink 16x2, 3 stages", shrink=(8, 16, 2, 2, 3)),
+    Place("beside, shrink 16x4, 3 stages", shrink=(8, 16, 4, 4, 3)),
 )
 # Adapters and their rank.
 LOADS = ((8, 16), (64, 16), (8, 64))
@@ -444,7 +446,8 @@ class LayerTimes:
 
 def _replace_shrink(sizes: LoraSizes, splits: int, *tile: int) -> LoraSizes:
     """tile: fields of `ShrinkTile` without max_rank."""
-    of_width = ShrinkSizes(None, splits, (ShrinkTile(None, *tile),))
+    tiles = (ShrinkTile(None, *tile),)
+    of_width = ShrinkSizes(None, splits, tiles, tiles)
     return dataclasses.replace(sizes, shrink=(of_width,))
 
 

@@ -80,7 +80,7 @@ def shrink_candidates(
     stages: Iterable[int],
 ) -> tuple[ShrinkSizes, ...]:
     tiles = [ShrinkTile(None, *sizes) for sizes in product(ranks, segments, warps, stages)]
-    return tuple(ShrinkSizes(None, count, (tile,)) for count in splits for tile in tiles)
+    return tuple(ShrinkSizes(None, count, (tile,), (tile,)) for count in splits for tile in tiles)
 
 
 def expand_candidates(
@@ -256,13 +256,15 @@ def _tiles(rows: list[Row]) -> tuple[list[dict[str, Any]], float]:
 
 
 def _pick_shrink(rows: list[Row]) -> dict[str, Any]:
-    """The splits with which the best tiles of all ranks are best."""
+    """The splits with which the best tiles of all ranks are best for decode rows. Chunks are not split."""
+    decodes = [row for row in rows if row["tokens"] == 1]
     found = {
-        splits: _tiles([row for row in rows if row["splits"] == splits])
-        for splits in {row["splits"] for row in rows}
+        splits: _tiles([row for row in decodes if row["splits"] == splits])
+        for splits in {row["splits"] for row in decodes}
     }
     splits = min(found, key=lambda splits: found[splits][1])
-    return {"splits": splits, "tiles": found[splits][0]}
+    mixed_tiles, _ = _tiles([row for row in rows if row["tokens"] > 1])
+    return {"splits": splits, "tiles": found[splits][0], "mixed_tiles": mixed_tiles}
 
 
 def _pick_expand(rows: list[Row]) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def bind_lora_shrink(
     # Each share has at least one segment. The number of shares depends only on the width, so the batch does not change
     # a request's sums.
     splits = min(of_width.splits, triton.cdiv(width * x.element_size(), SEGMENT_BYTES))
-    tile = of_width.tile(tiles.max_group_rank)
+    has_chunks = tiles.num_decodes < tiles.tiles.shape[0]
+    tile = of_width.tile(tiles.max_group_rank, has_chunks=has_chunks)
     columns = triton.cdiv(tiles.max_group_rank, 16) * 16
     shrunk = torch.empty(splits, x.shape[0], columns, dtype=x.dtype, device=x.device)
     elements = pages.view(x.dtype)

@@ -47,15 +47,18 @@ class ShrinkTile:
 class ShrinkSizes:
     """Sizes of the shrink kernel, for input widths up to max_width.
 
-    max_width: None means no limit. splits: the maximum number of shares that the width is split into.
+    max_width: None means no limit. splits: the maximum number of shares that the width is split into, for decode rows.
+    tiles: sizes for steps of decode rows. mixed_tiles: sizes for steps with prefill chunks.
     """
 
     max_width: int | None
     splits: int
     tiles: tuple[ShrinkTile, ...]
+    mixed_tiles: tuple[ShrinkTile, ...]
 
-    def tile(self, rank: int) -> ShrinkTile:
-        return next(tile for tile in self.tiles if tile.max_rank is None or rank <= tile.max_rank)
+    def tile(self, rank: int, *, has_chunks: bool) -> ShrinkTile:
+        tiles = self.mixed_tiles if has_chunks else self.tiles
+        return next(tile for tile in tiles if tile.max_rank is None or rank <= tile.max_rank)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,17 +203,21 @@ def _read_sizes(place: _JsonFields) -> LoraSizes:
 
 
 def _read_shrink(place: _JsonFields) -> ShrinkSizes:
-    tiles = [
-        ShrinkTile(
-            tile.get("max_rank"),
-            tile.one_of("block_rank", _TILE_RANKS),
-            tile.one_of("block_segments", _BLOCK_SEGMENTS),
-            tile.one_of("num_warps", _WARPS),
-            tile.one_of("num_stages", _STAGES),
-        )
-        for tile in place.ascending("tiles", "max_rank")
-    ]
-    return ShrinkSizes(place.get("max_width"), place.one_of("splits", _SPLITS), tuple(tiles))
+    tiles, mixed_tiles = (
+        tuple(_read_shrink_tile(tile) for tile in place.ascending(name, "max_rank"))
+        for name in ("tiles", "mixed_tiles")
+    )
+    return ShrinkSizes(place.get("max_width"), place.one_of("splits", _SPLITS), tiles, mixed_tiles)
+
+
+def _read_shrink_tile(tile: _JsonFields) -> ShrinkTile:
+    return ShrinkTile(
+        tile.get("max_rank"),
+        tile.one_of("block_rank", _TILE_RANKS),
+        tile.one_of("block_segments", _BLOCK_SEGMENTS),
+        tile.one_of("num_warps", _WARPS),
+        tile.one_of("num_stages", _STAGES),
+    )
 
 
 def _read_expand(place: _JsonFields) -> ExpandSizes:

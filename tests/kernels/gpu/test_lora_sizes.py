@@ -25,14 +25,21 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
         return {"max_rank": bound, "block_rank": rank, "block_segments": 1, "num_warps": 4, "num_stages": 2}
 
     table = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
-    narrow = {"max_width": 4096, "splits": 4, "tiles": [tile(24, 16), tile(48, 32), tile(None, 64)]}
+    narrow = {
+        "max_width": 4096,
+        "splits": 4,
+        "tiles": [tile(24, 16), tile(48, 32), tile(None, 64)],
+        "mixed_tiles": [tile(30, 32), tile(None, 128)],
+    }
     table["sm_90"] = table["default"] | {"shrink": [narrow, table["default"]["shrink"][-1]]}
     path = tmp_path / "table.json"
     path.write_text(json.dumps(table), encoding="utf-8")
     sizes = read_sizes(path)["sm_90"]
     assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 16]
     ranks = (1, 24, 25, 48, 49, 999)
-    assert [sizes.select_shrink(64).tile(rank).block_rank for rank in ranks] == [16, 16, 32, 32, 64, 64]
+    of_width = sizes.select_shrink(64)
+    chosen = [[of_width.tile(rank, has_chunks=has).block_rank for rank in ranks] for has in (False, True)]
+    assert chosen == [[16, 16, 32, 32, 64, 64], [32, 32, 32, 128, 128, 128]]
 
 
 @pytest.mark.parametrize(
