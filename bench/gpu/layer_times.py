@@ -14,7 +14,7 @@ Each place and each attention is first compared with torch's kernels on the same
 base      no adapters.
 serial    shrink, matmul, expand on one stream.
 beside    shrink beside the matmul, then expand.
-apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta. Not for prompts.
+apart     shrink and expand beside the matmul. The kernel that reads the output adds the delta.
 """
 
 import argparse
@@ -25,7 +25,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_sizes import (
     ExpandTile,
     LoraSizes,
+    RowSizes,
     ShrinkSizes,
     ShrinkTile,
     load_sizes,
@@ -60,53 +61,40 @@ PARTS = ("layers", "mixed", "fp8", "timeline")
 class Place:
     """Where the LoRA kernels of a site run.
 
-    apart: the sites at which they run apart. base_priority: of the stream of all other kernels; a lower number goes
-    first. base_first: whether the matmul is launched before shrink. splits_expand: whether expand for decode rows runs
-    beside expand for prompts. shrink: replaces splits, block_rank, block_segments, num_warps and num_stages of shrink.
-    expand: replaces block_segments and num_warps of expand for prompts.
+    apart: the sites at which they run apart. shrink: replaces splits, block_rank, block_segments, num_warps and
+    num_stages of shrink. expand: replaces block_segments and num_warps of expand for prompts. rows: replaces
+    block_rank, block_segments and num_warps of expand for decode rows.
     """
 
     name: str
     apart: tuple[str, ...] = ()
     is_serial: bool = False
-    base_priority: int = 0
-    base_first: bool = False
-    splits_expand: bool = False
     shrink: tuple[int, int, int, int, int] | None = None
     expand: tuple[int, int] | None = None
+    rows: tuple[int, int, int] | None = None
 
 
 SITES = ("qkv", "o", "gate_up", "down")
 BASE = Place("base")
+_ROWS = ((16, 1, 1), (16, 1, 2), (16, 2, 1), (16, 2, 2), (16, 4, 1), (16, 4, 4), (8, 4, 2), (16, 8, 4))
 PLACES = (
     Place("serial", is_serial=True),
     Place("apart", SITES),
-    Place("apart, matmul urgent", SITES, base_priority=-1),
-    Place("apart, matmul first", SITES, base_first=True),
-    Place("apart, matmul urgent and first", SITES, base_priority=-1, base_first=True),
-    Place("apart but o", ("qkv", "gate_up", "down")),
-    Place("apart but o, matmul urgent", ("qkv", "gate_up", "down"), base_priority=-1),
-    Place("apart, shrink of 64", SITES, shrink=(8, 64, 1, 4, 3)),
-    Place("apart, shrink of 64, urgent", SITES, shrink=(8, 64, 1, 4, 3), base_priority=-1),
-    Place("apart, shrink 4x64x2", SITES, shrink=(4, 64, 2, 4, 3)),
+    *(Place(f"apart, rows {'x'.join(map(str, sizes))}", SITES, rows=sizes) for sizes in _ROWS),
 )
 MIXED_PLACES = (
     Place("serial", is_serial=True),
     Place("beside"),
-    Place("beside, matmul urgent", base_priority=-1),
-    Place("beside, expand split", splits_expand=True),
-    Place("beside, expand 1x4", expand=(1, 4)),
-    Place("beside, expand 2x4", expand=(2, 4)),
-    Place("beside, expand 2x8", expand=(2, 8)),
-    Place("beside, expand 1x2", expand=(1, 2)),
-    Place("beside, split, 1x4, urgent", base_priority=-1, splits_expand=True, expand=(1, 4)),
-    Place("beside, shrink of 64", shrink=(8, 64, 1, 4, 3)),
-    Place("beside, shrink 16x1, 3 stages", shrink=(8, 16, 1, 2, 3)),
-    Place("beside, shrink 16x2, 3 stages", shrink=(8, 16, 2, 2, 3)),
-    Place("beside, shrink 16x4, 3 stages", shrink=(8, 16, 4, 4, 3)),
+    Place("apart", SITES),
+    Place("apart, wide only", ("qkv", "gate_up")),
+    Place("apart, rows 16x2x1", SITES, rows=(16, 2, 1)),
+    Place("apart, expand 2x8", SITES, expand=(2, 8)),
+    Place("apart, shrink 16x2, 3 stages", SITES, shrink=(8, 16, 2, 2, 3)),
+    Place("apart, shrink 16x1, 4 stages", SITES, shrink=(8, 16, 1, 2, 4)),
+    Place("apart, shrink 32x1, 3 stages", SITES, shrink=(8, 32, 1, 2, 3)),
 )
 # Adapters and their rank.
-LOADS = ((8, 16), (64, 16), (8, 64))
+LOADS = ((8, 16), (64, 16))
 MIXED_LOADS = ((8, 16),)
 # Prompt tokens in a mixed step, and how many prompts they belong to.
 CHUNK_TOKENS, NUM_PROMPTS = 386, 3
@@ -153,7 +141,7 @@ class Layers:
             max_context_len=1,
         )
         self._deltas = {
-            sum(site.widths): torch.zeros(num_tokens, sum(site.widths), device=device)
+            sum(site.widths): torch.zeros(num_tokens, sum(site.widths), dtype=dtype, device=device)
             for site in shape.sites[:-2]
         }
 
@@ -166,10 +154,7 @@ class Layers:
     def bind(self, place: Place, kernels: Kernels) -> Callable[[], Tensor]:
         """The work of all layers. Returns the last residual."""
         scene, device = self._scene, self.device
-        decodes, chunks = self._cut(kernels.tile_limits)
-        parts = [tiles for tiles in (decodes, chunks) if tiles is not None]
-        step = kernels.prepare_lora(_join(parts), scene.tables)
-        steps = [kernels.prepare_lora(tiles, scene.tables) for tiles in parts]
+        step = kernels.prepare_lora(self._cut(kernels.tile_limits), scene.tables)
         attention = kernels.prepare_attention(self._attention)
         lane = _SideLane(device) if device.type == "cuda" else None
 
@@ -178,31 +163,14 @@ class Layers:
             if name not in place.apart:
                 return cast(Tensor, shrunk)
             delta = self._deltas[sum(site.widths)]
-            kernels.write_delta(delta, shrunk, scene.pages, site, step, x.dtype)
+            kernels.write_delta(delta, shrunk, scene.pages, site, step)
             return delta
-
-        def expand(out: Tensor, shrunk: Tensor, site: LoraSite) -> None:
-            if not place.splits_expand or lane is None:
-                kernels.expand(out, shrunk, scene.pages, site, step)
-                return
-            first, *rest = steps
-            with lane.fork():
-                kernels.expand(out, shrunk, scene.pages, site, first)
-            for other in rest:
-                kernels.expand(out, shrunk, scene.pages, site, other)
-            lane.join()
 
         def apply(x: Tensor, name: str, weight: Tensor, site: LoraSite) -> tuple[Tensor, Tensor | None]:
             if place == BASE:
                 return x @ weight.T, None
             if place.is_serial or lane is None:
                 out, result = x @ weight.T, beside(x, name, site)
-            elif place.base_first:
-                lane.mark()
-                out = x @ weight.T
-                with lane.fork(marks=False):
-                    result = beside(x, name, site)
-                lane.join()
             else:
                 with lane.fork():
                     result = beside(x, name, site)
@@ -210,7 +178,7 @@ class Layers:
                 lane.join()
             if name in place.apart:
                 return out, result
-            expand(out, result, site)
+            kernels.expand(out, result, scene.pages, site, step)
             return out, None
 
         def run() -> Tensor:
@@ -229,29 +197,24 @@ class Layers:
             kernels.add_rms_norm(out, residual, self._norm, 1e-5, delta)
             return residual
 
-        if not place.base_priority or device.type != "cuda":
-            return run
-        urgent = torch.cuda.Stream(device, place.base_priority)  # type: ignore[no-untyped-call]
+        return run
 
-        def run_urgently() -> Tensor:
-            urgent.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(urgent):
-                residual = run()
-            torch.cuda.current_stream(device).wait_stream(urgent)
-            return residual
-
-        return run_urgently
-
-    def _cut(self, limits: TileLimits) -> tuple[LoraTiles, LoraTiles | None]:
-        """Tiles of the decode rows and of the prompts."""
+    def _cut(self, limits: TileLimits) -> LoraTiles:
+        """Tiles of the decode rows, then of the prompts."""
         rank, device = self._scene.max_group_rank, self.device
         count = max(self._num_adapters, 1)
         decodes = cut_evenly(self._batch, count, limits, rank, device, only_decodes=True)
         if not self._chunk:
-            return decodes, None
+            return decodes
         chunks = cut_evenly(self._chunk, min(count, NUM_PROMPTS), limits, rank, device, only_decodes=False)
         chunks.tiles[:, 1] += self._batch
-        return decodes, chunks
+        return LoraTiles(
+            torch.cat([decodes.tiles, chunks.tiles]),
+            torch.cat([decodes.weights, chunks.weights]),
+            rank,
+            max(decodes.max_tokens, chunks.max_tokens),
+            decodes.num_decodes,
+        )
 
 
 class _SideLane:
@@ -262,14 +225,9 @@ class _SideLane:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._forked, self._done = torch.cuda.Event(), torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def mark(self) -> None:
-        """Where the next fork begins, if it does not mark its own beginning."""
-        self._forked.record(torch.cuda.current_stream(self._device))
-
     @contextlib.contextmanager
-    def fork(self, *, marks: bool = True) -> Iterator[None]:
-        if marks:
-            self.mark()
+    def fork(self) -> Iterator[None]:
+        self._forked.record(torch.cuda.current_stream(self._device))
         self._stream.wait_event(self._forked)
         with torch.cuda.stream(self._stream):
             yield
@@ -277,16 +235,6 @@ class _SideLane:
 
     def join(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._done)
-
-
-def _join(parts: list[LoraTiles]) -> LoraTiles:
-    return LoraTiles(
-        torch.cat([tiles.tiles for tiles in parts]),
-        torch.cat([tiles.weights for tiles in parts]),
-        parts[0].max_group_rank,
-        max(tiles.max_tokens for tiles in parts),
-        parts[0].num_decodes,
-    )
 
 
 class LayerTimes:
@@ -329,7 +277,9 @@ class LayerTimes:
         if place.shrink is not None:
             sizes = _replace_shrink(sizes, *place.shrink)
         if place.expand is not None:
-            sizes = _replace_expand(sizes, *place.expand)
+            sizes = _replace_expand(sizes, tiles=(ExpandTile(None, *place.expand, num_stages=2),))
+        if place.rows is not None:
+            sizes = _replace_expand(sizes, rows=RowSizes(*place.rows))
         return TritonKernels(sizes=sizes)
 
     def _copy(self) -> Row:
@@ -451,9 +401,8 @@ def _replace_shrink(sizes: LoraSizes, splits: int, *tile: int) -> LoraSizes:
     return dataclasses.replace(sizes, shrink=(of_width,))
 
 
-def _replace_expand(sizes: LoraSizes, block_segments: int, num_warps: int) -> LoraSizes:
-    tiles = (ExpandTile(None, block_segments, num_warps, 2),)
-    expand = [dataclasses.replace(of_width, tiles=tiles) for of_width in sizes.expand]
+def _replace_expand(sizes: LoraSizes, **fields: Any) -> LoraSizes:
+    expand = (dataclasses.replace(of_width, **fields) for of_width in sizes.expand)
     return dataclasses.replace(sizes, expand=tuple(expand))
 
 

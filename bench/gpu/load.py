@@ -1,9 +1,9 @@
 """Load in real time on the engine itself: no HTTP, one loop that adds what is due and runs steps.
 
 `serving_cases`: S-LoRA's generator in its setting S1 (rank 8 on the four linears of attention, equally popular
-adapters) with 5 and 2,000 adapters. Saturated, the figures are those of the second half of the run, when the batch is
-full and all steps are recorded; the requests that are left at the end are aborted. Then 0.8 of the rate that was
-reached. Then 1,000 adapters of rank 16 on all linears, equally popular and by Zipf's law.
+adapters) with 5 and 2,000 adapters. Saturated, the load runs until none of the last hundred steps had to be recorded,
+so the figures are those of a full batch; the requests that are left at the end are aborted. Then 0.8 of the rate that
+was reached. Then 1,000 adapters of rank 16 on all linears, equally popular and by Zipf's law.
 `cold_cases`: 32 requests decode on 4 adapters that are in the pool. Every 50 ms another request comes, for an adapter
 of 84 MB that no request has used before, or for the base model, which loads nothing and computes the same.
 """
@@ -26,6 +26,10 @@ from slora.core.request import EngineRequest
 DEFAULT_SEQS = EngineConfig(Path("random")).max_num_seqs
 # Of the saturated rate of the same number of adapters.
 _CALM = 0.8
+# A load is steady when so many steps in a row have been replayed from recorded ones.
+_STEADY_STEPS = 100
+# How many times as long a load may take if it waits for that.
+_MOST_WAITING = 3
 ALONE, BESIDE_COLD, BESIDE_BASE = COLD_CASES = ("alone", "beside cold adapters", "beside the base")
 
 
@@ -50,7 +54,7 @@ class LoadScale:
     profiled_steps: int
 
 
-WHOLE = LoadScale((5, 2000), 1000, 100.0, 16.0, 12.0, (8, 512), 32, 4, 0.05, 3.0, 2, 150, 8)
+WHOLE = LoadScale((5, 2000), 1000, 100.0, 10.0, 12.0, (8, 512), 32, 4, 0.05, 3.0, 2, 150, 8)
 SMALL = LoadScale((2, 6), 4, 30.0, 1.0, 1.0, (3, 6), 3, 2, 0.01, 0.3, 1, 2, 2)
 
 
@@ -98,18 +102,31 @@ class Replay:
 
 
 def replay(
-    made: RandomEngine, trace: Trace, kind: int, *, start_s: float = 0.0, end_s: float = float("inf")
+    made: RandomEngine,
+    trace: Trace,
+    kind: int,
+    *,
+    start_s: float = 0.0,
+    end_s: float = float("inf"),
+    waits: bool = False,
 ) -> Replay:
     """Open loop: requests come when the trace says, whatever became of the requests before. Ends with the last answer,
     or at `end_s`. Counts from `start_s` on.
+
+    waits: whether both times move until the load is steady, but not past the end of the trace.
     """
     engine = made.engine
     vocab_size = engine.info.vocab_size
     # Before the clock starts.
     requests = [_make(made, request, kind, vocab_size) for request in trace]
     known = {request.request_id: _Progress(asked) for request, asked in zip(requests, trace, strict=True)}
-    counted = Replay(start_s)
     position, now, start = 0, 0.0, time.perf_counter()
+    earliest_s, window_s = start_s, end_s - start_s
+    num_recorded, num_steady = made.num_recorded, 0
+    if waits:
+        end_s = trace[-1].arrival_s
+        start_s = end_s - window_s
+    counted = Replay(start_s)
     while now < end_s and (position < len(trace) or made.has_work):
         now = time.perf_counter() - start
         while position < len(trace) and trace[position].arrival_s <= now:
@@ -122,6 +139,12 @@ def replay(
             continue
         outputs = engine.step()
         then = time.perf_counter() - start
+        if waits:
+            num_steady = num_steady + 1 if made.num_recorded == num_recorded else 0
+            num_recorded = made.num_recorded
+            if num_steady >= _STEADY_STEPS and then >= earliest_s:
+                waits, start_s = False, min(start_s, then)
+                counted.start_s, end_s = start_s, start_s + window_s
         adapters = set()
         for output in outputs:
             progress = known[output.request_id]
@@ -165,26 +188,27 @@ def serving_cases(
         yield {"load": "saturated", "adapters": count}, lambda n=count: _saturate(scale, make(), n)
     key = {"case": "profile", "adapters": scale.adapters[1]}
     yield key, lambda: _profile_saturated(scale, make(), scale.adapters[1], listing)
-    few = scale.adapters[0]
-    for count in scale.adapters:
-        key = {"load": "calm", "adapters": count}
-        yield key, lambda n=count: _run_calm(scale, make(), n, _find_rate(rows(), few))
-    yield {"load": "even r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=False)
-    yield {"load": "Zipf r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=True)
     # Twice as many sequences as the default make longer steps, but share their fixed costs.
     for count in reversed(scale.adapters):
         yield (
             {"load": "saturated, wide", "adapters": count},
             lambda n=count: _saturate(scale, make(max_num_seqs=2 * DEFAULT_SEQS), n),
         )
+    few = scale.adapters[0]
+    for count in scale.adapters:
+        key = {"load": "calm", "adapters": count}
+        yield key, lambda n=count: _run_calm(scale, make(), n, _find_rate(rows(), few))
+    yield {"load": "even r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=False)
+    yield {"load": "Zipf r16", "adapters": scale.popular}, lambda: _run_popular(scale, make(), zipf=True)
 
 
 def _saturate(scale: LoadScale, made: RandomEngine, num_adapters: int) -> Row:
-    trace = slora_trace(num_adapters, scale.rate, scale.saturated_s, lengths=scale.lengths)
-    return _count_loads(
-        made,
-        lambda: replay(made, trace, S1_KIND, start_s=scale.saturated_s / 2, end_s=scale.saturated_s),
+    end_s = scale.saturated_s
+    trace = slora_trace(num_adapters, scale.rate, _MOST_WAITING * end_s, lengths=scale.lengths)
+    row = _count_loads(
+        made, lambda: replay(made, trace, S1_KIND, start_s=0.4 * end_s, end_s=end_s, waits=True)
     )
+    return row | {"recorded": made.num_recorded}
 
 
 def _profile_saturated(scale: LoadScale, made: RandomEngine, num_adapters: int, listing: Path) -> Row:
@@ -224,13 +248,12 @@ def _run_calm(scale: LoadScale, made: RandomEngine, num_adapters: int, rate: flo
 
 
 def _run_popular(scale: LoadScale, made: RandomEngine, *, zipf: bool) -> Row:
-    trace = slora_trace(scale.popular, scale.rate, scale.saturated_s, lengths=scale.lengths)
+    end_s = scale.saturated_s
+    trace = slora_trace(scale.popular, scale.rate, _MOST_WAITING * end_s, lengths=scale.lengths)
     if zipf:
-        drawn = zipf_trace(scale.popular, scale.rate, scale.saturated_s)
+        drawn = zipf_trace(scale.popular, scale.rate, _MOST_WAITING * end_s)
         trace = [replace(one, adapter=other.adapter) for one, other in zip(trace, drawn, strict=True)]
-    return _count_loads(
-        made, lambda: replay(made, trace, R16, start_s=scale.saturated_s / 2, end_s=scale.saturated_s)
-    )
+    return _count_loads(made, lambda: replay(made, trace, R16, start_s=0.4 * end_s, end_s=end_s, waits=True))
 
 
 def _count_loads(made: RandomEngine, run: Callable[[], Replay]) -> Row:

@@ -203,6 +203,11 @@ class RandomEngine:
         return self.engine.has_work or self.engine.num_unfinished > 0
 
     @property
+    def num_recorded(self) -> int:
+        """Step shapes that have been recorded."""
+        return self.engine._runner.num_recorded
+
+    @property
     def token_bytes(self) -> int:
         """Bytes of K and V of one token."""
         return self.engine.info.full_page_bytes // self.engine.info.block_tokens

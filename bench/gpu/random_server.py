@@ -10,6 +10,7 @@ DIR gets a config.json, a tokenizer of the model's vocabulary, and a data direct
 import argparse
 import json
 import sys
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,13 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main as run_slora
+from slora_api.core.data_dir import DataDir
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_store import KeyStore
+from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.serve import serve
 from slora_api.serve.supervisor import Child
+from slora_api.tenants.tenant_store import TenantStore
 from slora_kernels.layout import lay_out_adapter
 
 RANK = 16
@@ -53,7 +59,7 @@ def write_model(directory: Path, size: EngineSize) -> None:
 
 
 def deposit_adapters(model: Path, data: Path, size: EngineSize, num_adapters: int) -> None:
-    """Puts an adapter into store and registry, under a name of each tenant."""
+    """Makes the tenants, and puts an adapter into store and registry for each of them."""
     data.mkdir(mode=0o700, parents=True)
     fields = size.fields
     widths = ModelSize(
@@ -72,11 +78,15 @@ def deposit_adapters(model: Path, data: Path, size: EngineSize, num_adapters: in
     FileStore(data / "adapters").put(adapter.digest, members)
     pool_bytes = lay_out_adapter(shape, adapter.ranks(shape)).num_bytes
     details = AdapterDetails(RANK, adapter.target_modules, adapter.tensor_bytes, pool_bytes)
-    database = Database(data / "slora.db")
-    registry = Registry(database)
-    for number in range(num_adapters):
-        registry.put("adapter", AdapterVersion(f"tenant-{number}", adapter.digest), details)
-    database.close()
+    place = DataDir(data)
+    with ExitStack() as stack:
+        database = stack.enter_context(closing(Database(place.database)))
+        journal = stack.enter_context(closing(RevocationJournal(place.revocations)))
+        tenants = TenantStore(database, KeyStore(database, Pepper.from_file(place.pepper), journal))
+        registry = Registry(database)
+        for number in range(num_adapters):
+            tenant = tenants.create_tenant(f"tenant-{number}").tenant_id
+            registry.put("adapter", AdapterVersion(tenant, adapter.digest), details)
 
 
 def main() -> int:

@@ -14,6 +14,9 @@ from torch import Tensor
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
 
+# More than any model has.
+_ALL_GROUPS = 1 << 16
+
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
@@ -89,6 +92,7 @@ class LoraTiles:
     num_decodes: number of tiles of decode rows. A decode row is the only token of its sequence in this step, or a row
     that the output head samples from. num_decodes is 0 if the implementation tiles decode rows together with all
     other tokens.
+    num_groups: `LoraTargets.num_groups` of the slots in use together. Sites of later groups have no LoRA work.
     """
 
     tiles: Tensor
@@ -96,6 +100,7 @@ class LoraTiles:
     max_group_rank: int
     max_tokens: int
     num_decodes: int = 0
+    num_groups: int = _ALL_GROUPS
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,11 +98,13 @@ class LoraSite:
     """A group of modules that read the same input. One shrink and one expand serve all of them.
 
     group: index of the site in `AdapterLayout.groups`.
+    kind: index of the site's group in `ModelShape.groups`. The embedding and the head have no group: -1.
     first_module: index of the site's first module in `AdapterLayout.modules`. The other modules follow.
     widths: number of output columns of each module.
     """
 
     group: int
+    kind: int
     first_module: int
     in_width: int
     widths: tuple[int, ...]
@@ -284,13 +286,13 @@ def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
 @cache
 def _list_sites(shape: ModelShape) -> tuple[LoraSite, ...]:
     modules = shape.modules
-    sizes = [
-        len(shape.groups[group]) for layer in range(shape.num_layers) for group in shape.layer_groups(layer)
-    ]
+    kinds = [group for layer in range(shape.num_layers) for group in shape.layer_groups(layer)]
     sites, first = [], 0
-    for site, size in enumerate([*sizes, 1, 1]):
+    for site, kind in enumerate([*kinds, -1, -1]):
+        size = 1 if kind < 0 else len(shape.groups[kind])
         members = modules[first : first + size]
-        sites.append(LoraSite(site, first, members[0].in_width, tuple(m.out_width for m in members)))
+        widths = tuple(module.out_width for module in members)
+        sites.append(LoraSite(site, kind, first, members[0].in_width, widths))
         first += size
     return tuple(sites)
 
@@ -379,11 +381,13 @@ class LoraTargets:
     """The parts of the model that one adapter changes, or that all adapters of a step together change.
 
     max_group_rank: the greatest rank of a site. The rank of a site is the sum of its modules' ranks.
+    num_groups: the adapted linears of all layers are in the first `num_groups` of `ModelShape.groups`.
     embedding, head: whether the input embedding or the output head is adapted.
     kv: whether K or V of any layer changes.
     """
 
     max_group_rank: int
+    num_groups: int
     embedding: bool
     head: bool
     kv: bool
@@ -395,12 +399,14 @@ class AdapterLayout:
 
     groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
+    num_groups: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
 
     groups: Int32Array
     modules: Int32Array
     num_segments: int
+    num_groups: int
     changes_kv: bool
 
     @property
@@ -410,7 +416,13 @@ class AdapterLayout:
     @property
     def targets(self) -> LoraTargets:
         embedding, head = (bool(rank) for rank in self.modules[-2:, 0])
-        return LoraTargets(int(self.groups[:, 0].max()), embedding=embedding, head=head, kv=self.changes_kv)
+        return LoraTargets(
+            int(self.groups[:, 0].max()),
+            self.num_groups,
+            embedding=embedding,
+            head=head,
+            kv=self.changes_kv,
+        )
 
 
 def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
@@ -428,4 +440,5 @@ def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
             modules[m] = ranks[m], row, segment
             row += ranks[m]
             segment += ranks[m] * shape.row_segments(width)
-    return AdapterLayout(groups, modules, segment, shape.changes_kv(ranks))
+    num_groups = max((site.kind + 1 for site in shape.sites[:-2] if groups[site.group, 0]), default=0)
+    return AdapterLayout(groups, modules, segment, num_groups, shape.changes_kv(ranks))

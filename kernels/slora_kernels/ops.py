@@ -71,7 +71,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """residual += x in place (rounded to its dtype), then returns the norm of the new residual. All are [T, H].
 
-        delta: float32 of the shape of x. It is added to x first, and the sum is rounded to the dtype of x.
+        delta: of the shape and dtype of x. It is added to x first, and the sum is rounded to this dtype.
         """
 
     def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
@@ -175,10 +175,8 @@ class Kernels(Protocol):
         pages: Tensor,
         site: LoraSite,
         step: LoraStep,
-        dtype: torch.dtype,
     ) -> None:
-        """delta float32 [T, sum(site.widths)] = weight * scale * shrunk times B, for tiles of decode rows only.
+        """delta [T, sum(site.widths)] = weight * scale * shrunk times B, in the model's dtype.
 
-        Adding this delta and rounding once gives the same bits as `expand`. Rows in no tile must be zero, and remain
-        zero. dtype: the model's dtype.
+        Adding this delta in float32 gives the same bits as `expand`. Rows in no tile must be zero, and remain zero.
         """

@@ -79,8 +79,7 @@ class Decoder:
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""
-        only_decodes = batch.attention.max_query_len == 1
-        deltas = LoraDeltas(batch.lora, memory, kernels, self._side, only_decodes=only_decodes)
+        deltas = LoraDeltas(batch.lora, memory, kernels, self._side)
         hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale

@@ -3,7 +3,7 @@
 On a GPU, LoRA kernels run in parallel with the base model's matmuls. They read the same input as the matmul beside
 them, and do not write to the matmul's output. A decode linear is bound by reading its weights and leaves
 multiprocessors idle at its beginning and end. The LoRA kernels have a latency of a few microseconds each, which the
-matmul hides. With prefill chunks, the matmul is bound by arithmetic and a shrink by memory, so they also run well in
+matmul hides. With prefill chunks, the matmul is bound by arithmetic and LoRA by memory, so they also run well in
 parallel.
 """
 
@@ -19,6 +19,9 @@ from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 _Result = TypeVar("_Result")
+
+# A delta of more tokens would take too much memory: of Llama-3.1-8B, 1,536 tokens take 120 MB.
+_MAX_APART_TOKENS = 1536
 
 
 class SideStream:
@@ -58,7 +61,6 @@ class LoraDeltas:
     layers: the rows and their adapters. Each layer adds to the result of the layers before it, so the sum of a row's
     adapters has a fixed order. Empty: no row has an adapter.
     side: the stream that runs LoRA kernels in parallel with the base model's matmuls. None: they run after the matmuls.
-    only_decodes: whether the step has no prefill chunk.
     """
 
     def __init__(
@@ -67,26 +69,25 @@ class LoraDeltas:
         memory: DeviceMemory,
         kernels: Kernels,
         side: SideStream | None = None,
-        *,
-        only_decodes: bool = False,
     ) -> None:
         self._pages = memory.pages
         self._kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
-        self._writes_apart = side is not None and only_decodes and _has_only_decode_rows(self._steps)
+        self._writes_apart = side is not None and len(self._steps) == 1
         self._deltas: dict[int, Tensor] = {}
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
-        if not self._steps or self._side is None:
+        steps = self._select(site)
+        if not steps or self._side is None:
             out = base()
             self.add(out, x, site)
             return out
         shrunk, out = self._run_beside(
-            lambda: [self._kernels.shrink(x, self._pages, site, step) for step in self._steps], base
+            lambda: [self._kernels.shrink(x, self._pages, site, step) for step in steps], base
         )
-        for step, rows in zip(self._steps, shrunk, strict=True):
+        for step, rows in zip(steps, shrunk, strict=True):
             self._kernels.expand(out, rows, self._pages, site, step)
         return out
 
@@ -99,7 +100,7 @@ class LoraDeltas:
         The whole LoRA work of the site then runs beside `base`. No kernel of its own adds the delta: the kernel that
         reads the output does.
         """
-        if not self._writes_apart:
+        if not self._writes_apart or len(x) > _MAX_APART_TOKENS or not self._select(site):
             return self.compute(base, x, site), None
         delta, out = self._run_beside(lambda: self._write_delta(x, site), base)
         return out, delta
@@ -108,10 +109,10 @@ class LoraDeltas:
         width, (step,) = sum(site.widths), self._steps
         if width not in self._deltas:
             # Rows without an adapter stay zero in all layers.
-            self._deltas[width] = torch.zeros(len(x), width, dtype=torch.float32, device=x.device)
+            self._deltas[width] = torch.zeros(len(x), width, dtype=x.dtype, device=x.device)
         delta = self._deltas[width]
         shrunk = self._kernels.shrink(x, self._pages, site, step)
-        self._kernels.write_delta(delta, shrunk, self._pages, site, step, x.dtype)
+        self._kernels.write_delta(delta, shrunk, self._pages, site, step)
         return delta
 
     def _run_beside(self, work: Callable[[], _Result], base: Callable[[], Tensor]) -> tuple[_Result, Tensor]:
@@ -126,9 +127,13 @@ class LoraDeltas:
 
     def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
         """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears."""
-        for step in self._steps:
+        for step in self._select(site):
             shrunk = self._kernels.shrink(x, self._pages, site, step)
             self._kernels.expand(out, shrunk, self._pages, site, step)
+
+    def _select(self, site: LoraSite) -> list[LoraStep]:
+        """The steps that may have work at this site."""
+        return [step for step in self._steps if site.kind < step.tiles.num_groups]
 
     def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
         """out [T, H] += scale * (columns of A for token_ids [T])^T B^T.
@@ -138,11 +143,3 @@ class LoraDeltas:
         for step in self._steps:
             shrunk = self._kernels.shrink_embedding(token_ids, self._pages, site, step, out.dtype)
             self._kernels.expand(out, shrunk, self._pages, site, step)
-
-
-def _has_only_decode_rows(steps: list[LoraStep]) -> bool:
-    """Whether there is one layer of LoRA work, and `Kernels.write_delta` accepts its tiles."""
-    if len(steps) != 1:
-        return False
-    tiles = steps[0].tiles
-    return tiles.max_group_rank > 0 and tiles.num_decodes == len(tiles.tiles)

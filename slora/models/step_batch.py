@@ -46,12 +46,13 @@ class TileLayer(NamedTuple):
     Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
     batch.
 
-    max_group_rank: the greatest `LoraTargets.max_group_rank` of the layer's adapters.
+    max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters.
     """
 
     tiles: list[Tile]
     num_decodes: int
     max_group_rank: int
+    num_groups: int
 
 
 def cut_token_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLayer]:
@@ -82,6 +83,7 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
     targets = [resident.targets for chunk in chunks for resident in chunk.sequence.residents]
     return LoraTargets(
         max((targets.max_group_rank for targets in targets), default=0),
+        max((targets.num_groups for targets in targets), default=0),
         embedding=any(targets.embedding for targets in targets),
         head=any(targets.head for targets in targets),
         kv=any(targets.kv for targets in targets),
@@ -89,14 +91,14 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
 
 
 def _cut_token_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
-    rank = _max_group_rank(chunks, layer)
+    greatest = _greatest_targets(chunks, layer)
     if limits.decode_tokens is None:
         runs = [(_adapter(c, layer), c.num_tokens) for c in chunks]
-        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
     decodes = [(_adapter(c, layer) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
     others = [(_adapter(c, layer) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
     tiles = list(_cut(decodes, limits.decode_tokens))
-    return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), rank)
+    return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), *greatest)
 
 
 def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
@@ -105,20 +107,23 @@ def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -
         for c in chunks
         if c.sampled_sequences
     ]
-    rank = _max_group_rank(chunks, layer)
+    greatest = _greatest_targets(chunks, layer)
     if limits.decode_tokens is None:
-        return TileLayer(list(_cut(runs, limits.tokens)), 0, rank)
+        return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
     tiles = list(_cut(runs, limits.decode_tokens))
-    return TileLayer(tiles, len(tiles), rank)
+    return TileLayer(tiles, len(tiles), *greatest)
 
 
 def _count_layers(chunks: Collection[Chunk]) -> int:
     return max((len(chunk.slots) for chunk in chunks), default=0)
 
 
-def _max_group_rank(chunks: Collection[Chunk], layer: int) -> int:
+def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int]:
+    """`max_group_rank` and `num_groups` of the layer's adapters together."""
     residents = (_resident(chunk, layer) for chunk in chunks)
-    return max((resident.targets.max_group_rank for resident in residents if resident), default=0)
+    targets = [resident.targets for resident in residents if resident]
+    rank = max((of_adapter.max_group_rank for of_adapter in targets), default=0)
+    return rank, max((of_adapter.num_groups for of_adapter in targets), default=0)
 
 
 def _changes_head(chunk: Chunk, layer: int) -> bool:
@@ -199,13 +204,21 @@ class LayerArrays:
     max_group_rank: int
     max_tokens: int
     num_decodes: int
+    num_groups: int
 
     def upload(self, device: torch.device) -> LoraTiles:
         return self.join(upload(array, device) for array in self.arrays)
 
     def join(self, tensors: Iterator[Tensor]) -> LoraTiles:
         """tensors: the arrays on the device, two for each layer."""
-        return LoraTiles(next(tensors), next(tensors), self.max_group_rank, self.max_tokens, self.num_decodes)
+        return LoraTiles(
+            next(tensors),
+            next(tensors),
+            self.max_group_rank,
+            self.max_tokens,
+            self.num_decodes,
+            self.num_groups,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -362,14 +375,20 @@ def tile_prompt_rows(sequence: Sequence, num_rows: int, tile_tokens: int) -> tup
     for resident, (slot, _, weight) in zip(sequence.residents, sequence.slots, strict=True):
         if resident.targets.head:
             tiles = cut_rows((slot, weight), num_rows, tile_tokens)
-            layers.append(TileLayer(tiles, 0, resident.targets.max_group_rank))
+            layers.append(TileLayer(tiles, 0, resident.targets.max_group_rank, resident.targets.num_groups))
     return _lay_out(layers)
 
 
 def _lay_out(layers: Iterable[TileLayer]) -> tuple[LayerArrays, ...]:
     """Returns the layers that have tiles, as arrays."""
     return tuple(
-        LayerArrays(_tile_arrays(layer.tiles), layer.max_group_rank, max_rows(layer.tiles), layer.num_decodes)
+        LayerArrays(
+            _tile_arrays(layer.tiles),
+            layer.max_group_rank,
+            max_rows(layer.tiles),
+            layer.num_decodes,
+            layer.num_groups,
+        )
         for layer in layers
         if layer.tiles
     )

@@ -350,6 +350,11 @@ class Runner:
         if loads and self._load_stream is not None:
             step.events.append(self._load_stream.copy(copy))
 
+    @property
+    def num_recorded(self) -> int:
+        """Step shapes that have been recorded as CUDA graphs."""
+        return self._graphs.num_recorded if self._graphs is not None else 0
+
     def _forward(self, batch: StepBatch) -> Tensor:
         shape = self._graphs.find_shape(batch) if self._graphs is not None else None
         if self._graphs is not None and shape is not None:

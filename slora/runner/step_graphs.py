@@ -33,7 +33,7 @@ Work = Callable[[], Tensor]
 _ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448)
 # Padded tokens and sequences of steps with prefill chunks. With more tokens, the GPU takes longer to run the kernels
 # than the host takes to launch them.
-_TOKENS = (64, 128, 256, 384, 512, 768, 1024, 1536)
+_TOKENS = (64, 128, 192, 256, 320, 384, 448, 512, 576, 640, 768, 896, 1024, 1280, 1536)
 _SEQUENCES = (16, 64, 256)
 # The longest context decides how many programs attention launches. Beyond a few thousand tokens, their number is
 # constant.
@@ -64,6 +64,7 @@ class LayerShape:
     # Padded numbers of tiles.
     decode_tiles: int
     other_tiles: int
+    num_groups: int  # As in `LoraTiles`, rounded up to a power of two.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +104,10 @@ class StepGraphs:
         self._max_context = max_context_len
         self._buffers = _make_buffers(max_rows, num_blocks, config.max_composed_adapters, device)
         self._replays: dict[StepShape, Work] = {}
+
+    @property
+    def num_recorded(self) -> int:
+        return len(self._replays)
 
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
@@ -192,6 +197,7 @@ def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
         _round_up(lora.max_tokens, _MIN_DECODE_TILE if step.only_decodes else _MIN_CHUNK_TILE),
         decode_tiles,
         other_tiles,
+        _round_up(lora.num_groups, 1),
     )
 
 
@@ -256,7 +262,14 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
     for layer, tiles, weights in zip(shape.lora, buffers.tiles, buffers.weights, strict=False):
         count = layer.decode_tiles + layer.other_tiles
         layers.append(
-            LoraTiles(tiles[:count], weights[:count], layer.rank, layer.tile_tokens, layer.decode_tiles)
+            LoraTiles(
+                tiles[:count],
+                weights[:count],
+                layer.rank,
+                layer.tile_tokens,
+                layer.decode_tiles,
+                layer.num_groups,
+            )
         )
     return StepBatch(
         token_ids=buffers.token_ids[:tokens],

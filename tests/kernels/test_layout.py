@@ -34,6 +34,19 @@ def test_only_modules_after_the_last_k_and_v_change_none_of_them() -> None:
     )
 
 
+def test_the_groups_of_an_adapter_end_with_the_last_one_that_any_layer_changes() -> None:
+    shape = mix_experts(SHAPE, {0, 2}, None)
+
+    def num_groups(*modules: str) -> int:
+        return lay_out_adapter(shape, [int(module.path in modules) for module in shape.modules]).num_groups
+
+    assert num_groups("lm_head", "model.embed_tokens") == 0
+    assert num_groups(LAST + "self_attn.v_proj") == 1
+    assert num_groups(LAST + "self_attn.v_proj", "model.layers.0.self_attn.o_proj") == 2
+    assert num_groups("model.layers.1.mlp.up_proj", LAST + "self_attn.q_proj") == 3
+    assert num_groups("model.layers.1.mlp.down_proj") == 4
+
+
 @pytest.mark.parametrize("name", ["self_attn.qkv_proj", "attn.c_attn", "mlp.fc1", "self_attn.kv_b_proj"])
 def test_a_linear_of_an_unknown_name_counts_as_changing_k_and_v(name: str) -> None:
     shape = replace(SHAPE, linears=(LinearShape(name, 64, 64),), groups=((0,),))

@@ -18,3 +18,5 @@ ENGINE_KERNELS = [
 KERNELS = CPU_KERNELS[-1]
 # For tests with many cases that test the engine more than the kernels. The other kernels run in soak only.
 MOSTLY_FASTEST = [*(pytest.param(name, marks=pytest.mark.soak) for name in CPU_KERNELS[:-1]), KERNELS]
+# Where Triton's kernels run: a CPU interprets them.
+TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

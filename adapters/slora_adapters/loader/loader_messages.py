@@ -74,6 +74,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "offset": entry.offset,
         "num_bytes": entry.num_bytes,
         "num_segments": entry.layout.num_segments,
+        "num_groups": entry.layout.num_groups,
         "changes_kv": entry.layout.changes_kv,
         "groups": entry.layout.groups.tobytes(),
         "modules": entry.layout.modules.tobytes(),
@@ -87,7 +88,9 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
-    layout = AdapterLayout(groups, modules, message["num_segments"], message["changes_kv"])
+    layout = AdapterLayout(
+        groups, modules, message["num_segments"], message["num_groups"], message["changes_kv"]
+    )
     content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
     return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))
 

@@ -262,9 +262,8 @@ class NumbaKernels:
         pages: Tensor,
         site: LoraSite,
         step: LoraStep,
-        dtype: torch.dtype,
     ) -> None:
-        write_delta(self, delta, shrunk, pages, site, step, dtype)
+        write_delta(self, delta, shrunk, pages, site, step)
 
     def expand(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite, step: LoraStep

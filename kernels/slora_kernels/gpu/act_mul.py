@@ -30,8 +30,8 @@ def _act_mul_kernel(gate_up, delta, out, WIDTH: tl.constexpr, ACTIVATION: tl.con
     up = tl.load(source + WIDTH, mask=inside, other=0.0).to(tl.float32)
     if delta is not None:
         delta_source = delta + row * (2 * WIDTH) + columns
-        gate += tl.load(delta_source, mask=inside, other=0.0)
-        up += tl.load(delta_source + WIDTH, mask=inside, other=0.0)
+        gate += tl.load(delta_source, mask=inside, other=0.0).to(tl.float32)
+        up += tl.load(delta_source + WIDTH, mask=inside, other=0.0).to(tl.float32)
         gate = gate.to(gate_up.dtype.element_ty).to(tl.float32)
         up = up.to(gate_up.dtype.element_ty).to(tl.float32)
     if ACTIVATION == "silu":
@@ -47,7 +47,7 @@ def _act_mul_kernel(gate_up, delta, out, WIDTH: tl.constexpr, ACTIVATION: tl.con
 def bind_act_mul(
     gate_up: Tensor, activation: Activation, delta: Tensor | None = None
 ) -> tuple[Launch, Tensor]:
-    """Binds the kernel to gate_up [T, 2I] and a delta float32 [T, 2I] that is added to it.
+    """Binds the kernel to gate_up [T, 2I] and a delta [T, 2I] that is added to it.
 
     Returns the launch and its output [T, I].
     """

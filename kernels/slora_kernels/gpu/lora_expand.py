@@ -50,6 +50,7 @@ def _lora_expand_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    ADDS: tl.constexpr,
 ):
     tile, block = first_tile + tl.program_id(0), tl.program_id(1)
     member, width, column_start, index = find_columns(block, WIDTH_0, WIDTH_1, WIDTH_2, BLOCK_N)
@@ -58,7 +59,7 @@ def _lora_expand_kernel(
     rank = tl.load(modules + place * 3)
     first = tl.load(tiles + tile * 3 + 1)
     size = tl.load(tiles + tile * 3 + 2)
-    if (rank == 0) | (size == 0):
+    if (size == 0) | (ADDS & (rank == 0)):
         return
     first_row = tl.load(modules + place * 3 + 1)
     first_segment = tl.load(modules + place * 3 + 2)
@@ -72,8 +73,9 @@ def _lora_expand_kernel(
     target += tl.multiple_of(column_start, ALIGNMENT) + columns[None, :]
     mask = (tokens[:, None] < size) & inside
     # The old output is loaded early, so that the load overlaps with the page lookups.
-    old = tl.load(target, mask=mask, other=0.0)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    old = tl.load(target, mask=mask, other=0.0).to(tl.float32) if ADDS else zeros
+    acc = zeros
     for start in range(0, rank, BLOCK_R):
         rows = start + tl.arange(0, BLOCK_R)
         taken = (tokens[:, None] < size) & (rows[None, :] < rank)
@@ -97,7 +99,9 @@ def _lora_expand_kernel(
         acc = tl.dot(
             y.to(tl.float32).to(DOT_DTYPE), b.to(tl.float32).to(DOT_DTYPE), acc, input_precision="ieee"
         )
-    tl.store(target, (old.to(tl.float32) + acc * scale).to(out.dtype.element_ty), mask=mask)
+    # Rounded first, so that the sum has the same bits if another kernel adds the delta.
+    delta = (acc * scale).to(out.dtype.element_ty)
+    tl.store(target, (old + delta.to(tl.float32)).to(out.dtype.element_ty), mask=mask)
 
 
 def bind_lora_expand(
@@ -113,13 +117,12 @@ def bind_lora_expand(
 ) -> list[Launch]:
     """Binds the kernels to shrunk [splits, T, columns] and to out [T, sum(site.widths)], which is changed in place.
 
-    adds: False overwrites the rows of out that are in a tile. All tiles must then be of decode rows. out: of the dtype
-    of shrunk, or float32.
+    adds: False overwrites the rows of out that are in a tile. What is added is first rounded to the dtype of out, which
+    is that of shrunk, or float32.
 
     Returns one launch for the tiles of decode rows, and one launch for all other tiles. A launch without tiles is left
     out.
     """
-    assert adds or tiles.num_decodes == tiles.tiles.shape[0], "only the kernel for decode rows overwrites"
     widths, dtype = site.widths, shrunk.dtype
     padded = widths + (0,) * (MAX_GROUP_MODULES - len(widths))
     segment = SEGMENT_BYTES // dtype.itemsize
@@ -181,6 +184,7 @@ def bind_lora_expand(
             "BLOCK_R": BLOCK_RANK,
             "BLOCK_N": block,
             "DOT_DTYPE": dot_dtype(dtype),
+            "ADDS": adds,
         }
         launches.append(
             Launch(

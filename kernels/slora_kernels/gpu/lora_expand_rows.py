@@ -55,6 +55,12 @@ def _load_row(target, columns, inside, BLOCK_N: tl.constexpr, ADDS: tl.constexpr
     return old
 
 
+@triton.jit
+def _add_rounded(old, delta, element: tl.constexpr):
+    """Rounds the delta first, so that the sum has the same bits if another kernel adds it."""
+    return (old + delta.to(element).to(tl.float32)).to(element)
+
+
 @triton.jit(do_not_specialize=["first_module", "num_tokens"])
 def _lora_expand_rows_kernel(
     out,
@@ -155,14 +161,9 @@ def _lora_expand_rows_kernel(
     old_1 = _load_row(target + out_stride, columns, inside & (row_sizes > 1), BLOCK_N, ADDS)
     old_2 = _load_row(target + 2 * out_stride, columns, inside & (row_sizes > 2), BLOCK_N, ADDS)
     old_3 = _load_row(target + 3 * out_stride, columns, inside & (row_sizes > 3), BLOCK_N, ADDS)
-    element = out.dtype.element_ty
-    tl.store(target + columns, (old_0 + acc_0 * scale).to(element), mask=inside)
-    tl.store(
-        target + out_stride + columns, (old_1 + acc_1 * scale).to(element), mask=inside & (row_sizes > 1)
-    )
-    tl.store(
-        target + 2 * out_stride + columns, (old_2 + acc_2 * scale).to(element), mask=inside & (row_sizes > 2)
-    )
-    tl.store(
-        target + 3 * out_stride + columns, (old_3 + acc_3 * scale).to(element), mask=inside & (row_sizes > 3)
-    )
+    element: tl.constexpr = out.dtype.element_ty
+    rows_1, rows_2, rows_3 = target + out_stride, target + 2 * out_stride, target + 3 * out_stride
+    tl.store(target + columns, _add_rounded(old_0, acc_0 * scale, element), mask=inside)
+    tl.store(rows_1 + columns, _add_rounded(old_1, acc_1 * scale, element), mask=inside & (row_sizes > 1))
+    tl.store(rows_2 + columns, _add_rounded(old_2, acc_2 * scale, element), mask=inside & (row_sizes > 2))
+    tl.store(rows_3 + columns, _add_rounded(old_3, acc_3 * scale, element), mask=inside & (row_sizes > 3))

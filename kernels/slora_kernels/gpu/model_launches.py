@@ -92,9 +92,10 @@ def _bind_delta(
     """The LoRA launches of one site that runs beside the base model's matmul."""
     layout = lay_out_adapter(shape, [rank] * shape.num_modules)
     tables = _make_tables(shape, layout)
-    tiles = LoraTiles(torch.tensor([[0, 0, 4]], dtype=torch.int32), torch.ones(1), 3 * rank, 4, num_decodes=1)
-    x = torch.zeros(_TOKENS, site.in_width, dtype=dtype)
-    delta = torch.zeros(_TOKENS, sum(site.widths))
+    rows = torch.tensor([[0, 0, _TOKENS], [0, _TOKENS, TILE_TOKENS]], dtype=torch.int32)
+    tiles = LoraTiles(rows, torch.ones(2), 3 * rank, TILE_TOKENS, num_decodes=1)
+    x = torch.zeros(_TOKENS + TILE_TOKENS, site.in_width, dtype=dtype)
+    delta = torch.zeros(len(x), sum(site.widths), dtype=dtype)
     first, shrunk = bind_lora_shrink(x, pages, tables, site, tiles, sizes)
     return [
         first,

@@ -21,7 +21,7 @@ def _rms_norm_kernel(
     place = tl.program_id(0).to(tl.int64) * WIDTH + lanes
     values = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
     if delta is not None:
-        values += tl.load(delta + place, mask=inside, other=0.0)
+        values += tl.load(delta + place, mask=inside, other=0.0).to(tl.float32)
         values = values.to(x.dtype.element_ty).to(tl.float32)
     if HAS_RESIDUAL:
         values += tl.load(residual + place, mask=inside, other=0.0).to(tl.float32)
@@ -38,7 +38,7 @@ def bind_rms_norm(
 ) -> tuple[Launch, Tensor]:
     """Binds the kernel to x [T, H] and weight [H].
 
-    The launch first adds the delta float32 [T, H] to x, if there is one. If there is a residual [T, H], it adds x to
+    The launch first adds the delta [T, H] to x, if there is one. If there is a residual [T, H], it adds x to
     the residual in place, and computes the norm of the sum.
     Returns the launch and its output [T, H].
     """

@@ -22,7 +22,7 @@ def _load(source, delta, mask):
     """Elements of qkv, plus the delta of each, rounded to the dtype of qkv. delta: pointers, or None."""
     values = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     if delta is not None:
-        values += tl.load(delta, mask=mask, other=0.0)
+        values += tl.load(delta, mask=mask, other=0.0).to(tl.float32)
         values = values.to(source.dtype.element_ty).to(tl.float32)
     return values
 
@@ -206,7 +206,7 @@ def bind_rotate_and_write_kv(
 ) -> Launch:
     """Rotates q of qkv [T, (Hq + 2 Hk) * D] in place, and writes k and v to pages uint8 [num_pages, full_page_bytes].
 
-    delta: float32 of the shape of qkv, added to it. None: nothing is added.
+    delta: of the shape and dtype of qkv, added to it. None: nothing is added.
     cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
     slot -1 writes no KV.
     """

@@ -186,7 +186,7 @@ class TritonKernels:
                 self._launch(launch)
 
     def write_delta(
-        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
         for launch in bind_lora_expand(
             delta, shrunk, pages, step.tables, site, step.tiles, self._sizes, adds=False

@@ -98,16 +98,14 @@ def write_delta(
     pages: Tensor,
     site: LoraSite,
     step: LoraStep,
-    dtype: torch.dtype,
 ) -> None:
     """`Kernels.write_delta` by means of `Kernels.expand`."""
-    out = torch.zeros(delta.shape, dtype=dtype, device=delta.device)
-    kernels.expand(out, shrunk, pages, site, step)
-    delta.copy_(out)
+    delta.zero_()
+    kernels.expand(delta, shrunk, pages, site, step)
 
 
 def add_delta(x: Tensor, delta: Tensor | None) -> Tensor:
-    """x plus a delta in float32, rounded to the dtype of x. Returns x itself if there is no delta."""
+    """x plus a delta, added in float32 and rounded to the dtype of x. Returns x itself if there is no delta."""
     return x if delta is None else (x.float() + delta).to(x.dtype)
 
 

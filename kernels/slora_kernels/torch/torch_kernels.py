@@ -428,9 +428,9 @@ class TorchKernels:
         return shrink_embedding(token_ids, pages, site, step, dtype)
 
     def write_delta(
-        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
+        self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
-        write_delta(self, delta, shrunk, pages, site, step, dtype)
+        write_delta(self, delta, shrunk, pages, site, step)
 
     def expand(self, out: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan

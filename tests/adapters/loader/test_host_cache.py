@@ -15,7 +15,7 @@ ARENA_PAGES = 12
 
 
 def _layout(num_segments: int) -> AdapterLayout:
-    return AdapterLayout(np.zeros((6, 2), np.int32), np.zeros((9, 3), np.int32), num_segments, True)
+    return AdapterLayout(np.zeros((6, 2), np.int32), np.zeros((9, 3), np.int32), num_segments, 4, True)
 
 
 def _version(number: int) -> AdapterVersion:

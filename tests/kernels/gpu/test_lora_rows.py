@@ -88,6 +88,28 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
     assert not torch.equal(together, before)
 
 
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
+def test_adding_a_delta_gives_the_bits_of_expand(dtype: torch.dtype) -> None:
+    scene, kernels = build(dtype, DEVICE), TritonKernels()
+    tiles = mix(scene)
+    step = kernels.prepare_lora(tiles, scene.tables)
+    for group in (QKV, DOWN):
+        site = scene.shape.layer_sites(1)[group]
+        x, before = make_inputs(scene, site, TOKENS)
+        shrunk = kernels.shrink(x, scene.pages, site, step)
+        # What an earlier site of the same width has left there.
+        delta = torch.full_like(before, 7.0)
+        delta[BASE] = 0
+        kernels.write_delta(delta, shrunk, scene.pages, site, step)
+        assert not delta[BASE].any()
+        expected = before.clone()
+        kernels.expand(expected, shrunk, scene.pages, site, step)
+        # The residual is the sum, rounded as kernels round.
+        residual, weight = torch.zeros_like(before), before.new_ones(before.shape[1])
+        kernels.add_rms_norm(before, residual, weight, 1e-5, delta)
+        assert torch.equal(residual, expected)
+
+
 def test_rows_outside_all_tiles_are_neither_read_nor_written() -> None:
     """The shrink output holds uninitialised memory in the base model's rows and in the columns past a rank.
 

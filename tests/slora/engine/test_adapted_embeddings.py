@@ -12,7 +12,7 @@ from slora.models.step_batch import StepBatch
 from slora_kernels.batch import TileLimits
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.sampling.test_prompt_logprobs import check_scores
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS
@@ -54,7 +54,13 @@ def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])
     params = replace(GREEDY, max_tokens=3)
-    llm = LLM(kit.directory, kernels="triton", pool_bytes=kit.pool_bytes(100), max_model_len=128)
+    llm = LLM(
+        kit.directory,
+        kernels="triton",
+        device=TRITON_DEVICE,
+        pool_bytes=kit.pool_bytes(100),
+        max_model_len=128,
+    )
     verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
     assert verdict.equal, verdict
 

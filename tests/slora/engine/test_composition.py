@@ -12,7 +12,7 @@ from slora import LLM, LoraAdapter, SamplingParams
 from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import Answer, drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Verdict
@@ -110,7 +110,7 @@ def test_triton_kernels_add_adapters_up_as_peft_does(tmp_path: Path) -> None:
     kit = make_kit(tmp_path, "llama", kinds, num_hidden_layers=1)
     kit.oracle.add_sum("sum", {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
     source, versions = make_source(kit)
-    engine = make_engine(kit, source, 100, kernels="triton", max_model_len=128)
+    engine = make_engine(kit, source, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
     composed = compose(versions, {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
     params = replace(GREEDY, max_tokens=2)
     asked = {"sum": composed, "odd_rank": single_adapter(versions["odd_rank"]), None: ()}

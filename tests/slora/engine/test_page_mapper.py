@@ -9,7 +9,7 @@ from slora.memory.unified_paging import UnifiedPaging
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 
-TARGETS = LoraTargets(16, embedding=False, head=False, kv=False)
+TARGETS = LoraTargets(16, 4, embedding=False, head=False, kv=False)
 
 
 def make_paging(num_pages: int) -> UnifiedPaging:

@@ -14,7 +14,7 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 from tests.support.idle_blocks import IdleBlock, IdleBlocks
 
-TARGETS = LoraTargets(8, embedding=False, head=False, kv=True)
+TARGETS = LoraTargets(8, 4, embedding=False, head=False, kv=True)
 NAMES = "abc"
 names = st.sampled_from(NAMES)
 counts = st.integers(1, 5)

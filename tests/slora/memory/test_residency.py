@@ -12,7 +12,7 @@ from slora.memory.tenant_account import TenantAccounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets
 
-TARGETS = LoraTargets(8, embedding=False, head=False, kv=True)
+TARGETS = LoraTargets(8, 4, embedding=False, head=False, kv=True)
 VERSIONS = [AdapterVersion("tenant", f"digest{n}") for n in range(6)]
 versions = st.sampled_from(VERSIONS)
 

@@ -63,7 +63,7 @@ def test_decode_rows_and_chunks_share_no_tile_if_they_have_separate_limits(
         if chunk.slots:
             kind |= {row: chunk.slots[0].slot for row in range(first, first + chunk.num_tokens)}
         first += chunk.num_tokens
-    ((tiles, num_decodes, _),) = cut_token_tiles(chunks, limits)
+    ((tiles, num_decodes, *_),) = cut_token_tiles(chunks, limits)
     assert rows_of(tiles[:num_decodes]) == decodes and rows_of(tiles[num_decodes:]) == others
     assert all(tile.num_rows <= (limits.decode_tokens or 0) for tile in tiles[:num_decodes])
     assert all(tile.num_rows <= limits.tokens for tile in tiles[num_decodes:])
