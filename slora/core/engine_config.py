@@ -238,7 +238,7 @@ class SchedulerConfig:
     num_slots: int  # Maximum number of adapters in the pool.
     full_page_bytes: int  # Bytes of one page over all layers.
     footprint: KVFootprint
-    # The most running sequences, counting one per choice; at most max_num_batched_tokens, so that every decode row
+    # The most running sequences, the places of the batch; at most max_num_batched_tokens, so that every decode row
     # fits in a step. No request may have more choices.
     max_num_seqs: int
     max_num_batched_tokens: int  # The token budget of a step.

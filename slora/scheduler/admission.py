@@ -51,42 +51,48 @@ class Admission:
         self._at_ceiling: set[TenantAccount] = set()
 
     def has_place(self, sequence: Sequence) -> bool:
-        """Whether the batch has a place for each choice of an interactive sequence."""
-        return not sequence.is_background and sequence.num_choices <= self._batch.free_capacity
+        """Whether the batch has a place for a sequence, or another tenant has to yield one."""
+        if self._batch.free_capacity:
+            return True
+        return self._queue.choose_displaced(self._batch, sequence, 0) is not None
 
     def admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
         """Admits interactive sequences in the queue's order until a sequence does not fit. All later sequences then
         wait, so that they do not take the pages that this sequence needs.
 
         There are exceptions: a tenant at its ceiling is skipped, and so is a tenant that has used its part of the
-        budget. A tenant below its floor goes ahead. A sequence that does not fit preempts background sequences.
+        budget. A tenant below its floor goes ahead. A sequence that does not fit preempts background sequences. If all
+        places are taken, tenants with more than their share yield some of them to the sequence.
         """
         self._at_ceiling = set()
         skipped: set[TenantAccount] = set()
-        while budget.num_tokens > 0 and len(self._queue):
+        while len(self._queue):
             sequence = self._queue.peek(skipped)
-            if sequence is None or sequence.is_background or budget.left(sequence.tenant) <= 0:
+            # If every token of the step is a decode row, a row that yields its place also yields its token.
+            is_full = budget.num_tokens <= 0 and not self._batch.free_capacity
+            if sequence is None or sequence.is_background:
+                break
+            if budget.left(sequence.tenant) <= 0 and not is_full:
                 break
             if (
                 sequence.num_pending
             ):  # Preempted while a step computes its last token, which is known after this step.
                 break
-            fitting = budget.fit(sequence.tenant)
+            fitting = max(budget.fit(sequence.tenant), int(is_full))
             if fitting <= 0:
                 skipped.add(sequence.tenant)
                 continue
-            if not self.has_place(sequence):
-                if self._preemption.preempt_background(plan):
-                    continue
-                break
             if self._adapters.find_missing(sequence):
                 self._lifecycle.wait_for_adapters(sequence)
                 continue
             needs = self._measure_needs(sequence, fitting)
+            has_room = self._has_room(sequence, needs)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
                 self._at_ceiling.add(sequence.tenant)
-            elif self._reserve(sequence, needs, plan):
+            elif has_room and not self._take_places(sequence, plan, budget):
+                break
+            elif has_room and self._reserve(sequence, needs, plan):
                 budget.spend(sequence.tenant, self._start(sequence, needs, plan))
             elif self._preemption.preempt_background(plan):
                 continue
@@ -110,15 +116,48 @@ class Admission:
                 self._lifecycle.wait_for_adapters(sequence)
                 continue
             fitting = budget.fit(sequence, sequence.max_chunk_tokens)
-            if not fitting or sequence.num_choices > self._batch.free_capacity:
+            if not fitting:
                 break
             needs = self._measure_needs(sequence, fitting)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
+            elif not (self._has_room(sequence, needs) and self._take_places(sequence, plan)):
+                break
             elif self._reserve(sequence, needs, plan):
                 budget.spend(sequence, self._start(sequence, needs, plan))
             else:
                 break
+
+    def _has_room(self, sequence: Sequence, needs: _Needs) -> bool:
+        """Returns False if the sequence could not get its pages even by evicting all evictable items."""
+        if _is_within_floor(sequence.tenant, needs):
+            return True
+        # Running sequences will soon need further pages, and each choice needs one when it forks. A sequence that took
+        # the very last pages would immediately cause a preemption.
+        spare_pages = len(self._batch) // self._paging.footprint.block_tokens + sequence.num_places
+        if self._batch.runs_alone(sequence):
+            spare_pages = 0
+        return self._paging.could_free(
+            needs.new_pages + spare_pages,
+            sequence.tenant,
+            ignore_pins=self._preemption.may_evict_pinned(sequence),
+        )
+
+    def _take_places(self, sequence: Sequence, plan: StepPlan, budget: PrefillBudget | None = None) -> bool:
+        """Takes a place for each choice of the sequence, or as many as there are. Returns False if there is none.
+
+        Tenants that hold more than their share of the places yield some of them. budget: gets the tokens of the rows
+        that are removed from the plan. Returns False also if it has no token even then.
+        """
+        num_tokens = plan.num_tokens
+        while self._batch.free_capacity < sequence.num_choices and self._preemption.displace(sequence, plan):
+            pass
+        if budget is not None:
+            budget.num_tokens += num_tokens - plan.num_tokens
+            if budget.num_tokens <= 0:
+                return False
+        sequence.num_places = min(sequence.num_choices, self._batch.free_capacity)
+        return sequence.num_places > 0
 
     def _measure_needs(self, sequence: Sequence, budget: int) -> _Needs:
         """Returns what the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
@@ -161,20 +200,10 @@ class Admission:
     def _reserve(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:
         """Acquires the needed prefix blocks and adapters that are in the pool, and makes room for everything else.
 
-        On failure it acquires nothing.
+        On failure it acquires nothing. Called after `_has_room` and `_take_places`.
         """
         tenant, residency = sequence.tenant, self._paging.residency
-        within_floor = tenant.num_pages + needs.new_pages <= tenant.min_pages
-        alone = self._batch.runs_alone(sequence)
-        # Running sequences will soon need further pages, and each choice needs one when it forks. A sequence that took
-        # the very last pages would immediately cause a preemption.
-        spare_pages = len(self._batch) // self._paging.footprint.block_tokens + sequence.num_choices
-        spare_pages = 0 if alone or within_floor else spare_pages
-        num_pages = needs.new_pages + spare_pages
-        if not within_floor and not self._paging.could_free(
-            num_pages, tenant, ignore_pins=self._preemption.may_evict_pinned(sequence)
-        ):
-            return False
+        within_floor = _is_within_floor(tenant, needs)
         found = (self._adapters.find(version) for version in sequence.request.versions)
         residents = [resident for resident in found if resident is not None]
         for resident in residents:
@@ -242,3 +271,7 @@ class Admission:
                 break
             self._adapters.load_for(sequence, version, plan)
             free_pages -= num_pages
+
+
+def _is_within_floor(tenant: TenantAccount, needs: _Needs) -> bool:
+    return tenant.num_pages + needs.new_pages <= tenant.min_pages

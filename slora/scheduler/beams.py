@@ -47,16 +47,25 @@ class Beams:
             self._lifecycle.finish(beams[index])
         # A grammar may allow fewer continuations than the width of the search. The unused places stay reserved.
         num_spare = search.width - len(next_beams.kept) - len(next_beams.forks)
+        for index in next_beams.kept:
+            beams[index].num_choices = beams[index].num_places = 1
         for parent, index, token_id in next_beams.forks:
             self._fork(beams[parent], index, token_id)
         for index, token_id in next_beams.kept.items():
             beams[index].append(token_id)
-            beams[index].num_choices, num_spare = 1 + num_spare, 0
-        return []
+        first = beams[next(iter(next_beams.kept))]
+        first.num_choices += num_spare
+        first.num_places += min(num_spare, self._lifecycle.batch.free_capacity)
+        return self._lifecycle.pop_refused()
 
     def _fork(self, parent: Sequence, index: int, token_id: int) -> None:
+        if parent.is_finished:  # Another fork could not be queued.
+            return
         fork = parent.fork(index)
         fork.append(token_id)
+        if not self._lifecycle.batch.free_capacity:
+            self._lifecycle.queue_fork(fork, parent)
+            return
         self._lifecycle.batch.assign_row(fork)
         self._lifecycle.add_fork(fork, parent)
         self._forks.append(fork)

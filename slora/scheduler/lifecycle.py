@@ -136,6 +136,7 @@ class Lifecycle:
         self.total_usage = RequestUsage()
         self.served = ServedRequests(config.metrics_tenants)
         self._ended: list[EndedRequest] = []
+        self._refused: list[StepOutput] = []
         self._footprint = config.footprint
         self._rope_switch = config.rope_switch
         self._paging = paging
@@ -265,6 +266,23 @@ class Lifecycle:
             self._paging.residency.acquire(resident)
         self.unfinished.add(sequence)
         self._add_to_batch(sequence)
+
+    def queue_fork(self, sequence: Sequence, parent: Sequence) -> None:
+        """Queues a fork of `parent` that has no place in the batch. It continues as if it had been preempted.
+
+        If it can't be queued, its whole request ends.
+        """
+        sequence.block_keys = parent.block_keys.copy()
+        sequence.num_preemptions = 1
+        self.unfinished.add(sequence)
+        error = self._try_enqueue(sequence)
+        if error is not None:
+            self._refused.append(self.fail(sequence, error))
+
+    def pop_refused(self) -> list[StepOutput]:
+        """Returns the outputs of the requests that `queue_fork` has ended since the last call."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def requeue(self, sequence: Sequence) -> ContextTooLong | None:
         """Moves a running sequence back to the queue.

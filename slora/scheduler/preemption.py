@@ -112,8 +112,23 @@ class Preemption:
                 plan.remove(choice)
             plan.ended.append(self._lifecycle.fail(sequence, error))
 
+    def displace(self, sequence: Sequence, plan: StepPlan) -> bool:
+        """Takes one place of the batch from another tenant, for a waiting sequence.
+
+        A choice that has not started loses its place before a running sequence is preempted. Returns False if no tenant
+        has to yield a place, see `FairQueue.choose_displaced`.
+        """
+        victim = self._queue.choose_displaced(self._batch, sequence, self._batch.free_capacity)
+        if victim is None:
+            return False
+        if victim.num_places > 1:
+            victim.num_places -= 1
+        else:
+            self.preempt(victim, plan)
+        return True
+
     def preempt_background(self, plan: StepPlan) -> bool:
-        """Preempts one background sequence so that an interactive sequence can be admitted.
+        """Preempts one background sequence so that an interactive sequence gets pages.
 
         Returns False if none runs.
         """

@@ -6,7 +6,7 @@ from slora.scheduler.sequence import Sequence
 
 
 class RunningBatch:
-    """The batch: at most `capacity` sequences. A sequence that will fork takes one place per choice from the start."""
+    """The batch: at most `capacity` sequences. A sequence that will fork also occupies places for its choices."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -22,7 +22,7 @@ class RunningBatch:
 
     @property
     def free_capacity(self) -> int:
-        return self.capacity - sum(sequence.num_choices for sequence in self._sequences)
+        return self.capacity - sum(sequence.num_places for sequence in self._sequences)
 
     @property
     def num_pages_needed_soon(self) -> int:

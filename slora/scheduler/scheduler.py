@@ -28,8 +28,13 @@ runs all copies and computations in the order of the plans. So a page that is fr
 can be used by the next plan.
 
 Forks: a request with several choices runs as one sequence until its prompt is computed. From the start it occupies one
-place of `max_num_seqs` per choice. Then it forks: the choices share the prompt's pages and decode independently. A
-preempted choice drops only its own page references and resumes alone.
+place of `max_num_seqs` per choice, or as many as there are. Then it forks: the choices share the prompt's pages and
+decode independently. Choices without a place are queued. A preempted choice drops only its own page references and
+resumes alone.
+
+Places: if all places of the batch are taken, tenants with more than their share of them yield some to the next sequence
+in the queue. Their sequences are preempted (`FairQueue.choose_displaced`). So no tenant waits for the ends of another
+tenant's answers.
 
 Beams: the beams of a search fork after each token. A beam that has proposed its continuations waits for the other beams
 and keeps its pages (`beams`). If every running sequence is a waiting beam, no sequence can continue. The scheduler then
@@ -308,9 +313,9 @@ class Scheduler:
             self._admission.admit_background(plan, self._background_budget(plan, budget.num_tokens))
         self._admission.load_upcoming(plan)
         self._load_without_requests(plan, now)
+        self._plan_forks(plan)
         self.drafting.add_drafts(plan)
         plan.chunks.sort(key=_chunk_order)
-        self._assign_rows_to_forks(plan)
         self._was_idle = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
@@ -326,7 +331,7 @@ class Scheduler:
             sequence.num_computed += chunk.num_tokens
             # If the chunk samples, its last token may be pending or be computed again.
             self.prefixes.insert(sequence, sequence.num_computed - chunk.samples)
-            if chunk.forks:
+            if chunk.samples and sequence.num_choices > 1 and sequence.search is None:
                 self._fork(chunk)
             for choice in chunk.sampled_sequences:
                 choice.num_pending += 1
@@ -342,7 +347,7 @@ class Scheduler:
         self._last_tokens.clear()
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
-        outputs: list[StepOutput] = []
+        outputs = self._lifecycle.pop_refused()
         tokens = iter(sampled)
         for chunk in plan.chunks:
             sequence, choices = chunk.sequence, chunk.sampled_sequences
@@ -437,11 +442,18 @@ class Scheduler:
         self.pins.prefetch_missing()
         self.prewarming.prefetch_requested()
 
-    def _assign_rows_to_forks(self, plan: StepPlan) -> None:
-        for chunk in plan.chunks:
-            for sequence in chunk.forks:  # The first tokens of the forks are sampled in this step.
-                self._batch.assign_row(sequence)
-                plan.rows_to_write.append(sequence)
+    def _plan_forks(self, plan: StepPlan) -> None:
+        """Adds the choices that start in this step. The first token of each is sampled in this step."""
+        for number, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            if not chunk.samples or sequence.num_choices == 1 or sequence.search is not None:
+                continue
+            sequence.num_places = min(sequence.num_choices, sequence.num_places + self._batch.free_capacity)
+            forks = tuple(sequence.fork(index) for index in range(1, sequence.num_places))
+            plan.chunks[number] = chunk._replace(forks=forks)
+            for fork in forks:
+                self._batch.assign_row(fork)
+                plan.rows_to_write.append(fork)
 
     def _is_stuck_on_beams(self, plan: StepPlan) -> bool:
         """Whether beams wait for each other and no sequence can make progress in this step or in the next one."""
@@ -515,7 +527,7 @@ class Scheduler:
         prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
         prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
         following = self._lifecycle.queue.peek(prefilling)
-        if following is not None and self._admission.has_place(following):
+        if following is not None and not following.is_background and self._admission.has_place(following):
             prefilling.add(following.tenant)
         num_beside_others = round(self._costs.tokens(short_prefill_s(self._costs)))
         return PrefillBudget(num_tokens, num_beside_others, set(decoding), prefilling)
@@ -560,10 +572,14 @@ class Scheduler:
         return True
 
     def _fork(self, chunk: Chunk) -> None:
-        """Starts the choices that fork from this chunk's sequence."""
-        for sequence in chunk.forks:
-            self._lifecycle.add_fork(sequence, chunk.sequence)
-        chunk.sequence.num_choices = 1
+        """Starts the choices that fork from this chunk's sequence, and queues those that have no place."""
+        parent = chunk.sequence
+        for fork in chunk.forks:
+            self._lifecycle.add_fork(fork, parent)
+        for index in range(parent.num_places, parent.num_choices):
+            if not parent.is_finished:
+                self._lifecycle.queue_fork(parent.fork(index), parent)
+        parent.num_choices = parent.num_places = 1
 
     def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens up to the first one that differs from its draft."""

@@ -181,6 +181,7 @@ class Sequence:
         "num_failed_steps",
         "num_inserted",
         "num_pending",
+        "num_places",
         "num_preemptions",
         "num_prompt",
         "num_repeat_preemptions",
@@ -215,6 +216,9 @@ class Sequence:
         self.index = 0  # The number of this choice or beam within the request.
         # Number of choices that start when the prompt is computed; 1 afterwards and in the forks.
         self.num_choices = request.sampling.width
+        # Number of places that it occupies while it runs: 1, and more for choices that have not started. Choices
+        # without a place are queued when the others start.
+        self.num_places = self.num_choices
         self.request = request
         self.tenant = tenant
         self.usage = UsageCounter()  # Counters and times of the request, which all of its sequences share.
@@ -271,7 +275,8 @@ class Sequence:
         block_tokens = self.blocks.block_tokens
         seed = choice_seed(self.seed, index)
         choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
-        choice.arrival, choice.index, choice.num_choices = self.arrival, index, 1
+        choice.arrival, choice.index = self.arrival, index
+        choice.num_choices = choice.num_places = 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
         choice.usage, choice.times = self.usage, self.times
         choice.matcher = None if self.matcher is None else self.matcher.copy()

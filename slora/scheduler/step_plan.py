@@ -104,13 +104,10 @@ class StepPlan:
         )
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:
-        """Plans the next `num_tokens` tokens of the sequence."""
+        """Plans the next `num_tokens` tokens of the sequence. Forks are added when the plan is complete."""
         start = sequence.num_computed
         samples = num_tokens == sequence.num_uncomputed and sequence.pooled is None
-        forks: tuple[Sequence, ...] = ()
-        if samples and sequence.num_choices > 1 and sequence.search is None:
-            forks = tuple(sequence.fork(index) for index in range(1, sequence.num_choices))
-        self.chunks.append(Chunk(sequence, start, num_tokens, samples, sequence.slots, forks))
+        self.chunks.append(Chunk(sequence, start, num_tokens, samples, sequence.slots))
 
     def drop_finished(self) -> None:
         """Removes the sequences that have ended since the plan was made."""

@@ -433,7 +433,7 @@ class SchedulerBench:
         num_tokens = len(sequence.token_ids) + sequence.num_pending + len(chunk.drafts)
         assert end <= num_tokens <= sequence.num_prompt + sequence.max_tokens
         assert chunk.samples == (end == num_tokens and sequence.pooled is None)
-        num_sampled = 1 if sequence.search is not None else sequence.num_choices
+        num_sampled = 1 if sequence.search is not None else sequence.num_places
         if chunk.drafts:
             assert sequence.search is None and sequence.num_generated and num_sampled == 1 and not chunk.forks
             assert chunk.num_tokens == 1 + len(chunk.drafts)

@@ -671,7 +671,7 @@ def test_an_error_of_one_choice_ends_the_request_once() -> None:
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
-def test_a_request_waits_for_a_place_per_choice_and_is_not_overtaken() -> None:
+def test_choices_without_a_place_are_queued_before_later_requests() -> None:
     bench = SchedulerBench(PAGES, num_pages=20, max_num_seqs=4)
     bench.add("first", max_tokens=3)
     bench.add("four", prompt=2, max_tokens=2, n=4)
@@ -681,7 +681,9 @@ def test_a_request_waits_for_a_place_per_choice_and_is_not_overtaken() -> None:
         bench.step()
         for chunk in bench.last_plan.chunks:
             started.setdefault(chunk.sequence.request.request_id, number)
-    assert started == {"first": 0, "four": 3, "last": 5}
+    assert started == {"first": 0, "four": 0, "last": 2}
+    assert bench.usage["four"].generated_tokens == 8 and bench.usage["four"].prompt_tokens == 2
+    assert bench.timings["four"].num_preemptions == 0
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [(1, 80), (80, 1), (30, 50)])
@@ -860,7 +862,7 @@ def test_a_dropped_beam_frees_its_pages_at_once() -> None:
     assert bench.pool.num_held == 2 + 3 and bench.num_copies == 2
 
 
-def test_a_search_reserves_a_place_per_beam_and_is_charged_for_all_beams() -> None:
+def test_a_search_takes_a_place_per_beam_and_is_charged_for_all_beams() -> None:
     bench = SchedulerBench({}, num_pages=20, max_num_seqs=4)
     bench.add("first", max_tokens=3, tenant="other")
     search = bench.add("search", prompt=2, max_tokens=5, beams=4)
@@ -870,7 +872,7 @@ def test_a_search_reserves_a_place_per_beam_and_is_charged_for_all_beams() -> No
         seated += bench.last_plan.rows_to_write
         for chunk in bench.last_plan.chunks:
             started.setdefault(chunk.sequence.request.request_id, number)
-    assert started == {"first": 0, "search": 3}
+    assert started == {"first": 0, "search": 0}
     assert len(seated) > 1 + 4 and len(set(map(id, seated))) == len(seated), "a row was filled in twice"
     length = len(search_plainly(BEAM_MODEL, search.request.sampling, search.stop_ids, 5)[0].tokens)
     assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))

@@ -253,6 +253,194 @@ def test_requests_behind_one_whose_adapter_loads_start_before_it() -> None:
     assert behind.is_finished and not late.is_finished
 
 
+# -- places -------------------------------------------------------------------------------------------------------
+
+
+def fill_places(
+    num_choices: int = 8, *, prompt: int = 1, max_tokens: int = 100, **options: Any
+) -> SchedulerBench:
+    """The long answers of a tenant occupy all places. Pages are not scarce."""
+    bench = SchedulerBench(
+        {}, **{"num_pages": 2000, "max_num_seqs": 2 * num_choices, "max_num_batched_tokens": 64, **options}
+    )
+    for name in "ab":
+        bench.add(f"greedy {name}", prompt=prompt, max_tokens=max_tokens, n=num_choices, tenant="greedy")
+    for _ in range(4):
+        bench.step()
+    return bench
+
+
+def count_places(bench: SchedulerBench) -> Counter[str]:
+    places = Counter[str]()
+    for sequence in bench.scheduler._batch:
+        places[sequence.tenant.name] += sequence.num_places
+    return places
+
+
+def add_many(bench: SchedulerBench, tenant: str, count: int, share: TenantShare = NO_SHARE) -> None:
+    for number in range(count):
+        bench.add(f"{tenant}/{number}", max_tokens=100, tenant=tenant, share=share)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_request_starts_at_once_although_long_answers_of_another_tenant_hold_all_places(
+    *, overlap: bool
+) -> None:
+    """Born from an attack: the request waited until one of 256 answers had ended."""
+    bench = fill_places(128, max_tokens=200, max_num_batched_tokens=512, overlap=overlap)
+    assert count_places(bench) == {"greedy": 256}
+    quick = bench.add("quick", max_tokens=4, tenant="other")
+    for _ in range(6):
+        bench.step()
+    assert quick.is_finished
+
+
+@pytest.mark.parametrize("way", ["swap", "recompute"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_answers_that_yield_their_places_are_complete_and_charged_once(way: str, *, overlap: bool) -> None:
+    bench = fill_places(max_tokens=20, preemption=way, swap_pages=100, overlap=overlap)
+    add_many(bench, "other", 8)
+    answers = Counter(output.request_id for output in bench.run_to_end(50))
+    assert bench.scheduler.num_preemptions == 8
+    assert answers["greedy a"] == answers["greedy b"] == 8 * 20 - 8 * (4 - overlap)
+    assert bench.usage["greedy a"].generated_tokens == bench.usage["greedy b"].generated_tokens == 8 * 20
+    assert bench.memory.tenants.find("greedy").service == 2 * (1 + 2 * 8 * 20)
+
+
+def test_places_are_divided_by_weight_and_no_sequence_yields_twice() -> None:
+    bench = fill_places()
+    add_many(bench, "other", 20)
+    for _ in range(30):
+        bench.step()
+    assert count_places(bench) == {"greedy": 8, "other": 8}
+    add_many(bench, "heavy", 20, TenantShare(weight=2))
+    for _ in range(50):
+        bench.step()
+    places = count_places(bench)
+    assert places["heavy"] == 8 and min(places.values()) >= 3
+    assert bench.scheduler.num_preemptions == 8 + 8
+
+
+def test_a_tenant_yields_no_place_to_itself() -> None:
+    bench = fill_places()
+    add_many(bench, "greedy", 20)
+    list(bench.run_to_end(150))
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_a_tenant_that_has_received_less_service_yields_no_place() -> None:
+    bench = fill_places()
+    bench.memory.tenants.find("other").service = 100.0 + bench.memory.tenants.find("greedy").service
+    late = bench.add("late", max_tokens=100, tenant="other")
+    steps = 0
+    while not late.is_running:
+        bench.step()
+        steps += 1
+    # 16 answers receive 32 tokens of service in each step.
+    assert steps == 5
+
+
+def test_a_later_priority_class_yields_all_places_and_takes_none() -> None:
+    bench = fill_places()
+    add_many(bench, "later", 20, TenantShare(priority=1))
+    bench.step()
+    assert count_places(bench) == {"greedy": 16}
+    add_many(bench, "earlier", 20, TenantShare(priority=-1))
+    bench.step()
+    assert count_places(bench) == {"earlier": 16}
+
+
+def test_choices_that_have_not_started_yield_their_places_first() -> None:
+    bench = SchedulerBench({}, num_pages=2000, max_num_seqs=16)
+    bench.add("greedy", prompt=200, max_tokens=100, n=16, tenant="greedy")
+    for _ in range(4):
+        bench.step()
+    assert count_places(bench) == {"greedy": 16}
+    add_many(bench, "other", 3)
+    bench.step()
+    assert count_places(bench) == {"greedy": 13, "other": 3}
+    answers = Counter(output.request_id for output in bench.run_to_end(100))
+    assert bench.scheduler.num_preemptions == 0
+    assert answers["greedy"] == 16 * 100
+
+
+def test_a_request_with_many_choices_does_not_delay_other_tenants() -> None:
+    bench = SchedulerBench({}, num_pages=2000, max_num_seqs=16)
+    add_many(bench, "first", 15)
+    bench.step()
+    for _ in range(10):
+        bench.step()
+    bench.add("wide", max_tokens=100, n=16, tenant="wide")
+    quick = bench.add("quick", max_tokens=2, tenant="quick")
+    for _ in range(4):
+        bench.step()
+    assert quick.is_finished and count_places(bench)["wide"] >= 8
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_a_place_is_free_although_the_tokens_of_a_step_suffice_only_for_decode_rows(
+    *, is_background: bool
+) -> None:
+    bench = SchedulerBench({}, num_pages=400, max_num_seqs=16, max_num_batched_tokens=16)
+    for number in range(2):
+        bench.add(f"wide {number}", max_tokens=100, n=8, tenant="greedy", is_background=is_background)
+    for _ in range(20):
+        bench.step()
+    quick = bench.add("quick", prompt=3, max_tokens=2, tenant="other")
+    for _ in range(6):
+        bench.step()
+    assert quick.is_finished
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_background_tenants_yield_places_to_each_other(*, overlap: bool) -> None:
+    bench = SchedulerBench({}, num_pages=400, max_num_seqs=16, max_num_batched_tokens=64, overlap=overlap)
+    bench.add("wide", max_tokens=200, n=16, tenant="greedy", is_background=True)
+    for _ in range(20):
+        bench.step()
+    quick = bench.add("quick", max_tokens=2, tenant="other", is_background=True)
+    for _ in range(60):
+        bench.step()
+    assert quick.is_finished
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *, soak: bool) -> None:
+    """Other tenants run and queue long answers, many choices and wide beam searches."""
+    for number in range(200 * seed, 200 * seed + (200 if soak else 2)):
+        random = Random(number)
+        bench = SchedulerBench(
+            {},
+            num_pages=3000,
+            max_num_seqs=random.randint(12, 24),
+            max_num_batched_tokens=random.randint(24, 64),
+            preemption=random.choice(["swap", "recompute"]),
+            swap_pages=random.choice([0, 100]),
+            prefix_cache=random.choice(["off", "tenant"]),
+            overlap=random.random() < 0.5,
+        )
+        shares = {name: TenantShare(weight=random.choice([1, 1, 3])) for name in "abc"}
+        for name in range(40):
+            tenant = random.choice("abc")
+            is_search = random.random() < 0.2
+            bench.add(
+                str(name),
+                prompt=random.randint(1, 30),
+                max_tokens=random.randint(20, 60),
+                n=1 if is_search else random.choice([1, 1, 4, 12]),
+                beams=4 if is_search else None,
+                tenant=tenant,
+                share=shares[tenant],
+            )
+            if random.random() < 0.2:
+                quick = bench.add(f"quick {name}", max_tokens=2, tenant=f"quick {name}")
+                for _ in range(12):
+                    bench.step()
+                assert quick.is_finished, f"seed {number}: it did not end within 12 steps"
+            bench.step()
+        list(bench.run_to_end(400))
+
+
 # -- waiting ------------------------------------------------------------------------------------------------------
 
 
