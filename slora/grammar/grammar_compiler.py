@@ -46,6 +46,8 @@ class Refused:
 class GrammarCompiler:
     """Compiles and caches grammars. All methods are called from one thread, and none blocks for long.
 
+    On the compiling thread, tenants take turns.
+
     read_spelling: reads the vocabulary. Raises ConfigError if its tokens do not spell bytes.
     notify: called on the compiling thread after each compilation. None: `request` compiles on the caller's thread.
     """
@@ -64,6 +66,7 @@ class GrammarCompiler:
         self._cached = TenantCache[tuple[str, str], Compiled](MAX_CACHED_FORMS, MAX_CACHED_FORMS_OF_TENANT)
         self._done: deque[Compiled | Refused] = deque()
         self._in_flight: set[tuple[str, StructuredOutput]] = set()
+        self._queued: dict[str, deque[StructuredOutput]] = {}  # The tenant whose turn is next comes first.
         self._thread = ThreadPoolExecutor(1, "grammars") if notify is not None else None
         if self._thread is not None:
             self._thread.submit(self._load)
@@ -81,10 +84,11 @@ class GrammarCompiler:
             known = self._cached.find(tenant, (output.kind, output.text))
             if known is not None:
                 self._done.append(Compiled(tenant, output, known.grammar))
-        if known is not None:
-            return
+                return
+            if self._thread is not None:
+                self._queued.setdefault(tenant, deque()).append(output)
         if self._thread is not None:
-            self._thread.submit(self._finish, tenant, output)
+            self._thread.submit(self._finish_next)
         else:
             self._finish(tenant, output)
 
@@ -101,6 +105,15 @@ class GrammarCompiler:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _finish_next(self) -> None:
+        with self._lock:
+            tenant = next(iter(self._queued))
+            outputs = self._queued.pop(tenant)
+            output = outputs.popleft()
+            if outputs:
+                self._queued[tenant] = outputs
+        self._finish(tenant, output)
 
     def _finish(self, tenant: str, output: StructuredOutput) -> None:
         result = self._compile(tenant, output)

@@ -50,6 +50,27 @@ def test_a_grammar_is_cached_for_its_tenant_alone() -> None:
     assert isinstance(again, Compiled) and again.grammar is grammars["globex"]
 
 
+def test_many_forms_of_a_tenant_do_not_delay_a_form_of_another() -> None:
+    """The forms wait while the thread reads the vocabulary."""
+    may_spell, is_done = threading.Event(), threading.Semaphore(0)
+
+    def spell_late() -> TokenSpelling:
+        assert may_spell.wait(60)
+        return SPELLING
+
+    compiler = GrammarCompiler(spell_late, [EOS], notify=is_done.release)
+    for number in range(20):
+        compiler.request("greedy", StructuredOutput.regex(f"a{number}"))
+    for number in range(2):
+        compiler.request("other", StructuredOutput.regex(f"b{number}"))
+    may_spell.set()
+    for _ in range(22):
+        assert is_done.acquire(timeout=60)
+    order = [result.tenant for result in compiler.poll()]
+    compiler.close()
+    assert order[:4] == ["greedy", "other", "greedy", "other"] and len(order) == 22
+
+
 @pytest.mark.parametrize(
     ("compiler", "message"),
     [
