@@ -78,6 +78,11 @@ class TenantAccount:
         """Whether the tenant has a floor or a ceiling."""
         return self.min_pages > 0 or self.max_pages is not None
 
+    @property
+    def turn(self) -> tuple[int, float]:
+        """The sort key of tenants: the tenant with the smallest is served first."""
+        return self.share.priority, self.service
+
     def charge(self, tokens: float) -> None:
         """Adds `tokens` / weight to `service`.
 

@@ -217,8 +217,10 @@ class AdapterLoading:
         return resident
 
     def plan_slices(self, plan: StepPlan) -> None:
-        """Plans slices of the loads in progress, oldest first, as far as the budget allows."""
-        for resident, load in self._loading.items():
+        """Plans slices of the loads in progress, as far as the budget allows. The loads of the tenant that has received
+        the least service come first, and of these the oldest.
+        """
+        for resident, load in sorted(self._loading.items(), key=lambda item: item[0].tenant.turn):
             left = self.budget.num_background_pages if load.is_background else self.budget.num_pages
             count = min(max(0, left), len(resident.pages) - load.num_planned)
             if count:

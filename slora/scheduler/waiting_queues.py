@@ -4,6 +4,7 @@ import heapq
 from collections import Counter
 from collections.abc import Collection, Iterable
 from itertools import islice
+from operator import attrgetter
 from typing import Protocol
 
 from slora.memory.tenant_account import TenantAccount
@@ -166,12 +167,12 @@ class FairQueue:
         tenants: Iterable[TenantAccount] = self._heaps
         if skipped:
             tenants = [tenant for tenant in tenants if tenant not in skipped]
-        tenant = min(tenants, key=_tenant_order, default=None)
+        tenant = min(tenants, key=attrgetter("turn"), default=None)
         return None if tenant is None else self._heaps[tenant][0][1]
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Returns the first sequence of each tenant, in the tenants' order, then the second of each, and so on."""
-        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=_tenant_order)[:count]]
+        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=attrgetter("turn"))[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
         return list(islice((sequence for sequence in rows if sequence in self._members), count))
 
@@ -262,10 +263,6 @@ class FairQueue:
         # classes go first. Raising a counter only to such a small value would let its tenant lock out the other tenants
         # of its own class for a long time.
         tenant.service = max(tenant.service, self.measure_class(tenant.share.priority)[0])
-
-
-def _tenant_order(tenant: TenantAccount) -> tuple[int, float]:
-    return tenant.share.priority, tenant.service
 
 
 def _preemption_order(sequence: Sequence) -> tuple[int, bool, int, Sequence]:

@@ -242,6 +242,24 @@ def test_load_slices_grow_with_the_ratio_of_waiting_to_decoding_requests() -> No
     assert loaded == [1, 24, 24, 11], "5 wait for 2: 4 for 2, so twice the step, once that is known"
 
 
+def test_many_loads_of_a_tenant_delay_the_load_of_another_by_few_loads() -> None:
+    """The other tenant is charged for its load at once, so its turn may come after two loads."""
+    adapters = {AdapterVersion("greedy", str(number)): 9 for number in range(6)}
+    bench = SchedulerBench({**adapters, LARGE: 9}, num_pages=90, load_pages=1)
+    bench.add("decoding", max_tokens=100, tenant="third")
+    bench.step()
+    for version in adapters:
+        bench.add(version.digest, adapter=version, tenant="greedy")
+    bench.source.deliver()
+    for _ in range(3):
+        bench.step()
+    late = bench.add("late", adapter=LARGE, tenant="other")
+    bench.source.deliver()
+    for _ in range(3 * 9):
+        bench.step()
+    assert late.is_finished
+
+
 def test_requests_behind_one_whose_adapter_loads_start_before_it() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1, scheduling="fcfs")
     bench.add("running", max_tokens=30)
