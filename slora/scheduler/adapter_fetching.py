@@ -1,4 +1,7 @@
-"""Fetches adapters to the host for waiting requests, in order of arrival, and holds the copies while needed.
+"""Fetches adapters to the host for waiting requests, and holds the copies while needed.
+
+Tenants take turns (start-time fair queueing, SIGCOMM'96), and the requests of a tenant are in order of arrival. So the
+number of a tenant's requests does not delay the fetches of other tenants.
 
 The host cache is limited, and a fetch that finds no room there fails after a while. So only as many adapters are
 fetched at a time as fit into the host cache together with the held copies. The next fetch is requested when an earlier
@@ -14,6 +17,7 @@ import heapq
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Set
 
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
@@ -36,8 +40,10 @@ class AdapterFetching:
         self._missing: dict[Sequence, set[AdapterVersion]] = {}
         self._waiters: dict[AdapterVersion, list[Sequence]] = {}
         self._retaining: set[Sequence] = set()
-        # A heap sorted by arrival, with background sequences last. Sequences that have ended stay in it.
-        self._pending: list[tuple[bool, Sequence]] = []
+        # A heap of sequences with their turns, with background sequences last. Sequences that have ended stay in it.
+        self._pending: list[tuple[bool, int, Sequence]] = []
+        self._turn = 0  # The turn of the last sequence that was taken from the heap.
+        self._next_turns: dict[TenantAccount, int] = {}
         self._requested: set[AdapterVersion] = set()
         self._copies: dict[AdapterVersion, PackedAdapter] = {}
         self._users: dict[AdapterVersion, int] = defaultdict(int)
@@ -59,7 +65,7 @@ class AdapterFetching:
         """Whether an interactive sequence waits because the host cache has no room for its adapter."""
         if not self._pending or self._pending[0][0]:
             return False
-        to_request = self._find_unrequested(self._pending[0][1])
+        to_request = self._find_unrequested(self._pending[0][-1])
         return bool(to_request) and not self._has_room(len(to_request))
 
     def find(self, version: AdapterVersion) -> PackedAdapter | None:
@@ -70,7 +76,9 @@ class AdapterFetching:
         self._missing[sequence] = set(missing)
         for version in missing:
             self._waiters.setdefault(version, []).append(sequence)
-        heapq.heappush(self._pending, (sequence.is_background, sequence))
+        turn = max(self._turn, self._next_turns.get(sequence.tenant, 0))
+        self._next_turns[sequence.tenant] = turn + 1
+        heapq.heappush(self._pending, (sequence.is_background, turn, sequence))
         self._request_fetches()
 
     def remove_waiter(self, sequence: Sequence) -> None:
@@ -197,13 +205,14 @@ class AdapterFetching:
             self._source.release(version)
 
     def _request_fetches(self) -> None:
-        """Requests fetches for the sequences that have waited longest, as long as there is room."""
+        """Requests fetches for the next sequences, as long as there is room."""
         while self._pending:
-            _, sequence = self._pending[0]
+            _, turn, sequence = self._pending[0]
             to_request = self._find_unrequested(sequence)
             if to_request and not self._has_room(len(to_request)):
                 return
             heapq.heappop(self._pending)
+            self._turn = max(self._turn, turn)
             missing = self._missing.get(sequence)
             if missing is not None:
                 self.retain(sequence)
@@ -213,6 +222,8 @@ class AdapterFetching:
             for version in to_request:
                 self._requested.add(version)
                 self._source.request(version)
+        self._turn = 0
+        self._next_turns.clear()
 
     def _find_unrequested(self, sequence: Sequence) -> list[AdapterVersion]:
         """Returns the missing adapters of a pending sequence that are not on the host and have not been requested."""

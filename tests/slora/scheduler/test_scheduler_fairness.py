@@ -260,6 +260,23 @@ def test_many_loads_of_a_tenant_delay_the_load_of_another_by_few_loads() -> None
     assert late.is_finished
 
 
+def test_many_fetches_of_a_tenant_delay_the_fetch_of_another_by_few_fetches() -> None:
+    """The host has room for two fetches at a time."""
+    adapters = {AdapterVersion("greedy", str(number)): 1 for number in range(20)}
+    late_one = AdapterVersion("other", "late")
+    bench = SchedulerBench(
+        {**adapters, late_one: 1}, num_pages=90, num_slots=30, max_num_seqs=30, host_pages=4
+    )
+    for version in adapters:
+        bench.add(version.digest, adapter=version, tenant="greedy")
+    late = bench.add("late", adapter=late_one, tenant="other")
+    for _ in range(3):
+        bench.source.deliver()
+        bench.step()
+    assert late.is_finished
+    list(bench.run_to_end(40))
+
+
 def test_requests_behind_one_whose_adapter_loads_start_before_it() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1, scheduling="fcfs")
     bench.add("running", max_tokens=30)
