@@ -3,7 +3,8 @@
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
 tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
 
-- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`.
+- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`. If W tenants wait for
+  their first token and D < W tenants decode, it is W / D times as long: a delay of few tenants ends the wait of many.
 - While another tenant also has a prompt to compute, a tenant takes at most half of the tokens that are left. Equal
   parts would be fairer, but every prompt would then complete as late as the last one.
 
@@ -26,11 +27,23 @@ _MIN_TOKENS = 64
 # Prefills may always take this long, because a reader does not notice it. A decode step on a GPU takes 5 to 10 ms.
 # Without this rule, S-LoRA's load with five adapters filled only 75 of 256 places on an H200.
 _UNNOTICED_S = 0.01
+# The most that waiting tenants can lengthen the prefills of a step.
+_MAX_WAITING_PER_DECODING = 8
 
 
 def short_prefill_s(costs: CostModel) -> float:
     """Returns how many seconds of prefill a step may contain if other requests may be waiting for its end."""
     return max(_STEP_COSTS * costs.step_s, costs.prefill_s(_MIN_TOKENS), _UNNOTICED_S)
+
+
+def tokens_beside_others(costs: CostModel, num_waiting: int, num_decoding: int) -> int:
+    """Returns how many prompt tokens a step may compute beside decode rows of other tenants.
+
+    num_waiting: the tenants that could start in this step, and have no decode row. num_decoding: those that have one.
+    """
+    ratio = num_waiting / max(1, num_decoding)
+    growth = min(max(1.0, ratio), _MAX_WAITING_PER_DECODING)
+    return round(costs.tokens(growth * short_prefill_s(costs)))
 
 
 class PrefillBudget:

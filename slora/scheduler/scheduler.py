@@ -62,7 +62,7 @@ from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
-from slora.scheduler.budgets import BackgroundBudget, PrefillBudget, short_prefill_s
+from slora.scheduler.budgets import BackgroundBudget, PrefillBudget, tokens_beside_others
 from slora.scheduler.charges import charge_mask, charge_output, charge_prompt, estimate_backlog
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.drafting import Drafting
@@ -526,11 +526,14 @@ class Scheduler:
             return PrefillBudget(num_tokens, num_tokens)
         prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
         prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
-        following = self._lifecycle.queue.peek(prefilling)
+        rows, queue = set(decoding), self._lifecycle.queue
+        num_startable = min(self._batch.free_capacity, queue.count_tenants(rows | prefilling))
+        num_waiting = len(prefilling - rows) + num_startable
+        following = queue.peek(prefilling)
         if following is not None and not following.is_background and self._admission.has_place(following):
             prefilling.add(following.tenant)
-        num_beside_others = round(self._costs.tokens(short_prefill_s(self._costs)))
-        return PrefillBudget(num_tokens, num_beside_others, set(decoding), prefilling)
+        num_beside_others = tokens_beside_others(self._costs, num_waiting, len(rows))
+        return PrefillBudget(num_tokens, num_beside_others, rows, prefilling)
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""

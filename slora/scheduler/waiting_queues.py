@@ -28,6 +28,9 @@ class WaitingQueue(Protocol):
     def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
         """The sequence to admit next, ignoring the tenants in `skipped`."""
 
+    def count_tenants(self, skipped: Collection[TenantAccount]) -> int:
+        """The tenants with interactive sequences, without those in `skipped`."""
+
     def upcoming(self, count: int) -> list[Sequence]:
         """At most `count` sequences that are likely to be next. The order may change before they are admitted."""
 
@@ -85,6 +88,10 @@ class FifoQueue:
             key=_order,
             default=None,
         )
+
+    def count_tenants(self, skipped: Collection[TenantAccount]) -> int:
+        tenants = {sequence.tenant for sequence in self._members if not sequence.is_background}
+        return len(tenants.difference(skipped))
 
     def upcoming(self, count: int) -> list[Sequence]:
         return [sequence for _, sequence in self._heap[: 2 * count] if sequence in self._members][:count]
@@ -169,6 +176,11 @@ class FairQueue:
             tenants = [tenant for tenant in tenants if tenant not in skipped]
         tenant = min(tenants, key=attrgetter("turn"), default=None)
         return None if tenant is None else self._heaps[tenant][0][1]
+
+    def count_tenants(self, skipped: Collection[TenantAccount]) -> int:
+        return sum(
+            tenant not in skipped and not heap[0][1].is_background for tenant, heap in self._heaps.items()
+        )
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Returns the first sequence of each tenant, in the tenants' order, then the second of each, and so on."""

@@ -140,7 +140,8 @@ def test_beams_answer_as_those_of_transformers_do(
     assert excused <= len(answers) // 20
     is_scarce = num_pages < 100 or "max_num_seqs" in settings  # Tenants yield places, too.
     assert (stats.preemptions > 0) == is_scarce
-    assert (stats.swapped_in_pages > 0) == (settings.get("preemption") == "swap" or model == "mistral_window")
+    if "preemption" in settings:
+        assert (stats.swapped_in_pages > 0) == (settings["preemption"] == "swap")
     assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
 
 

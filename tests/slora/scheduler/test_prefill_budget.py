@@ -114,7 +114,24 @@ def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants() -
     assert looks["peek"] < 10 * 15
 
 
-@pytest.mark.parametrize(("token_s", "seconds"), [(0.001, 0.4), (0.01, 0.64)])
+def test_many_tenants_that_wait_make_a_step_longer_for_the_few_that_decode() -> None:
+    """A burst of many tenants was computed in as short steps as the prompts of a single one."""
+    bench = make_bench(max_num_batched_tokens=4000, max_num_seqs=8)
+    bench.add("chat", tenant="honest", max_tokens=50)
+    bench.step()
+    for number in range(4):
+        bench.add(f"many {number}", tenant="many", prompt=300, max_tokens=50)
+    bench.step()
+    # One tenant waits for each that decodes.
+    assert sum(chunks_of(bench).values()) == 1 + 400
+    for number in range(20):
+        bench.add(f"burst {number}", tenant=f"tenant {number}", prompt=300, max_tokens=50)
+    bench.step()
+    # Five places are free, and two tenants decode.
+    assert sum(chunks_of(bench).values()) == 2 + 2.5 * 400
+
+
+@pytest.mark.parametrize(("token_s", "seconds"), [(0.0001, 0.4), (0.001, 0.4), (0.01, 0.64)])
 def test_a_short_prefill_pays_for_the_fixed_cost_of_its_step(token_s: float, seconds: float) -> None:
     assert short_prefill_s(replace(SLOW_STEPS, token_s=token_s)) == pytest.approx(seconds)
 
