@@ -314,7 +314,9 @@ class Engine:
         seconds = now_s - max(step.started_s, self._waited_until_s)
         self._waited_until_s = now_s
         self._scheduler.advance_clock(now)
-        if is_timed:
+        # The host records the next step while it should read the results of this one.
+        was_delayed = any(launched.running.was_recorded for launched in (step, *self._launched))
+        if is_timed and not was_delayed:
             self._learn(step, seconds)
         if plan.chunks:
             self._num_steps += 1

@@ -111,6 +111,8 @@ class RunningStep:
     # copies.
     swap_s: float = 0.0
     load_s: float = 0.0
+    # Whether the step's shape was recorded first, which takes many times as long as the step.
+    was_recorded: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
     finish_loads: Callable[[], None] | None = None
 
@@ -216,12 +218,14 @@ class Runner:
         step = RunningStep(finish_loads=self._group.finish_loads if plan.loads else None)
         with _transferring_pages():
             beside = self._transfer_pages(plan, step)
+        num_recorded = self.num_recorded
         try:
             computed = self._compute(plan)
         finally:
             # Load even after a failed computation, because the next slices of these adapters must follow these slices.
             with _transferring_pages():
                 self._load_in_parallel(beside, step)
+        step.was_recorded = self.num_recorded > num_recorded
         if computed is not None:
             step.read = self._sample_tokens(*computed)
         if self.device.type == "cuda":

@@ -1,5 +1,6 @@
 """The engine's interface: which requests it refuses, what ends an answer, and which statistics it reports."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -371,6 +372,24 @@ def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: p
     costs = engine.stats().costs
     assert 0 < costs.step_s < 2.0
     assert costs.load_byte_s == engine.stats().load_paces.pool != spoilt.load_byte_s
+
+
+def test_steps_that_are_recorded_first_teach_no_costs(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recording takes many times as long as the step, so prompts of other tenants got few tokens in each step."""
+    monkeypatch.setattr(Runner, "measure_costs", lambda runner: COSTS)
+    monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
+    recorded = itertools.count()
+    monkeypatch.setattr(Runner, "num_recorded", property(lambda runner: next(recorded)))
+    config = EngineConfig(
+        kit.directory, device="cpu", kernels="torch", dtype="float32", pool_bytes=kit.pool_bytes(100)
+    )
+    engine = Engine(config, read_model_spec(kit.directory), make_source(kit)[0])
+    before = engine.stats().costs
+    drive(engine, [[ask([1])]])
+    assert engine.stats().costs == before
+    monkeypatch.setattr(Runner, "num_recorded", 3)
+    drive(engine, [[ask([2])]])
+    assert engine.stats().costs != before
 
 
 def test_given_costs_are_not_changed(kit: ModelKit) -> None:
