@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 from slora.client.open_streams import OpenStream, OpenStreams
 from slora.client.router import ReportedState
 from slora.core.engine_address import EngineAddress, HandshakeFailed, connect
-from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, LiveState, Pin, TenantPurge
+from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable, SloraError
 from slora.core.messages import (
     Abort,
@@ -24,7 +24,6 @@ from slora.core.messages import (
     Begun,
     Call,
     Drain,
-    GetStats,
     InvalidMessage,
     Message,
     Observe,
@@ -104,13 +103,11 @@ class EngineClient(Protocol):
         When this process ends, the engine records the usage of all requests that were not acknowledged.
         """
 
-    async def stats(self) -> EngineStats:
-        """Returns the engine's current statistics. Raises EngineUnavailable."""
+    async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+        """Returns a snapshot of the engine. Raises EngineUnavailable.
 
-    async def observe(self, tenants: Collection[str]) -> LiveState:
-        """Returns the engine's current state, for consoles. Raises EngineUnavailable.
-
-        tenants: the tenants that must be listed, even if they are small.
+        watched: for a console, the tenants that must be listed, even if they are small. With None, the snapshot has no
+            live state.
         """
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
@@ -271,11 +268,8 @@ class RemoteEngine:
             asyncio.get_running_loop().call_soon(self._send_recorded)
         self._recorded.append(request_id)
 
-    async def stats(self) -> EngineStats:
-        return await self._call(GetStats())
-
-    async def observe(self, tenants: Collection[str]) -> LiveState:
-        return await self._call(Observe(frozenset(tenants)))
+    async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+        return await self._call(Observe(None if watched is None else frozenset(watched)))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         self._versions.add(version)

@@ -14,18 +14,12 @@ import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping, Sequence, Set
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
 from typing import TypeVar
 
 from slora.client.client import RemoteEngine, UsageListener
-from slora.client.merged_states import (
-    explain_difference,
-    merge_infos,
-    merge_live_states,
-    merge_purges,
-    merge_stats,
-)
 from slora.client.open_answer import OpenAnswer, Settlement
 from slora.client.router import RoutedWork, Router, count_answer_tokens
 from slora.core.engine_address import EngineAddress
@@ -34,7 +28,6 @@ from slora.core.engine_state import (
     EngineInfo,
     EngineState,
     EngineStats,
-    LiveState,
     Pin,
     TenantPurge,
 )
@@ -233,18 +226,16 @@ class ReplicaGroup:
         for replica in self._by_name.values():
             replica.client.acknowledge_usage(request_id)
 
-    async def stats(self) -> EngineStats:
-        return merge_stats(await self._ask_all(lambda engine: engine.stats(), skip_stalled=True))
-
-    async def observe(self, tenants: Collection[str]) -> LiveState:
-        states = await self._ask_each(lambda engine: engine.observe(tenants), skip_stalled=True)
-        return replace(merge_live_states(list(states.values())), engines=self._list_engines(states))
+    async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+        """Returns the statistics of all engines together, and those of each engine."""
+        stats = await self._ask_each(lambda engine: engine.stats(watched), skip_stalled=True)
+        return replace(EngineStats.merge(list(stats.values())), engines=self._list_engines(stats))
 
     async def list_engines(self) -> Sequence[EngineState]:
         """Returns the state of each engine, also while none of them answers."""
         try:
             async with asyncio.timeout(_LISTING_S):
-                return (await self.observe(())).engines
+                return (await self.stats(())).engines
         except (EngineUnavailable, TimeoutError):
             return self._list_engines({})
 
@@ -260,9 +251,9 @@ class ReplicaGroup:
         """
         self._by_name[name].client.stop()
 
-    def _list_engines(self, states: Mapping[str, LiveState]) -> tuple[EngineState, ...]:
+    def _list_engines(self, stats: Mapping[str, EngineStats]) -> tuple[EngineState, ...]:
         return tuple(
-            EngineState(name, problem, self._by_name[name].client.device, states.get(name))
+            EngineState(name, problem, self._by_name[name].client.device, stats.get(name))
             for name, problem in self.problems.items()
         )
 
@@ -275,7 +266,7 @@ class ReplicaGroup:
         for answer in self._answers.values():
             if answer.request.tenant == tenant:
                 answer.refusal = RequestFailed(_PURGED)
-        return merge_purges(await self._ask_all(lambda engine: engine.purge_tenant(tenant)))
+        return reduce(add, await self._ask_all(lambda engine: engine.purge_tenant(tenant)))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         """Prewarms the adapter in the engine to which the router would send a request for it."""
@@ -394,9 +385,9 @@ class ReplicaGroup:
         found = replica.client.info
         # Also without others, answers in progress must not continue on another model.
         expected = others[0] if others else self._info
-        replica.mismatch = explain_difference(expected, found) if expected is not None else None
+        replica.mismatch = expected.explain_difference(found) if expected is not None else None
         if replica.mismatch is None:
-            self._info = merge_infos([*others, found])
+            self._info = EngineInfo.merge([*others, found])
         else:
             _log.error(
                 "%s gets no requests: %s; restart it with the settings of the others",

@@ -1,14 +1,18 @@
-"""What an engine tells the API: its facts, its statistics, its reports and what a console shows.
+"""What an engine tells the API: its facts, the snapshot that metrics and consoles show, and its reports to routers.
 
 API processes read these values, so this module does not import torch.
 """
 
+import itertools
+from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import reduce
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from slora.core.cost_model import CostModel
 from slora.core.request import DEFAULT_SHARE, RequestUsage, TenantShare
@@ -16,6 +20,8 @@ from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape, lay_out_adapter
 from slora_kernels.partition import Partition
+
+_Part = TypeVar("_Part", "LiveState", "EngineStats")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,10 @@ class ServedCounts:
         )
 
 
+# Facts that may differ between the engines of one server. Each engine takes its share of the memory that is free.
+_OWN_FACTS = ("num_pages", "device")
+
+
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
     """Fixed facts of the engine, known before the first request. Sizes are in tokens, pages and bytes."""
@@ -253,6 +263,21 @@ class EngineInfo:
     can_embed: bool = True  # Whether the model's hidden states can be read, which embeddings need.
     num_ranks: int = 1  # Number of tensor-parallel ranks.
     prefix_cache: str = "tenant"  # Which cached prefixes a request may reuse, see `EngineConfig`.
+
+    @staticmethod
+    def merge(infos: "Sequence[EngineInfo]") -> "EngineInfo":
+        """Returns the facts on which a request can rely in every engine."""
+        return replace(infos[0], num_pages=min(info.num_pages for info in infos))
+
+    def explain_difference(self, found: "EngineInfo") -> str | None:
+        """Returns why an engine with `found` cannot serve beside an engine with these facts; None if it can."""
+        if self.device.partition(":")[0] != found.device.partition(":")[0]:
+            return f"its device is {found.device}, but that of the other replicas is {self.device}"
+        for fact in fields(self):
+            wanted, value = getattr(self, fact.name), getattr(found, fact.name)
+            if fact.name not in _OWN_FACTS and wanted != value:
+                return f"its {fact.name} is {value}, but that of the other replicas is {wanted}"
+        return None
 
     def count_rank_bytes(self, packed_bytes: int, target_modules: Collection[str]) -> int:
         """Returns the bytes that an adapter takes in the page pool of each tensor-parallel rank.
@@ -280,6 +305,99 @@ class TenantPurge:
     num_adapters: int
     num_pages: int
 
+    def __add__(self, other: "TenantPurge") -> "TenantPurge":
+        return TenantPurge(
+            self.num_requests + other.num_requests,
+            self.num_adapters + other.num_adapters,
+            self.num_pages + other.num_pages,
+        )
+
+
+# The snapshot of an engine. The engine makes it, and an API process adds up those of several engines field by field.
+
+
+class Quantiles(NamedTuple):
+    """The median and the 99th percentile of recent times in seconds, and the number of these times."""
+
+    p50: float
+    p99: float
+    num_times: int
+
+
+def _slowest(quantiles: Sequence[Quantiles | None]) -> Quantiles | None:
+    return max(filter(None, quantiles), key=lambda times: times.p99, default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class TenantState:
+    """The state of one tenant, or of all tenants together."""
+
+    pages: PageCounts = field(default_factory=PageCounts)
+    # Numbers of sequences.
+    running: int = 0
+    waiting: int = 0
+    tokens_per_s: float = 0.0  # Rate of generated tokens in the last seconds.
+    # Times from the arrival in the engine to the first token; None without recent first tokens.
+    first_token: Quantiles | None = None
+    interval: Quantiles | None = None  # Times between two tokens; None without recent intervals.
+
+    def __add__(self, other: "TenantState") -> "TenantState":
+        """The state of the tenant in both engines. Quantiles are those of the slower engine."""
+        return TenantState(
+            self.pages + other.pages,
+            self.running + other.running,
+            self.waiting + other.waiting,
+            self.tokens_per_s + other.tokens_per_s,
+            _slowest([self.first_token, other.first_token]),
+            _slowest([self.interval, other.interval]),
+        )
+
+
+class AdapterWork(NamedTuple):
+    """The number of tokens that were computed with an adapter in the last seconds, prompts included.
+
+    A token that uses several adapters counts for each adapter. digest: empty for the base model.
+    """
+
+    tenant: str
+    digest: str
+    num_tokens: int
+
+
+class PoolEvent(NamedTuple):
+    """An event in the pool while the engine is observed."""
+
+    number: int  # Grows by one with each event.
+    time_s: float  # Unix time.
+    kind: str  # "load" or "eviction" of an adapter, "prefix_eviction", or "preemption".
+    tenant: str
+    digest: str  # The digest of the adapter.
+    num_times: int  # Number of such events since the last observation.
+
+
+def _join_maps(maps: Sequence[PageMap]) -> PageMap:
+    """Draws the pools one after the other, with as many cells in all as one map has."""
+    stride = len(maps) * max(drawn.stride for drawn in maps)
+    numbers: dict[PageOwner, int] = {}
+    cells = array("H")
+    for drawn in maps:
+        table = [0, *(numbers.setdefault(owner, len(numbers) + 1) for owner in drawn.owners)]
+        cells.extend(table[cell] for cell in array("H", drawn.cells)[:: stride // drawn.stride])
+    return PageMap(stride, cells.tobytes(), tuple(numbers))
+
+
+def _add_work(listed: Sequence[tuple[AdapterWork, ...]]) -> tuple[AdapterWork, ...]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for tenant, digest, num_tokens in itertools.chain(*listed):
+        counts[tenant, digest] += num_tokens
+    return tuple(AdapterWork(*key, count) for key, count in counts.items())
+
+
+def _join_events(listed: Sequence[tuple[PoolEvent, ...]]) -> tuple[PoolEvent, ...]:
+    """Each engine numbers its own events. The times number the events of all engines in one order."""
+    events = (event._replace(number=int(event.time_s * 1e6)) for event in itertools.chain(*listed))
+    return tuple(sorted(events, key=lambda event: event.number))
+
 
 def _join_caches(caches: Sequence[CacheCounts]) -> CacheCounts:
     """The engines share one host cache, but each lists its own adapters. An engine without a loader knows nothing."""
@@ -287,16 +405,77 @@ def _join_caches(caches: Sequence[CacheCounts]) -> CacheCounts:
     return replace(largest, labels=tuple(sorted({label for cache in caches for label in cache.labels})))
 
 
-# Metadata of the fields of EngineStats that are not added up over several engines.
+def _add_up(values: Sequence[Any]) -> Any:
+    return reduce(_add, values)
+
+
+def _add(first: Any, second: Any) -> Any:
+    """Adds maps by their keys, joins tuples, and adds other values."""
+    if isinstance(first, Mapping):
+        new = {key: _add(first[key], value) if key in first else value for key, value in second.items()}
+        return {**first, **new}
+    if isinstance(first, tuple):
+        return tuple(sorted({*first, *second}))
+    return first + second
+
+
+# Metadata of the fields of snapshots that are not added up over several engines.
 _MAX, _MIN, _OF_FIRST = {"merge": max}, {"merge": min}, {"merge": itemgetter(0)}
-_JOINED = {"merge": _join_caches}
+
+
+def _merge_fields(parts: Sequence[_Part]) -> _Part:
+    """Adds values of one class up, field by field, as the fields' metadata say."""
+    if len(parts) == 1:
+        return parts[0]
+    merged = {
+        part.name: part.metadata.get("merge", _add_up)([getattr(value, part.name) for value in parts])
+        for part in fields(parts[0])
+    }
+    return replace(parts[0], **merged)
+
+
+@dataclass(frozen=True, slots=True)
+class LiveState:
+    """What the engine measures only while a console watches."""
+
+    time_s: float = field(metadata=_MAX)  # Unix time.
+    page_map: PageMap = field(metadata={"merge": _join_maps})
+    total: TenantState  # All tenants together.
+    tenants: Mapping[str, TenantState]  # The tenants with the most pages, and the watched tenants.
+    # The adapters with the most computed tokens, and adapters of the watched tenants.
+    adapters: tuple[AdapterWork, ...] = field(metadata={"merge": _add_work})
+    work_tokens: int  # Tokens that were computed with any adapter, including adapters that are not listed.
+    step: Quantiles | None = field(metadata={"merge": _slowest})  # Times of recent steps.
+    # Rates of the last seconds, prompts included.
+    steps_per_s: float
+    computed_tokens_per_s: float
+    events: tuple[PoolEvent, ...] = field(
+        metadata={"merge": _join_events}
+    )  # The most recent ones, oldest first.
+
+    @property
+    def tokens_per_step(self) -> float:
+        return self.computed_tokens_per_s / self.steps_per_s if self.steps_per_s else 0.0
+
+
+def _merge_live(states: Sequence[LiveState | None]) -> LiveState | None:
+    observed = [state for state in states if state is not None]
+    return _merge_fields(observed) if observed else None
+
+
+class EngineState(NamedTuple):
+    """One of the engines of a server."""
+
+    name: str
+    problem: str | None  # Why it gets no new requests; None if it serves.
+    device: str | None  # None before its first connection.
+    stats: "EngineStats | None"  # None while it does not answer.
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The engine's statistics. Gauges show the current state, and counters count since the engine started.
-
-    The statistics of several engines are added up field by field, except for the fields that say otherwise.
+    """A snapshot of the engine: all that metrics, consoles and operators see of it. Gauges show the current state, and
+    counters count since the engine started.
     """
 
     running: int
@@ -347,92 +526,20 @@ class EngineStats:
     pages: PageCounts  # Numbers of used pages, by their content.
     tenant_pages: Mapping[str, PageCounts]  # For the tenants with the most pages, at most `metrics_tenants`.
     load_paces: LoadPaces = field(metadata=_OF_FIRST)  # Recent speeds of adapter loads.
-    costs: CostModel = field(
-        metadata=_OF_FIRST
-    )  # The cost model on which the scheduler now bases its decisions.
+    costs: CostModel = field(metadata=_OF_FIRST)  # The scheduler bases its decisions on it now.
     usage: RequestUsage  # The total usage of all ended requests.
     # The host cache, with its largest tenants, at most `metrics_tenants`. Its labels are the names in `adapters` whose
     # adapters are cached.
-    host_cache: CacheCounts = field(metadata=_JOINED)
+    host_cache: CacheCounts = field(metadata={"merge": _join_caches})
+    live: LiveState | None = field(
+        default=None, metadata={"merge": _merge_live}
+    )  # None unless a console asks.
+    engines: tuple[EngineState, ...] = ()  # The engines of a server, if these are their statistics together.
 
-
-# The engine's current state, for the console.
-
-
-class Quantiles(NamedTuple):
-    """The median and the 99th percentile of recent times in seconds, and the number of these times."""
-
-    p50: float
-    p99: float
-    num_times: int
-
-
-@dataclass(frozen=True, slots=True)
-class TenantState:
-    """The state of one tenant, or of all tenants together."""
-
-    pages: PageCounts = field(default_factory=PageCounts)
-    # Numbers of sequences.
-    running: int = 0
-    waiting: int = 0
-    tokens_per_s: float = 0.0  # Rate of generated tokens in the last seconds.
-    # Times from the arrival in the engine to the first token; None without recent first tokens.
-    first_token: Quantiles | None = None
-    interval: Quantiles | None = None  # Times between two tokens; None without recent intervals.
-
-
-class AdapterWork(NamedTuple):
-    """The number of tokens that were computed with an adapter in the last seconds, prompts included.
-
-    A token that uses several adapters counts for each adapter. digest: empty for the base model.
-    """
-
-    tenant: str
-    digest: str
-    num_tokens: int
-
-
-class PoolEvent(NamedTuple):
-    """An event in the pool while the engine is observed."""
-
-    number: int  # Grows by one with each event.
-    time_s: float  # Unix time.
-    kind: str  # "load" or "eviction" of an adapter, "prefix_eviction", or "preemption".
-    tenant: str
-    digest: str  # The digest of the adapter.
-    num_times: int  # Number of such events since the last observation.
-
-
-class EngineState(NamedTuple):
-    """One of the engines of a server."""
-
-    name: str
-    problem: str | None  # Why it gets no new requests; None if it serves.
-    device: str | None  # None before its first connection.
-    live: "LiveState | None"  # None while it does not answer.
-
-
-@dataclass(frozen=True, slots=True)
-class LiveState:
-    """One observation of the engine."""
-
-    time_s: float  # Unix time.
-    num_pages: int  # Size of the pool.
-    page_map: PageMap
-    pages: PageCounts  # What the pages hold.
-    awaiting_adapter: int  # Number of sequences whose adapter is being fetched.
-    total: TenantState  # All tenants together.
-    tenants: Mapping[str, TenantState]  # The tenants with the most pages, and the watched tenants.
-    # The adapters with the most computed tokens, and adapters of the watched tenants.
-    adapters: tuple[AdapterWork, ...]
-    work_tokens: int  # Tokens that were computed with any adapter, including adapters that are not listed.
-    step: Quantiles | None  # Times of recent steps.
-    # Rates of the last seconds, prompts included.
-    steps_per_s: float
-    tokens_per_step: float
-    events: tuple[PoolEvent, ...]  # The most recent events, oldest first.
-    # The engines of a server, if this is their state together; otherwise empty.
-    engines: tuple[EngineState, ...] = ()
+    @staticmethod
+    def merge(stats: "Sequence[EngineStats]") -> "EngineStats":
+        """Returns the statistics of several engines together, as if one engine had computed all of it."""
+        return _merge_fields(stats)
 
 
 # What an engine reports to the API processes about ten times a second: for the router, and for the other engines.

@@ -26,7 +26,6 @@ from slora.core.engine_state import (
     EngineInfo,
     EngineReport,
     EngineStats,
-    LiveState,
     Pin,
     ServiceSpan,
     TenantPurge,
@@ -40,7 +39,7 @@ from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantSh
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 26
+PROTOCOL_VERSION = 27
 
 _Result = TypeVar("_Result")
 _Decode = Callable[[Any], Any]
@@ -139,15 +138,10 @@ class Prewarm(Call[AdapterPlace]):
 
 
 @dataclass(frozen=True, slots=True)
-class GetStats(Call[EngineStats]):
-    pass
+class Observe(Call[EngineStats]):
+    """watched: for a console, the tenants that must be listed. With None, the engine measures no live state."""
 
-
-@dataclass(frozen=True, slots=True)
-class Observe(Call[LiveState]):
-    """Observes the engine for a console. tenants: the tenants that must be listed."""
-
-    tenants: frozenset[str]
+    watched: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 
 from slora.core.cost_model import CostModel, StepTimes
 from slora.core.engine_config import EngineConfig, KVFootprint, SchedulerConfig
@@ -21,9 +20,6 @@ from slora.core.engine_state import (
     EngineInfo,
     EngineReport,
     EngineStats,
-    Histogram,
-    LiveState,
-    LoadPaces,
     Pin,
     ServiceSpan,
     TenantPurge,
@@ -31,7 +27,7 @@ from slora.core.engine_state import (
 from slora.core.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
 from slora.core.request import DEFAULT_SHARE, EndedRequest, EngineRequest, StepOutput, TenantShare
 from slora.core.request_check import check_request, find_stop_token_ids
-from slora.engine.live_view import LiveView
+from slora.engine.observer import Observer
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.host_memory import prefault
 from slora.models.model import LoadModel, load_model
@@ -56,15 +52,6 @@ _TRANSFER_FAILED = (
     "request again"
 )
 
-# The buckets are the same as in vLLM's histograms of inter-token latency and of tokens per step.
-_LATENCIES_S = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
-    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
-)
-_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-
-# How many adapters the statistics list, because each scrape sends them.
-_MAX_LISTED = 256
 _PURGED = "the operator has purged the tenant of this request"
 
 
@@ -146,11 +133,8 @@ class Engine:
         self._num_overlapped = int(overlap)
         self._launched: deque[_LaunchedStep] = deque()
         self._waited_until_s = 0.0
-        self._live = LiveView(self._scheduler)
+        self._observer = Observer(self._scheduler, source, self._costs, config.metrics_tenants)
         self._tenants = self._scheduler.paging.tenants
-        self._step_seconds, self._token_gaps = Histogram(_LATENCIES_S), Histogram(_LATENCIES_S)
-        self._step_tokens = Histogram(_STEP_TOKENS)
-        self._num_steps = self._prompt_tokens = self._generated_tokens = 0
         self.info = EngineInfo(
             model_name=config.served_name,
             max_model_len=self._runner.max_model_len,
@@ -201,7 +185,7 @@ class Engine:
         sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
         if request.emitted is None:
             self._scheduler.add(sequence, time.monotonic())
-            self._prompt_tokens += len(request.prompt_token_ids)
+            self._observer.num_prompt_tokens += len(request.prompt_token_ids)
             return
         try:
             for choice in sequence.resume(request.emitted):
@@ -318,20 +302,9 @@ class Engine:
         was_delayed = any(launched.running.was_recorded for launched in (step, *self._launched))
         if is_timed and not was_delayed:
             self._learn(step, seconds)
-        if plan.chunks:
-            self._num_steps += 1
-            self._step_seconds.count(seconds)
-            self._step_tokens.count(plan.num_tokens)
-        sequences = (sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences)
-        self._generated_tokens += sum(
-            not (token.is_deferred or sequence.is_finished)
-            for sequence, token in zip(sequences, sampled, strict=True)
-        )
-        if self._live.meter.is_watched(now):
-            self._live.meter.record(plan, sampled, seconds, now)
+        self._observer.count_step(plan, sampled, seconds, now)
         outputs = self._scheduler.postprocess(plan, sampled)
-        for gap_s, count in self._scheduler.token_gaps:
-            self._token_gaps.count(gap_s, count)
+        self._observer.count_gaps(self._scheduler.token_gaps)
         return outputs
 
     def _wait_for_copies(self) -> None:
@@ -379,76 +352,9 @@ class Engine:
         """Counts what another engine has charged to tenants, so that all engines together are fair."""
         self._scheduler.add_service_elsewhere(engine, spans)
 
-    def observe(self, tenants: Collection[str]) -> LiveState:
-        """The current state, for consoles. tenants: the tenants that must be listed, even if they are small."""
-        return self._live.observe(tenants, time.monotonic())
-
-    def stats(self) -> EngineStats:
-        scheduler, memory = self._scheduler, self._scheduler.paging
-        residents = list(memory.residency)
-        served = scheduler.served.adapters
-        loaded = {resident.version.label for resident in residents if resident.is_loaded}
-        ready = sorted(
-            (resident for resident in residents if resident.is_loaded),
-            key=lambda resident: not resident.num_users,
-        )
-        waiting = scheduler.adapters.waited_for | {
-            resident.version for resident in residents if resident.is_loading
-        }
-        return EngineStats(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            awaiting_adapter=scheduler.num_awaiting_adapter,
-            pages_total=memory.pool.num_pages,
-            pages_free=memory.pool.num_free,
-            pages_held=memory.pool.num_held,
-            pages_cached=memory.pool.num_cached,
-            adapter_pages=sum(len(r.pages) for r in residents),
-            resident_adapters=len(residents),
-            loaded_adapters=tuple(
-                (resident.version.tenant, resident.version.digest) for resident in ready[:_MAX_LISTED]
-            ),
-            waiting_adapters=tuple(
-                (version.tenant, version.digest) for version in islice(waiting, _MAX_LISTED)
-            ),
-            adapter_loads=scheduler.adapters.num_loads,
-            adapter_evictions=memory.residency.num_evictions,
-            pinned_adapters=scheduler.pins.num_pins,
-            pinned_loaded=scheduler.pins.num_loaded,
-            pin_failures=scheduler.pins.num_failures,
-            preemptions=scheduler.num_preemptions,
-            prefix_queries=scheduler.prefixes.num_queries,
-            prefix_hits=scheduler.prefixes.num_hits,
-            prefix_evictions=memory.kv.num_evictions,
-            swapped_out_pages=scheduler.swapping.num_pages_out,
-            swapped_in_pages=scheduler.swapping.num_pages_in,
-            swap_pages_total=scheduler.swapping.num_pages,
-            swap_pages_used=scheduler.swapping.num_used,
-            deadline_misses=scheduler.num_deadlines_missed,
-            prompt_tokens=self._prompt_tokens,
-            generated_tokens=self._generated_tokens - scheduler.drafting.num_rejected_tokens,
-            drafts=scheduler.drafting.num_drafts,
-            draft_tokens=scheduler.drafting.num_draft_tokens,
-            accepted_draft_tokens=scheduler.drafting.num_accepted_tokens,
-            steps=self._num_steps,
-            not_finite=scheduler.num_not_finite,
-            loads_by_cause=dict(scheduler.adapters.loads),
-            evictions_by_cause=dict(memory.residency.evictions),
-            preemptions_by_kind=scheduler.preemptions_by_kind,
-            fetches_by_outcome=dict(scheduler.adapters.fetches),
-            step_seconds=self._step_seconds.read(),
-            step_tokens=self._step_tokens.read(),
-            token_gaps=self._token_gaps.read(),
-            tenants=scheduler.served.tenants,
-            adapters=served,
-            pooled_adapters=tuple(sorted(served.keys() & loaded)),
-            pages=memory.count_pages(),
-            tenant_pages=memory.count_tenant_pages(self._config.metrics_tenants),
-            load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
-            costs=replace(self._costs),  # It changes while another thread sends the statistics.
-            usage=scheduler.total_usage,
-            host_cache=self._source.count_cached(self._config.metrics_tenants, served),
-        )
+    def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+        """Returns a snapshot. watched: for a console, the tenants that must be listed, even if they are small."""
+        return self._observer.observe(watched, time.monotonic())
 
     def _learn(self, step: "_LaunchedStep", seconds: float) -> None:
         """Updates the cost model from a step's time.

@@ -16,7 +16,6 @@ from slora.core.messages import (
     Abort,
     Add,
     Command,
-    GetStats,
     Observe,
     Prewarm,
     PurgeTenant,
@@ -173,8 +172,6 @@ class EngineWorker:
                 purge, ended = engine.purge_tenant(tenant)
                 self._deliver(ended, engine.pop_usage())
                 return purge
-            case GetStats():
-                return engine.stats()
-            case Observe(tenants):
-                return engine.observe(tenants)
+            case Observe(watched):
+                return engine.stats(watched)
         return None

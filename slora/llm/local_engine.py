@@ -22,7 +22,7 @@ from slora.core.messages import (
     Add,
     Call,
     Command,
-    GetStats,
+    Observe,
     Prewarm,
     PurgeTenant,
     RemoveAdapter,
@@ -95,7 +95,7 @@ class LocalEngine:
         self._worker.post(Abort(request_id, index))
 
     async def stats(self) -> EngineStats:
-        return await self._call(GetStats())
+        return await self._call(Observe())
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
         self._worker.post(RemoveAdapter(version))

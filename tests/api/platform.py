@@ -60,10 +60,10 @@ from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.routes import KeyServices
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.metrics.adapter_references import AdapterReferences
-from slora_api.metrics.live_feed import LiveFeed
-from slora_api.metrics.live_routes import LiveServices
+from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.metrics import Metrics
+from slora_api.metrics.names import ServerNames
+from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engine_routes import OperationServices
 from slora_api.operations.engines import Engines
 from slora_api.operations.health_routes import HealthServices
@@ -289,7 +289,9 @@ def running_platform(
     batches = Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant)
     board = HostBoard.create(BoardSize(1, 1))
     engines = Engines(engine, metrics, board, database)
-    live = LiveFeed(engine, registry.find_names, tenant_store.find_names, lambda: limiter.stopping)
+    names = ServerNames.of(registry, tenant_store)
+    live = LiveFeed(engine, names, lambda: limiter.stopping)
+    scraper = Scraper(metrics, cast(ReplicaGroup, engine), generator.engine_info, names, reserve, shipper)
     services = Services(
         Foundation(
             AsyncExitStack(),
@@ -335,9 +337,7 @@ def running_platform(
                 generator,
                 reserve,
                 engines,
-                shipper,
-                tenant_store,
-                AdapterReferences(registry.find_references),
+                scraper,
             ),
             LiveServices(live, keys.running),
         ),

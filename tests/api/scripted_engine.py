@@ -43,10 +43,20 @@ from slora_api.adapters.canary import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256
-# A pool of 100 free pages, without traffic.
-EMPTY = LiveState(
-    0.0, 100, PageMap(1, bytes(200), ()), PageCounts(), 0, TenantState(), {}, (), 0, None, 0.0, 0.0, ()
-)
+STATS = EngineStats(
+    1, 2, 0, 100, 60, 30, 10, 5, 1, (), (),
+    3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20, 15, 9, 3,
+    {"request": 2, "pin": 1}, {"pages": 2, "slot": 0}, {"swap": 1, "recompute": 3},
+    {"fetched": 3, "corrupt": 1},
+    *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),
+    {"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
+    {"t/abc": ServedCounts(2, 20, 16, 10, 1), "t/def": ServedCounts(1), "other": ServedCounts()},
+    ("t/abc",),
+    PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
+    LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
+    CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
+    LiveState(0.0, PageMap(1, bytes(200), ()), TenantState(), {}, (), 0, None, 0.0, 0.0, ()),
+)  # fmt: skip
 
 
 def fast_byte_tokenizer() -> FastTokenizer:
@@ -137,7 +147,7 @@ class ScriptedEngine:
     loaded_adapters: tuple[tuple[str, str], ...] = ()
     waiting_adapters: tuple[tuple[str, str], ...] = ()
     on_usage: UsageListener = lambda request_id, usage, timing: None
-    live: LiveState = EMPTY
+    snapshot: EngineStats = STATS
     num_observations: int = 0
     names: Sequence[str] = ("engine",)
     lost: dict[str, str] = field(default_factory=dict)
@@ -242,20 +252,22 @@ class ScriptedEngine:
     def end_choice(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))
 
-    async def stats(self) -> EngineStats:
-        return EngineStats(
-            1, 2, 0, 100, 60, 30, 10, 5, 1, self.loaded_adapters, self.waiting_adapters,
-            3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20, 15, 9, 3,
-            {"request": 2, "pin": 1}, {"pages": 2, "slot": 0}, {"swap": 1, "recompute": 3},
-            {"fetched": 3, "corrupt": 1},
-            *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),
-            {"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
-            {"t/abc": ServedCounts(2, 20, 16, 10, 1), "t/def": ServedCounts(1), "other": ServedCounts()},
-            ("t/abc",),
-            PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
-            LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
-            CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
-        )  # fmt: skip
+    async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+        if watched is not None:
+            self.num_observations += 1
+            if not self.ready:
+                raise EngineUnavailable("the engine is not ready")
+        return replace(
+            self.snapshot,
+            loaded_adapters=self.loaded_adapters,
+            waiting_adapters=self.waiting_adapters,
+            live=None if watched is None else self.snapshot.live,
+            engines=tuple(await self.list_engines()),
+        )
+
+    @property
+    def health(self) -> dict[str, bool]:
+        return {name: problem is None for name, problem in self.problems.items()}
 
     @property
     def problems(self) -> dict[str, str | None]:
@@ -263,7 +275,7 @@ class ScriptedEngine:
 
     async def list_engines(self) -> list[EngineState]:
         return [
-            EngineState(name, problem, "cpu", None if problem else self.live)
+            EngineState(name, problem, "cpu", None if problem else self.snapshot)
             for name, problem in self.problems.items()
         ]
 
@@ -272,12 +284,6 @@ class ScriptedEngine:
 
     def stop_engine(self, name: str) -> None:
         self.lost[name] = "it stops, and is then started again"
-
-    async def observe(self, tenants: Collection[str]) -> LiveState:
-        self.num_observations += 1
-        if not self.ready:
-            raise EngineUnavailable("the engine is not ready")
-        return replace(self.live, engines=tuple(await self.list_engines()))
 
     @property
     def versions(self) -> set[AdapterVersion]:

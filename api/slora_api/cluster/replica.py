@@ -21,7 +21,6 @@ from ray import serve
 from ray.serve.config import AutoscalingContext
 
 from slora.client.client import RemoteEngine
-from slora.client.merged_states import explain_difference
 from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.errors import ConfigError, EngineUnavailable
 from slora.core.messages import decode_info, encode_info
@@ -114,7 +113,7 @@ class EngineReplica:
         agreed = json.loads(await control_thread(self._registry.agree_on_facts, own))
         remedy = "end the cluster with `slora cluster stop` before you deploy it with these settings"
         try:
-            difference = explain_difference(decode_info(agreed), info)
+            difference = decode_info(agreed).explain_difference(info)
         except EngineUnavailable as error:
             raise ConfigError(f"the new replica cannot serve beside the others: {error}") from error
         if difference is not None:

@@ -1,9 +1,9 @@
-"""The engine's metrics, made from its statistics at each scrape."""
+"""The engine's metrics, made from its snapshot at each scrape."""
 
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
@@ -12,9 +12,21 @@ from slora.core.engine_state import EngineInfo, EngineStats, HistogramCounts, Pa
 from slora.scheduler.served_counts import OTHERS
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
-from slora_api.metrics.request_metrics import ENGINE, VLLM_LABELS
 
 T = TypeVar("T")
+
+# The labels of vLLM's metrics. A server has one engine.
+VLLM_LABELS = ("model_name", "engine")
+ENGINE = "0"
+
+
+class EngineNumbers(NamedTuple):
+    """What the engine says at a scrape."""
+
+    info: EngineInfo
+    stats: EngineStats
+    references: Mapping[AdapterVersion, Collection[str]]  # See `Registry.find_references`.
+    answered_at: float  # Monotonic seconds.
 
 
 def engine_metrics(model_name: str, stats: EngineStats) -> Iterator[Metric]:
@@ -28,6 +40,12 @@ def engine_metrics(model_name: str, stats: EngineStats) -> Iterator[Metric]:
     yield from _causes(stats)
     yield from _tenants(stats.tenants)
     yield from _adapters(stats)
+
+
+def tenants_of(stats: EngineStats) -> set[str]:
+    """Returns the tenants that the metrics show, by id."""
+    labels = (*stats.tenants, *stats.tenant_pages, *stats.adapters, *stats.host_cache.tenants)
+    return {label.partition("/")[0] for label in labels}
 
 
 def name_tenants(stats: EngineStats, names: Mapping[str, str]) -> EngineStats:
@@ -54,13 +72,9 @@ def name_tenants(stats: EngineStats, names: Mapping[str, str]) -> EngineStats:
     )
 
 
-def gateway_metrics(
-    model_name: str,
-    info: EngineInfo,
-    stats: EngineStats,
-    references: Mapping[AdapterVersion, Collection[str]],
-) -> Iterator[Metric]:
-    """Yields what gateways route by. references: the names of the adapters, see `Registry.find_references`."""
+def gateway_metrics(model_name: str, engine: EngineNumbers) -> Iterator[Metric]:
+    """Yields what gateways route by."""
+    info, stats, references, _ = engine
     for name, help_text, value in _vllm_gauges(stats):
         gauge = GaugeMetricFamily(f"vllm:{name}", help_text, labels=VLLM_LABELS)
         gauge.add_metric([model_name, ENGINE], value)

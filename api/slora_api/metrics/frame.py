@@ -1,4 +1,4 @@
-"""Makes the frames of the console. A frame shows the part of an observation of the engine that one viewer may see.
+"""Makes the frames of the console. A frame shows the part of a snapshot of the engine that one viewer may see.
 
 An operator sees all tenants. A tenant sees its own pages, adapters and requests by name. For all other tenants
 together, it sees the number of their pages and their share of the work. A tenant also sees the times of the engine's
@@ -14,7 +14,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-from slora.core.engine_state import EngineState, LiveState, PageCounts, PageOwner, Quantiles, TenantState
+from slora.core.engine_state import EngineState, EngineStats, PageCounts, PageOwner, Quantiles, TenantState
 from slora_adapters.version import AdapterVersion
 
 # A frame has at most this many owners, because a cell is one byte. Owners beyond the limit share one number.
@@ -166,34 +166,36 @@ class FrameObject(TypedDict):
 
 
 class FrameMaker:
-    """Makes the frames of one observation.
+    """Makes the frames of one snapshot with a live state.
 
     The parts that all viewers need are computed once, because the frames are made on the event loop.
     """
 
-    def __init__(self, state: LiveState, names: Names) -> None:
-        self._state = state
+    def __init__(self, stats: EngineStats, names: Names) -> None:
+        assert stats.live is not None, "nothing was observed for a console"
+        self._stats, self._live = stats, stats.live
         self._names = names
-        self._cells = array("H", state.page_map.cells)
+        self._cells = array("H", self._live.page_map.cells)
         # Tenant -> the numbers of its owners, beginning with the owners that have the most cells. The key None has the
         # owners of all tenants.
         self._drawn: defaultdict[str | None, list[int]] = defaultdict(list)
         for number, _ in Counter(self._cells).most_common():
             if number:
                 self._drawn[None].append(number)
-                self._drawn[state.page_map.owners[number - 1].tenant].append(number)
+                self._drawn[self._live.page_map.owners[number - 1].tenant].append(number)
 
     def make(self, tenant: str | None) -> FrameObject:
         """Makes the frame of one viewer. tenant: the id of the viewer's tenant; None for an operator."""
-        state = self._state
+        live = self._live
+        engines = self._stats.engines if tenant is None else ()
         return {
             "object": "live.frame",
-            "time": state.time_s,
+            "time": live.time_s,
             "pool": self._draw_pool(tenant),
-            "tenants": _list_tenants(state, tenant, self._names),
-            "traffic": _describe_traffic(state, tenant),
-            "adapters": _list_work(state, tenant, self._names),
-            "engines": [describe_engine(one) for one in state.engines] if tenant is None else [],
+            "tenants": self._list_tenants(tenant),
+            "traffic": self._describe_traffic(tenant),
+            "adapters": self._list_work(tenant),
+            "engines": [describe_engine(engine) for engine in engines],
             "events": [
                 {
                     "number": one.number,
@@ -203,13 +205,13 @@ class FrameMaker:
                     "adapter": self._names.adapter(one.tenant, one.digest) if one.digest else None,
                     "times": one.num_times,
                 }
-                for one in state.events
+                for one in live.events
                 if tenant in (None, one.tenant)
             ],
         }
 
     def _draw_pool(self, tenant: str | None) -> PoolObject:
-        state, drawn = self._state, self._state.page_map
+        pages, num_pages, drawn = self._stats.pages, self._stats.pages_total, self._live.page_map
         shown = self._drawn.get(tenant, [])[:_MAX_OWNERS]
         owners = [drawn.owners[number - 1] for number in shown]
         table = [0] * (len(drawn.owners) + 1)
@@ -218,21 +220,75 @@ class FrameMaker:
             table[1:] = [len(owners)] * len(drawn.owners)
         for position, number in enumerate(shown, start=1):
             table[number] = position
-        own = _pages_of(state, tenant)
+        own = pages if tenant is None else self._state_of(tenant).pages
         return {
-            "num_pages": state.num_pages,
+            "num_pages": num_pages,
             "stride": drawn.stride,
             "cells": base64.b64encode(bytes(map(table.__getitem__, self._cells))).decode(),
             "owners": [_describe_owner(owner, self._names) for owner in owners],
             "counts": {
-                "free": state.num_pages - state.pages.total,
+                "free": num_pages - pages.total,
                 "kv": own.kv,
                 "prefixes": own.prefixes,
                 "adapters": own.adapters,
                 "idle_adapters": own.idle_adapters,
-                "other": state.pages.total - own.total,
+                "other": pages.total - own.total,
             },
         }
+
+    def _list_tenants(self, tenant: str | None) -> list[LiveTenantObject]:
+        live = self._live
+        listed = [
+            _describe_tenant(self._names.tenant(owner), of_owner)
+            for owner, of_owner in live.tenants.items()
+            if tenant in (None, owner)
+        ]
+        if tenant is not None:
+            return listed
+        seen = live.tenants.values()
+        rest = TenantState(
+            self._stats.pages - sum((one.pages for one in seen), PageCounts()),
+            live.total.running - sum(one.running for one in seen),
+            live.total.waiting - sum(one.waiting for one in seen),
+            max(0.0, live.total.tokens_per_s - sum(one.tokens_per_s for one in seen)),
+        )
+        if rest.pages.total or rest.running or rest.waiting:
+            listed.append(_describe_tenant(None, rest))
+        return listed
+
+    def _describe_traffic(self, tenant: str | None) -> TrafficObject:
+        live, seen = self._live, self._state_of(tenant)
+        return {
+            "tokens_per_s": seen.tokens_per_s,
+            "running": seen.running,
+            "waiting": seen.waiting,
+            "awaiting_adapter": self._stats.awaiting_adapter if tenant is None else None,
+            "first_token": _quantiles(seen.first_token),
+            "interval": _quantiles(seen.interval),
+            "step": _quantiles(live.step),
+            "steps_per_s": live.steps_per_s,
+            "tokens_per_step": live.tokens_per_step,
+        }
+
+    def _list_work(self, tenant: str | None) -> list[WorkObject]:
+        names, total = self._names, self._live.work_tokens
+        seen = [one for one in self._live.adapters if tenant in (None, one.tenant)]
+        listed: list[WorkObject] = [
+            {
+                "tenant": names.tenant(one.tenant),
+                "adapter": names.adapter(one.tenant, one.digest) if one.digest else None,
+                "share": one.num_tokens / total,
+            }
+            for one in seen
+        ]
+        rest = total - sum(one.num_tokens for one in seen)
+        if rest:
+            listed.append({"tenant": None, "adapter": None, "share": rest / total})
+        return listed
+
+    def _state_of(self, tenant: str | None) -> TenantState:
+        live = self._live
+        return live.total if tenant is None else live.tenants.get(tenant, TenantState())
 
 
 def _describe_owner(owner: PageOwner, names: Names) -> OwnerObject:
@@ -241,32 +297,6 @@ def _describe_owner(owner: PageOwner, names: Names) -> OwnerObject:
     if owner.digest:
         described["adapter"] = names.adapter(owner.tenant, owner.digest)
     return described
-
-
-def _pages_of(state: LiveState, tenant: str | None) -> PageCounts:
-    if tenant is None:
-        return state.pages
-    return state.tenants[tenant].pages if tenant in state.tenants else PageCounts()
-
-
-def _list_tenants(state: LiveState, tenant: str | None, names: Names) -> list[LiveTenantObject]:
-    listed = [
-        _describe_tenant(names.tenant(owner), of_owner)
-        for owner, of_owner in state.tenants.items()
-        if tenant in (None, owner)
-    ]
-    if tenant is not None:
-        return listed
-    seen = state.tenants.values()
-    rest = TenantState(
-        state.pages - sum((one.pages for one in seen), PageCounts()),
-        state.total.running - sum(one.running for one in seen),
-        state.total.waiting - sum(one.waiting for one in seen),
-        max(0.0, state.total.tokens_per_s - sum(one.tokens_per_s for one in seen)),
-    )
-    if rest.pages.total or rest.running or rest.waiting:
-        listed.append(_describe_tenant(None, rest))
-    return listed
 
 
 def _describe_tenant(name: str | None, state: TenantState) -> LiveTenantObject:
@@ -282,32 +312,18 @@ def _describe_tenant(name: str | None, state: TenantState) -> LiveTenantObject:
     }
 
 
-def _describe_traffic(state: LiveState, tenant: str | None) -> TrafficObject:
-    seen = state.total if tenant is None else state.tenants.get(tenant, TenantState())
-    return {
-        "tokens_per_s": seen.tokens_per_s,
-        "running": seen.running,
-        "waiting": seen.waiting,
-        "awaiting_adapter": state.awaiting_adapter if tenant is None else None,
-        "first_token": _quantiles(seen.first_token),
-        "interval": _quantiles(seen.interval),
-        "step": _quantiles(state.step),
-        "steps_per_s": state.steps_per_s,
-        "tokens_per_step": state.tokens_per_step,
-    }
-
-
 def describe_engine(engine: EngineState) -> EngineObject:
-    live = engine.live
+    stats = engine.stats
+    live = None if stats is None else stats.live
     return {
         "name": engine.name,
         "serving": engine.problem is None,
         "detail": engine.problem,
         "device": engine.device,
-        "num_pages": None if live is None else live.num_pages,
-        "used_pages": None if live is None else live.pages.total,
-        "running": None if live is None else live.total.running,
-        "waiting": None if live is None else live.total.waiting,
+        "num_pages": None if stats is None else stats.pages_total,
+        "used_pages": None if stats is None else stats.pages.total,
+        "running": None if stats is None else stats.running,
+        "waiting": None if stats is None else stats.waiting,
         "tokens_per_s": None if live is None else live.total.tokens_per_s,
         "steps_per_s": None if live is None else live.steps_per_s,
     }
@@ -315,20 +331,3 @@ def describe_engine(engine: EngineState) -> EngineObject:
 
 def _quantiles(found: Quantiles | None) -> QuantilesObject | None:
     return None if found is None else {"p50": found.p50, "p99": found.p99, "count": found.num_times}
-
-
-def _list_work(state: LiveState, tenant: str | None, names: Names) -> list[WorkObject]:
-    total = state.work_tokens
-    seen = [one for one in state.adapters if tenant in (None, one.tenant)]
-    listed: list[WorkObject] = [
-        {
-            "tenant": names.tenant(one.tenant),
-            "adapter": names.adapter(one.tenant, one.digest) if one.digest else None,
-            "share": one.num_tokens / total,
-        }
-        for one in seen
-    ]
-    rest = total - sum(one.num_tokens for one in seen)
-    if rest:
-        listed.append({"tenant": None, "adapter": None, "share": rest / total})
-    return listed

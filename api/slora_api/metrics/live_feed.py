@@ -1,4 +1,6 @@
-"""The live feed of the console: one task observes the engine a few times a second while a console watches.
+"""/v1/live for a tenant and /admin/live for the operator: the present state of the engine, as the console shows it.
+
+One task observes the engine a few times a second while a console watches.
 
 All viewers of this process share its observations, and viewers with the same rights share the JSON of a frame. A viewer
 that reads slowly skips frames and gets the newest one. It delays no other viewer, and no frames are kept for it.
@@ -9,18 +11,38 @@ import asyncio
 import json
 import logging
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
 
 from slora.client.client import EngineClient
 from slora.core.engine_state import LiveState
 from slora.core.errors import EngineUnavailable
-from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
-from slora_api.core.errors import ServerBusy, TenantBusy
-from slora_api.core.threads import HOUSEKEEPING, tenant_thread
-from slora_api.metrics.frame import FrameMaker, Names
+from slora_api.core.errors import ErrorAnswer, ServerBusy, Stopping, TenantBusy
+from slora_api.http.openapi import errors, event_stream
+from slora_api.http.sse import EventStream
+from slora_api.http.wiring import Wired
+from slora_api.keys.api_key import BOOTSTRAP_KEY
+from slora_api.keys.authentication import Operator, UsageReader
+from slora_api.keys.running_requests import RunningRequests
+from slora_api.metrics.frame import FrameMaker, FrameObject, Names
+from slora_api.metrics.names import ServerNames
 
 logger = logging.getLogger(__name__)
+
+router = APIRouter(tags=["usage"])
+
+_ANSWERS = errors(TenantBusy, ServerBusy) | event_stream(
+    FrameObject | None,
+    "Server-sent events. The data of each is a JSON object, or null while no engine answers. An error ends the stream, "
+    "as an event with the JSON of an error.",
+)
+# A console requests many frames in one stream. When it has received all of them, it opens another stream.
+_NumFrames = Annotated[int, Query(ge=1, le=1_000_000)]
 
 _INTERVAL_S = 0.4
 # The interval between two observations is at least this time multiplied by the number of watching tenants. Each tenant
@@ -34,30 +56,22 @@ _PATIENCE_S = 5.0
 # The maximum numbers of viewers in one process: of all tenants, and of one tenant. The operators together count as one
 # tenant.
 _MAX_VIEWERS, _MAX_VIEWERS_OF_TENANT = 512, 64
-# How long the name of an adapter is cached.
-_NAMES_S = 30.0
-
-FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
-FindTenants = Callable[[Collection[str]], Mapping[str, str]]
 
 
 class LiveFeed:
     """Observes the engine for the viewers of this process.
 
-    find_names, find_tenants: look up names of adapters and of tenants in the database. is_stopping: whether the server
-    is shutting down, which ends all feeds.
+    is_stopping: whether the server is shutting down, which ends all feeds.
     """
 
     def __init__(
         self,
         client: EngineClient,
-        find_names: FindNames,
-        find_tenants: FindTenants,
+        names: ServerNames,
         is_stopping: Callable[[], bool] = lambda: False,
     ) -> None:
         self._client = client
-        self._find_names = find_names
-        self._find_tenants = find_tenants
+        self._names = names
         self._is_stopping = is_stopping
         self._viewers: Counter[str | None] = Counter()
         self._sampling: asyncio.Task[None] | None = None
@@ -65,10 +79,6 @@ class LiveFeed:
         self._texts: dict[str | None, bytes] = {}
         self._number = 0
         self._changed = asyncio.Event()
-        self._names: dict[AdapterVersion, str] = {}
-        self._tenants: dict[str, str] = {}
-        self._named: set[AdapterVersion | str] = set()
-        self._named_at = float("-inf")
         self.num_observations = 0
 
     async def watch(self, tenant: str | None) -> AsyncGenerator[bytes, None]:
@@ -107,7 +117,7 @@ class LiveFeed:
         while self._viewers:
             begun_at = loop.time()
             try:
-                await self._observe(loop.time())
+                await self._observe()
             except Exception:
                 # The viewers get null, so that a bug does not leave them waiting forever.
                 logger.exception("the live feed failed to observe the engine")
@@ -115,48 +125,35 @@ class LiveFeed:
             interval_s = min(max(_INTERVAL_S, _TENANT_INTERVAL_S * len(self._viewers)), _MAX_INTERVAL_S)
             await asyncio.sleep(max(interval_s / 4, begun_at + interval_s - loop.time()))
 
-    async def _observe(self, now: float) -> None:
+    async def _observe(self) -> None:
         try:
             async with asyncio.timeout(_PATIENCE_S):
-                state = await self._client.observe({one for one in self._viewers if one is not None})
+                stats = await self._client.stats({one for one in self._viewers if one is not None})
         except (EngineUnavailable, TimeoutError):
             self._publish(None)
             return
-        await self._look_up_names(state, now)
+        assert stats.live is not None
+        names = await self._look_up_names(stats.live)
         self.num_observations += 1
-        self._publish(state)
+        self._publish(FrameMaker(stats, names))
 
-    async def _look_up_names(self, state: LiveState, now: float) -> None:
-        """Looks up the names of the tenants and adapters that a viewer may see, except recently looked-up names."""
-        if now > self._named_at + _NAMES_S:
-            self._named_at = now
-            self._names, self._tenants, self._named = {}, {}, set()
-        shown = {(one.tenant, one.digest) for one in state.page_map.owners}
-        shown |= {(one.tenant, one.digest) for one in state.adapters}
-        shown |= {(one.tenant, one.digest) for one in state.events}
-        versions = {
-            AdapterVersion(tenant, digest)
-            for tenant, digest in shown
-            if digest and (tenant in self._viewers or None in self._viewers)
-        }
-        tenants = {tenant for tenant, _ in shown} | state.tenants.keys()
+    async def _look_up_names(self, live: LiveState) -> Names:
+        """Looks up the names of the tenants and adapters that a viewer may see."""
+        shown = {(owner.tenant, owner.digest) for owner in live.page_map.owners}
+        shown |= {(work.tenant, work.digest) for work in live.adapters}
+        shown |= {(event.tenant, event.digest) for event in live.events}
+        tenants = {tenant for tenant, _ in shown} | live.tenants.keys()
         if None not in self._viewers:
             tenants &= self._viewers.keys()
-        try:
-            if new_versions := versions - self._named:
-                self._named |= new_versions
-                self._names.update(await tenant_thread(HOUSEKEEPING, self._find_names, new_versions))
-            if new_tenants := {tenant for tenant in tenants if tenant} - self._named:
-                self._named |= new_tenants
-                self._tenants.update(await tenant_thread(HOUSEKEEPING, self._find_tenants, new_tenants))
-        except StoreUnavailable as error:  # The console shows digests and ids until the names are known.
-            logger.warning("names cannot be looked up for the console: %s", error)
-
-    def _publish(self, state: LiveState | None) -> None:
-        self._maker, self._texts = (
-            None if state is None else FrameMaker(state, Names(self._names, self._tenants)),
-            {},
+        versions = {
+            AdapterVersion(tenant, digest) for tenant, digest in shown if digest and tenant in tenants
+        }
+        return Names(
+            await self._names.adapters.find(versions), await self._names.tenants.find(tenants - {""})
         )
+
+    def _publish(self, maker: FrameMaker | None) -> None:
+        self._maker, self._texts = maker, {}
         self._number += 1
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
@@ -167,3 +164,72 @@ class LiveFeed:
             frame = None if self._maker is None else self._maker.make(tenant)
             text = self._texts[tenant] = f"data: {json.dumps(frame, separators=(',', ':'))}\n\n".encode()
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class LiveServices:
+    """What the routes of live frames use."""
+
+    live: LiveFeed
+    running: RunningRequests
+
+
+@router.get("/v1/live", response_class=Response, responses=_ANSWERS)
+async def watch_own(
+    request: Request, key: UsageReader, services: Wired[LiveServices], frames: _NumFrames = 1
+) -> Response:
+    """Streams the pages, the adapters and the traffic of the tenant, a few times a second. Other tenants appear only as
+    sums.
+
+    frames: the number of frames after which the stream ends.
+    """
+    shown = services.live.watch(key.tenant)
+    return await _stream(_while_valid(shown, services, key.key_id, request), frames)
+
+
+@router.get("/admin/live", response_class=Response, responses=_ANSWERS)
+async def watch_all(
+    request: Request, key: Operator, services: Wired[LiveServices], frames: _NumFrames = 1
+) -> Response:
+    """Streams the pages, the adapters and the traffic of all tenants, a few times a second.
+
+    frames: the number of frames after which the stream ends.
+    """
+    shown = services.live.watch(None)
+    # All other requests of operators are short, so they need no such check.
+    return await _stream(
+        shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
+    )
+
+
+async def _while_valid(
+    shown: AsyncGenerator[bytes, None], services: LiveServices, key_id: str, request: Request
+) -> AsyncGenerator[bytes, None]:
+    """Ends the stream when its key is revoked or expires."""
+    with services.running.track(key_id, request.scope["state"], ends_with_key=True):
+        async with aclosing(shown):
+            async for frame in shown:
+                yield frame
+
+
+async def _stream(shown: AsyncGenerator[bytes, None], num_frames: int) -> Response:
+    try:
+        first = await anext(shown)
+    except StopAsyncIteration:
+        raise Stopping() from None
+    return EventStream(first, _take(shown, num_frames - 1), _failure, {})
+
+
+async def _take(shown: AsyncGenerator[bytes, None], count: int) -> AsyncGenerator[bytes, None]:
+    async with aclosing(shown):
+        while count:
+            async for frame in shown:
+                yield frame
+                break
+            else:
+                return
+            count -= 1
+
+
+def _failure(answer: ErrorAnswer) -> Iterable[bytes]:
+    yield f"data: {json.dumps(answer.body)}\n\n".encode()

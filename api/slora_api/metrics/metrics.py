@@ -11,15 +11,15 @@ read the metrics (see authentication.py), except the few that `--gateway-metrics
 The folder in which API workers keep their counters; see `metrics/metrics.py`.
 """
 
-import asyncio
 import os
 import tempfile
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, values
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -27,23 +27,40 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from slora.core.engine_state import EngineInfo, EngineStats
-from slora.core.request import FinishReason
+from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage
 from slora_adapters.process.full_disk import is_full
-from slora_adapters.version import AdapterVersion
 from slora_api.core.data_dir import DataDir
-from slora_api.metrics.engine_metrics import engine_metrics, gateway_metrics
-from slora_api.metrics.request_metrics import (
+from slora_api.metrics.engine_metrics import (
     ENGINE,
-    FIRST_TOKEN_S,
-    LATENCY_S,
     VLLM_LABELS,
-    RequestMetrics,
+    EngineNumbers,
+    engine_metrics,
+    gateway_metrics,
 )
 
 # Space for a few thousand series. It is allocated at the start, because a write to a memory-mapped file on a full disk
 # would kill the process.
 _FILE_BYTES = 1 << 20
+
+# The buckets of vLLM's histograms. Histograms of several servers can be summed only if their buckets are the same.
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_LATENCY_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_TOKEN_GAP_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
+
+_CHOICES = (1, 2, 5, 10, 20)
+_PREEMPTIONS = (0, 1, 2, 5, 10, 20)
+
+_Start = Literal["base", "warm", "cold"]
 
 # Histogram buckets in seconds: from one decode step to the longest answers, densest where users notice a delay.
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -69,12 +86,112 @@ def share_metrics(directory: Path, process: int) -> None:
     values.ValueClass = values.MultiProcessValue(lambda: process)  # type: ignore[no-untyped-call]
 
 
-class EngineNumbers(NamedTuple):
-    """What the engine says at a scrape. references: the names of its adapters, see `Registry.find_references`."""
+class HostNumbers(NamedTuple):
+    """What the API process that answers says of its host."""
 
-    info: EngineInfo
-    stats: EngineStats
-    references: Mapping[AdapterVersion, Collection[str]]
+    replicas: Mapping[str, bool]  # Whether each engine serves, by its process's name.
+    is_read_only: bool  # Whether the disk of the data directory is full.
+    # See `UsageShipper`.
+    usage_journal_bytes: int
+    usage_ledger_lag_s: float
+
+
+def _vllm_histogram(
+    model_name: str, registry: CollectorRegistry, name: str, text: str, buckets: Sequence[float]
+) -> Histogram:
+    family = Histogram(f"vllm:{name}", text, VLLM_LABELS, registry=registry, buckets=buckets)
+    return family.labels(model_name, ENGINE)
+
+
+class RequestMetrics:
+    """Histograms with one observation for each engine request, that is, for each prompt. Lines of batches are left out,
+    because they may wait for hours.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        of_vllm = partial(_vllm_histogram, model_name, registry)
+
+        self._queue = of_vllm(
+            "request_queue_time_seconds",
+            "From arrival in the engine to the first computed token, waits for adapters included.",
+            _LATENCY_S,
+        )
+        self._prefill = of_vllm(
+            "request_prefill_time_seconds",
+            "From the first computed prompt token to the first generated token.",
+            _LATENCY_S,
+        )
+        self._decode = of_vllm(
+            "request_decode_time_seconds", "From the first token to the last one.", _LATENCY_S
+        )
+        self._inference = of_vllm(
+            "request_inference_time_seconds", "From the first computed token to the last token.", _LATENCY_S
+        )
+        self._token_time = of_vllm(
+            "request_time_per_output_token_seconds",
+            "Mean time between the tokens of a request with one choice.",
+            _TOKEN_GAP_S,
+        )
+        self._prompt_tokens = of_vllm("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = of_vllm("request_generation_tokens", "Tokens generated for a request.", _TOKENS)
+        self._max_tokens = of_vllm(
+            "request_params_max_tokens", "Limit of the tokens of an answer (max_tokens).", _TOKENS
+        )
+        self._choices = of_vllm("request_params_n", "Answers that a request asks for.", _CHOICES)
+        self._preemptions = of_vllm(
+            "request_num_preemptions", "Preemptions of all sequences of a request.", _PREEMPTIONS
+        )
+        first_token = Histogram(
+            "slora_first_token_seconds",
+            "From arrival in the engine to the first token. Start is base (no adapter), warm (its adapters were in "
+            "the pool) or cold (it waited for an adapter).",
+            ["start"],
+            registry=registry,
+            buckets=_FIRST_TOKEN_S,
+        )
+        starts: tuple[_Start, ...] = ("base", "warm", "cold")
+        self._first_token = {start: first_token.labels(start) for start in starts}
+        waits = Histogram(
+            "slora_adapter_wait_seconds",
+            "Time that a cold request waited for its adapters to come to the host (fetch) and to be loaded into "
+            "the pool (load).",
+            ["stage"],
+            registry=registry,
+            buckets=_FIRST_TOKEN_S,
+        )
+        self._fetch, self._load = waits.labels("fetch"), waits.labels("load")
+
+    def count(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
+        """Counts a request that has ended. Stages that the request did not reach are not counted."""
+        if request.is_background:
+            return
+        self._prompt_tokens.observe(len(request.prompt_token_ids))
+        self._generated.observe(usage.generated_tokens)
+        self._preemptions.observe(timing.num_preemptions)
+        if request.pooling is None:
+            self._choices.observe(request.sampling.n)
+            self._max_tokens.observe(request.sampling.max_tokens or 0)
+        if timing.computed_at is None:
+            return
+        self._queue.observe(timing.computed_at - timing.arrived_at)
+        self._inference.observe(timing.ended_at - timing.computed_at)
+        if timing.is_cold:
+            self._fetch.observe(timing.fetch_s)
+            self._load.observe(timing.load_s)
+        if timing.first_token_at is None:
+            return
+        self._prefill.observe(timing.first_token_at - timing.computed_at)
+        decode_s = timing.ended_at - timing.first_token_at
+        self._decode.observe(decode_s)
+        if usage.generated_tokens > 1 and request.sampling.width == 1:
+            self._token_time.observe(decode_s / (usage.generated_tokens - 1))
+        self._first_token[_start(request, timing)].observe(timing.first_token_at - timing.arrived_at)
+
+
+def _start(request: EngineRequest, timing: RequestTiming) -> _Start:
+    if not request.adapters:
+        return "base"
+    return "cold" if timing.is_cold else "warm"
 
 
 class Metrics:
@@ -84,9 +201,6 @@ class Metrics:
     directory: the directory with the files of all API processes, after `share_metrics`; None if this process is the
         only one.
     restarts: how often each process of the server died and was restarted, by the process's name.
-    read_replicas: returns whether each engine serves, by its process's name.
-    is_read_only: whether the disk of the data directory is full.
-    usage_journal_bytes, usage_ledger_lag_s: see `UsageShipper`.
     requests: histograms of the stages of requests.
     batches: the number of unfinished batches by status, as this process's batch runner last read them.
     """
@@ -94,11 +208,12 @@ class Metrics:
     def __init__(self, model_name: str, directory: Path | None = None) -> None:
         self._model = model_name
         self._registry = CollectorRegistry()
-        self._first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From arrival at the API to the first token.", FIRST_TOKEN_S
+        of_vllm = partial(_vllm_histogram, model_name, self._registry)
+        self._first_token = of_vllm(
+            "time_to_first_token_seconds", "From arrival at the API to the first token.", _FIRST_TOKEN_S
         )
-        self._whole_answer = self._histogram(
-            "vllm:e2e_request_latency_seconds", "From arrival at the API to the last token.", LATENCY_S
+        self._whole_answer = of_vllm(
+            "e2e_request_latency_seconds", "From arrival at the API to the last token.", _LATENCY_S
         )
         self.requests = RequestMetrics(model_name, self._registry)
         self._finished = Counter(
@@ -128,23 +243,13 @@ class Metrics:
         )  # fmt: skip
         self.batches: dict[str, int] = {}
         self.restarts: Tally[str] = Tally(engine=0, loader=0)
-        self.read_replicas: Callable[[], Mapping[str, bool]] = dict
-        self.is_read_only = False
-        self.usage_journal_bytes = 0
-        self.usage_ledger_lag_s = 0.0
+        # What the next scrape shows.
         self._engine: EngineNumbers | None = None
-        # The last answer of an engine, when it came, and the question that is not answered yet.
-        self._last_engine: EngineNumbers | None = None
-        self._answered_at = 0.0
-        self._asking: asyncio.Task[EngineNumbers | None] | None = None
+        self._host = HostNumbers({}, is_read_only=False, usage_journal_bytes=0, usage_ledger_lag_s=0.0)
         self._scraped = self._registry if directory is None else CollectorRegistry()
         if directory is not None:
             MultiProcessCollector(self._scraped, str(directory))  # type: ignore[no-untyped-call]
         self._scraped.register(self)
-
-    def _histogram(self, name: str, help_text: str, buckets: tuple[float, ...]) -> Histogram:
-        family = Histogram(name, help_text, VLLM_LABELS, registry=self._registry, buckets=buckets)
-        return family.labels(self._model, ENGINE)
 
     def first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
@@ -166,29 +271,11 @@ class Metrics:
         """Counts the answer to a line of a batch."""
         self._batch_lines.labels(outcome).inc()
 
-    async def read_engine(
-        self, ask: Callable[[], Coroutine[Any, Any, EngineNumbers | None]], patience_s: float
-    ) -> EngineNumbers | None:
-        """Asks the engine, and returns its last answer: this one, if it comes within `patience_s`. All scrapes
-        at a time wait for the same answer, which may also be there for a later one.
-        """
-        if self._asking is None:
-            self._asking = asyncio.create_task(ask())
-            self._asking.add_done_callback(self._note_engine)
-        asking = self._asking
-        await asyncio.wait([asking], timeout=patience_s)
-        return asking.result() if asking.done() else self._last_engine
-
-    def _note_engine(self, asking: "asyncio.Task[EngineNumbers | None]") -> None:
-        self._asking = None
-        if not asking.cancelled() and asking.exception() is None:
-            self._last_engine, self._answered_at = asking.result(), time.monotonic()
-
-    def render(self, engine: EngineNumbers | None) -> bytes:
+    def render(self, engine: EngineNumbers | None, host: HostNumbers) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than
         shown as zeros.
         """
-        self._engine = engine
+        self._engine, self._host = engine, host
         return generate_latest(self._scraped)
 
     def render_for_gateway(self, engine: EngineNumbers | None) -> bytes:
@@ -216,23 +303,23 @@ class Metrics:
             "1 while this engine process and the loader are connected.",
             labels=["replica"],
         )
-        for replica, is_serving in self.read_replicas().items():
+        for replica, is_serving in self._host.replicas.items():
             replicas.add_metric([replica], is_serving)
         yield replicas
         yield GaugeMetricFamily(
             "slora_read_only",
             "1 while the disk of the data directory is full and changes are refused.",
-            self.is_read_only,
+            self._host.is_read_only,
         )
         yield GaugeMetricFamily(
             "slora_usage_journal_bytes",
             "Size of the usage journals of this host. It includes two allocated files for each process.",
-            self.usage_journal_bytes,
+            self._host.usage_journal_bytes,
         )
         yield GaugeMetricFamily(
             "slora_usage_ledger_lag_seconds",
             "Time since the usage ledger last had all records of the API process that answers.",
-            self.usage_ledger_lag_s,
+            self._host.usage_ledger_lag_s,
         )
         batches = GaugeMetricFamily(
             "slora_batches", "Batches of all tenants that are not finished.", labels=["status"]
@@ -244,9 +331,9 @@ class Metrics:
             yield GaugeMetricFamily(
                 "slora_engine_stats_age_seconds",
                 "Age of the engine's numbers in this scrape. It grows while the engine computes a long step.",
-                time.monotonic() - self._answered_at,
+                time.monotonic() - self._engine.answered_at,
             )
-            yield from gateway_metrics(self._model, *self._engine)
+            yield from gateway_metrics(self._model, self._engine)
             yield from engine_metrics(self._model, self._engine.stats)
 
     def describe(self) -> Iterable[Metric]:
@@ -261,7 +348,7 @@ class _GatewayMetrics:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
-        return gateway_metrics(self._model, *self._engine)
+        return gateway_metrics(self._model, self._engine)
 
 
 def open_metrics_files(stack: AsyncExitStack, data: DataDir, num_workers: int) -> Path:

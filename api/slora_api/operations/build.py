@@ -7,9 +7,9 @@ from slora_adapters.registry.registry import Registry
 from slora_api.completions.generation import Generator
 from slora_api.core.foundation import Foundation
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.metrics.adapter_references import AdapterReferences
-from slora_api.metrics.live_feed import LiveFeed
-from slora_api.metrics.live_routes import LiveServices
+from slora_api.metrics.live_feed import LiveFeed, LiveServices
+from slora_api.metrics.names import ServerNames
+from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engine_routes import OperationServices
 from slora_api.operations.engines import Engines
 from slora_api.operations.health_routes import HealthServices
@@ -34,10 +34,11 @@ def build_operations(
 ) -> Operations:
     client, limiter, database = foundation.client, generator.limiter, foundation.database
     engines = Engines(client, generator.metrics, foundation.board, database)
-    live = LiveFeed(client, registry.find_names, tenant_store.find_names, lambda: limiter.stopping)
-    references = AdapterReferences(registry.find_references)
+    names = ServerNames.of(registry, tenant_store)
+    live = LiveFeed(client, names, lambda: limiter.stopping)
+    scraper = Scraper(generator.metrics, client, generator.engine_info, names, foundation.reserve, shipper)
     return Operations(
         OperationServices(engines, tenant_store, AuditLog(database)),
-        HealthServices(limiter, generator, foundation.reserve, engines, shipper, tenant_store, references),
+        HealthServices(limiter, generator, foundation.reserve, engines, scraper),
         LiveServices(live, running),
     )

@@ -1,6 +1,6 @@
 """Health, version, load and metrics, for load balancers, container engines and dashboards."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NotRequired
 
 from fastapi import APIRouter, Response
@@ -8,31 +8,18 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from typing_extensions import TypedDict
 
-from slora.core.engine_state import EngineStats
-from slora.core.errors import EngineUnavailable
 from slora_adapters.process.full_disk import DiskReserve
-from slora_adapters.version import AdapterVersion
 from slora_api.completions.generation import Generator
 from slora_api.core.errors import Starting
 from slora_api.core.package_version import find_package_version
-from slora_api.core.threads import control_thread
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
-from slora_api.metrics.adapter_references import AdapterReferences
-from slora_api.metrics.engine_metrics import name_tenants
-from slora_api.metrics.gateway_answer import GatewayAnswer
-from slora_api.metrics.metrics import EngineNumbers
+from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engines import Engines
 from slora_api.quotas.request_limiter import RequestLimiter
-from slora_api.tenants.tenant_store import TenantStore
-from slora_api.usage.usage_shipper import UsageShipper
 
 router = APIRouter(tags=["server"])
-
-# The time limit for reading the engine's statistics. The engine answers between two steps, and even the longest step
-# takes well below a second.
-_STATS_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +30,7 @@ class HealthServices:
     generator: Generator
     reserve: DiskReserve
     engines: Engines
-    usage_shipper: UsageShipper
-    tenant_store: TenantStore
-    references: AdapterReferences
-    gateway_answer: GatewayAnswer = field(default_factory=GatewayAnswer)
+    scraper: Scraper
 
 
 class Health(TypedDict):
@@ -115,42 +99,6 @@ async def readyz(services: Wired[HealthServices]) -> Readiness:
 @router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(reader: MetricsReader, services: Wired[HealthServices]) -> Response:
     """Answers with all metrics, or with those for gateways if `--gateway-metrics on` admits a scrape without a key."""
-    generator = services.generator
-
-    async def render_for_gateway() -> bytes:
-        return generator.metrics.render_for_gateway(await _engine_numbers(services))
-
-    if reader is GATEWAY:
-        answer = await services.gateway_answer.read(render_for_gateway)
-        return Response(answer, media_type=CONTENT_TYPE_LATEST)
-    engine = await _engine_numbers(services)
-    if engine is not None:
-        stats = await control_thread(_name_tenants, services, engine.stats)
-        engine = engine._replace(stats=stats)
-    generator.metrics.is_read_only = services.reserve.is_full
-    shipper = services.usage_shipper
-    generator.metrics.usage_journal_bytes = await control_thread(shipper.measure_journal)
-    generator.metrics.usage_ledger_lag_s = shipper.lag_s
-    return Response(generator.metrics.render(engine), media_type=CONTENT_TYPE_LATEST)
-
-
-def _name_tenants(services: HealthServices, stats: EngineStats) -> EngineStats:
-    tenants = {label.partition("/")[0] for label in (*stats.tenants, *stats.tenant_pages, *stats.adapters)}
-    return name_tenants(stats, services.tenant_store.show_names(tenants | stats.host_cache.tenants.keys()))
-
-
-async def _engine_numbers(services: HealthServices) -> EngineNumbers | None:
-    """Returns the facts and the statistics of the engine, or None without an engine. A scrape must not wait for long:
-    if the engine answers later, because it computes a long step, the numbers are the last known ones.
-    """
-    generator = services.generator
-
-    async def ask() -> EngineNumbers | None:
-        try:
-            info, stats = generator.engine_info(), await generator.client.stats()
-            versions = [AdapterVersion(*one) for one in (*stats.loaded_adapters, *stats.waiting_adapters)]
-            return EngineNumbers(info, stats, await services.references.find(versions))
-        except (EngineUnavailable, Starting):
-            return None
-
-    return await generator.metrics.read_engine(ask, _STATS_S)
+    scraper = services.scraper
+    text = await (scraper.render_for_gateway() if reader is GATEWAY else scraper.render())
+    return Response(text, media_type=CONTENT_TYPE_LATEST)

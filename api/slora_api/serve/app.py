@@ -38,7 +38,7 @@ from slora_api.keys.authentication import AuthenticationMiddleware, check_routes
 from slora_api.keys.me_routes import router as me
 from slora_api.keys.routes import router as keys
 from slora_api.messages.routes import router as messages
-from slora_api.metrics.live_routes import router as live
+from slora_api.metrics.live_feed import router as live
 from slora_api.operations.audit_routes import router as audit
 from slora_api.operations.engine_routes import router as engines
 from slora_api.operations.health_routes import router as health

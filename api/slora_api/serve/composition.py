@@ -55,7 +55,6 @@ def build_services(
         board=foundation.board,
     )
     counted = Metrics(model.name, metrics)
-    counted.read_replicas = lambda: client.health
     readiness = Readiness(engines=frozenset(client.health))
     client.is_stalled = lambda name: (
         name in readiness.stalls or (replicas is not None and name in replicas.stalled)

@@ -10,7 +10,6 @@ a second, when they read the feed of changes.
 Methods block on the database, so an event loop must call them on a thread. This module does not depend on HTTP.
 """
 
-import logging
 import math
 import re
 import secrets
@@ -27,12 +26,9 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.errors import StoreUnavailable
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PurgeBegun, TenantSuspended
 from slora_api.keys.key_record import SHARE_COLUMNS, TenantStatus
 from slora_api.keys.key_store import KeyStore
-
-logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,127}", re.ASCII)
 
@@ -62,8 +58,6 @@ OWN_TABLES = tuple(
     if "tenant" in table.columns and table not in KEPT_TABLES
 )
 
-# The maximum number of names that `show_names` keeps for the time when the database does not answer.
-_MAX_SHOWN_NAMES = 10_000
 # With a larger weight, a tenant would use almost the whole engine. With a smaller weight, a tenant would never be
 # served.
 _LEAST_WEIGHT, _MAX_WEIGHT = 0.001, 1000.0
@@ -149,7 +143,6 @@ class TenantStore:
     def __init__(self, database: Database, key_store: KeyStore) -> None:
         self._database = database
         self._key_store = key_store
-        self._shown: Mapping[str, str] = {}
 
     def create_tenant(self, name: str, changes: ShareChanges | None = None) -> Tenant:
         """Creates a tenant whose share is the default with `changes` applied.
@@ -291,20 +284,6 @@ class TenantStore:
         if not rows:
             raise NotFound.of_tenant(name)
         return str(rows[0][0])
-
-    def show_names(self, tenants: Collection[str]) -> Mapping[str, str]:
-        """Returns the names of tenants for a display that goes on while the database does not answer. It then has the
-        names that were read last.
-        """
-        try:
-            found = self.find_names(tenants)
-        except StoreUnavailable as error:
-            logger.warning("the names of tenants cannot be read: %s", error)
-            return self._shown
-        if len(self._shown) > _MAX_SHOWN_NAMES:
-            self._shown = {}
-        self._shown = {**self._shown, **found}
-        return found
 
     def list_tenants(
         self,

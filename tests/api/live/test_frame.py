@@ -18,6 +18,7 @@ from slora.core.engine_state import (
 )
 from slora_adapters.version import AdapterVersion
 from slora_api.metrics.frame import FrameMaker, Names
+from tests.api.scripted_engine import STATS
 
 _SECRET, _OWN = "5ec" + "0" * 61, "aaa" + "0" * 61
 _OWNERS = (
@@ -26,12 +27,9 @@ _OWNERS = (
     PageOwner("kv", "rival"),
     PageOwner("idle_adapter", "rival", _SECRET),
 )
-STATE = LiveState(
+LIVE = LiveState(
     time_s=1000.0,
-    num_pages=10,
     page_map=PageMap(1, array("H", [1, 1, 2, 3, 4, 4, 0, 0, 0, 0]).tobytes(), _OWNERS),
-    pages=PageCounts(kv=3, adapters=1, idle_adapters=2),
-    awaiting_adapter=7,
     total=TenantState(PageCounts(), 5, 6, 30.0, Quantiles(0.9, 1.9, 9)),
     tenants={
         "rival": TenantState(PageCounts(kv=1, idle_adapters=2), 4, 6, 20.0, Quantiles(0.9, 1.9, 8)),
@@ -41,11 +39,20 @@ STATE = LiveState(
     work_tokens=100,
     step=Quantiles(0.01, 0.02, 50),
     steps_per_s=20.0,
-    tokens_per_step=5.0,
+    computed_tokens_per_s=100.0,
     events=(
         PoolEvent(1, 999.0, "load", "rival", _SECRET, 1),
         PoolEvent(2, 999.5, "preemption", "mine", "", 3),
     ),
+)
+STATE = replace(
+    STATS,
+    running=5,
+    waiting=6,
+    awaiting_adapter=7,
+    pages_total=10,
+    pages=PageCounts(kv=3, adapters=1, idle_adapters=2),
+    live=LIVE,
 )
 NAMES = Names({AdapterVersion("mine", _OWN): "own@1", AdapterVersion("rival", _SECRET): "hidden@7"}, {})
 
@@ -101,7 +108,7 @@ def test_an_operator_sees_all_tenants() -> None:
 
 
 def test_shares_count_the_work_of_adapters_that_are_not_listed() -> None:
-    state = replace(STATE, work_tokens=200)
+    state = replace(STATE, live=replace(LIVE, work_tokens=200))
     assert FrameMaker(state, NAMES).make(None)["adapters"] == [
         {"tenant": "rival", "adapter": "hidden@7", "share": 0.3},
         {"tenant": "mine", "adapter": "own@1", "share": 0.15},
@@ -114,21 +121,8 @@ def test_shares_count_the_work_of_adapters_that_are_not_listed() -> None:
 def test_owners_beyond_the_limit_are_shown_as_others() -> None:
     owners = tuple(PageOwner("kv", f"t{number}") for number in range(400))
     cells = array("H", range(1, 401)).tobytes()
-    state = LiveState(
-        0.0,
-        400,
-        PageMap(1, cells, owners),
-        PageCounts(kv=400),
-        0,
-        TenantState(),
-        {},
-        (),
-        0,
-        None,
-        0.0,
-        0.0,
-        (),
-    )
+    live = replace(LIVE, page_map=PageMap(1, cells, owners), tenants={})
+    state = replace(STATE, pages_total=400, pages=PageCounts(kv=400), live=live)
     pool = FrameMaker(state, Names({}, {})).make(None)["pool"]
     assert len(pool["owners"]) == 251 and pool["owners"][-1]["content"] == "other"
     assert base64.b64decode(pool["cells"]).count(251) == 150

@@ -11,10 +11,11 @@ import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from slora.core.engine_state import LiveState
+from slora.core.engine_state import EngineStats
 from slora_api.core.errors import TenantBusy
 from slora_api.metrics.live_feed import LiveFeed
-from tests.api.live.test_frame import STATE
+from slora_api.metrics.names import CachedNames, ServerNames
+from tests.api.live.test_frame import LIVE, STATE
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
 
@@ -22,7 +23,7 @@ from tests.api.scripted_engine import ScriptedEngine
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with running_platform(
-        tmp_path_factory.mktemp("data"), ScriptedEngine(live=STATE), follows=True
+        tmp_path_factory.mktemp("data"), ScriptedEngine(snapshot=STATE), follows=True
     ) as running:
         yield running
 
@@ -33,22 +34,27 @@ def read_events(answer: httpx.Response) -> Iterator[Any]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def make_state(mine: str) -> LiveState:
+def make_state(mine: str) -> EngineStats:
     """`STATE` with this id of the tenant `mine`."""
     owners = tuple(
         owner._replace(tenant=mine if owner.tenant == "mine" else owner.tenant)
-        for owner in STATE.page_map.owners
+        for owner in LIVE.page_map.owners
     )
-    return replace(
-        STATE,
-        page_map=replace(STATE.page_map, owners=owners),
-        tenants={"rival": STATE.tenants["rival"], mine: STATE.tenants["mine"]},
+    live = replace(
+        LIVE,
+        page_map=replace(LIVE.page_map, owners=owners),
+        tenants={"rival": LIVE.tenants["rival"], mine: LIVE.tenants["mine"]},
     )
+    return replace(STATE, live=live)
+
+
+def no_names() -> ServerNames:
+    return ServerNames(*(CachedNames(lambda keys: {}, 1.0) for _ in range(3)))
 
 
 def test_each_key_gets_the_frames_of_its_rights(platform: Platform) -> None:
     key = platform.key("mine")
-    platform.engine.live = make_state(platform.tenant_id("mine"))
+    platform.engine.snapshot = make_state(platform.tenant_id("mine"))
     with platform.client(key) as client:
         answer = client.get("/v1/live", params={"frames": 2}).raise_for_status()
         own = list(read_events(answer))
@@ -113,13 +119,13 @@ def test_a_feed_ends_when_its_key_expires(platform: Platform, is_operator: bool)
 
 def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:
     async def watch() -> None:
-        engine = ScriptedEngine(live=STATE)
-        feed = LiveFeed(engine, lambda versions: {}, lambda tenants: {})
+        engine = ScriptedEngine(snapshot=STATE)
+        feed = LiveFeed(engine, no_names())
         slow, *others = [feed.watch("mine") for _ in range(20)]
         await anext(slow)
         for _ in range(5):
             await asyncio.gather(*map(anext, others))
-        engine.live = replace(STATE, time_s=2000.0)
+        engine.snapshot = replace(STATE, live=replace(LIVE, time_s=2000.0))
         await asyncio.gather(*map(anext, others))
         await asyncio.gather(*map(anext, others))
         assert b'"time":2000.0' in await anext(slow)  # the newest, not the second
@@ -135,7 +141,7 @@ def test_viewers_share_observations_and_a_slow_one_skips_frames() -> None:
 
 def test_a_tenant_may_open_a_bounded_number_of_feeds() -> None:
     async def watch() -> None:
-        feed = LiveFeed(ScriptedEngine(live=STATE), lambda versions: {}, lambda tenants: {})
+        feed = LiveFeed(ScriptedEngine(snapshot=STATE), no_names())
         open_ones = [feed.watch("mine") for _ in range(64)]
         await asyncio.gather(*map(anext, open_ones))
         with pytest.raises(TenantBusy, match="64 consoles"):
@@ -154,9 +160,7 @@ def test_a_tenant_may_open_a_bounded_number_of_feeds() -> None:
 def test_a_feed_ends_when_the_server_stops() -> None:
     async def watch() -> None:
         is_stopping = False
-        feed = LiveFeed(
-            ScriptedEngine(live=STATE), lambda versions: {}, lambda tenants: {}, lambda: is_stopping
-        )
+        feed = LiveFeed(ScriptedEngine(snapshot=STATE), no_names(), lambda: is_stopping)
         viewer = feed.watch("mine")
         await anext(viewer)
         is_stopping = True

@@ -50,7 +50,7 @@ def test_engines_are_listed_with_what_they_compute_or_why_they_do_not(
         None,
         0,
     )
-    assert (first["device"], first["num_pages"], first["used_pages"], first["running"]) == ("cpu", 100, 0, 0)
+    assert (first["device"], first["num_pages"], first["used_pages"], first["running"]) == ("cpu", 100, 40, 1)
     assert (second["serving"], second["detail"], second["restarts"]) == (False, "it is starting", 3)
     assert (second["num_pages"], second["steps_per_s"]) == (None, None)
 

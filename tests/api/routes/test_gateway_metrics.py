@@ -6,7 +6,7 @@ and of llm-d's endpoint picker (August 2026), and of the router of vLLM's produc
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import httpx
@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from slora.core.engine_state import EngineStats
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.version import AdapterVersion
-from slora_api.metrics.adapter_references import AdapterReferences
-from slora_api.operations import health_routes as health
+from slora_api.metrics import scraper
+from slora_api.metrics.names import CachedNames
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     directory = tmp_path_factory.mktemp("gateway")
     with pytest.MonkeyPatch.context() as patch:
         # The tests change the engine between scrapes.
-        patch.setattr("slora_api.metrics.gateway_answer._CACHED_S", 0.0)
+        patch.setattr("slora_api.metrics.scraper._CACHED_S", 0.0)
         with running_platform(
             directory, ScriptedEngine([deltas_of(b"hello.")]), gateway_metrics=True
         ) as platform:
@@ -133,7 +133,7 @@ def test_a_gateway_keeps_the_last_names_while_the_database_is_away() -> None:
 
     async def run() -> None:
         now = [0.0]
-        references = AdapterReferences(find, lambda: now[0])
+        references = CachedNames(find, 1.0, lambda: now[0])
         for now[0] in times:
             assert await references.find([version]) == {version: ["greeter"]}
 
@@ -150,11 +150,11 @@ def test_while_the_engine_computes_a_long_step_metrics_show_its_last_numbers_wit
     class Busy(ScriptedEngine):
         num_asked = 0
 
-        async def stats(self) -> EngineStats:
+        async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
             self.num_asked += 1
             while not is_free.is_set():
                 await asyncio.sleep(0.001)
-            return await super().stats()
+            return await super().stats(watched)
 
     with running_platform(tmp_path, engine := Busy()) as platform, platform.client(ADMIN_KEY) as operator:
 
@@ -162,7 +162,7 @@ def test_while_the_engine_computes_a_long_step_metrics_show_its_last_numbers_wit
             return parse_metrics(operator.get("/metrics").raise_for_status().text)
 
         fresh = read()
-        monkeypatch.setattr(health, "_STATS_S", 0.01)
+        monkeypatch.setattr(scraper, "_PATIENCE_S", 0.01)
         is_free.clear()
         scrapes = [read() for _ in range(6)]
         counters = [
@@ -176,3 +176,31 @@ def test_while_the_engine_computes_a_long_step_metrics_show_its_last_numbers_wit
         wait_until(lambda: read()["slora_engine_stats_age_seconds"] < ages[0])
         engine.ready = False
         assert not any(name.startswith("vllm:num_requests") for name in read())
+
+
+def test_gateways_that_scrape_at_the_same_time_share_one_answer(tmp_path: Path) -> None:
+    """Anyone may scrape without a key, and each answer interrupts the engine."""
+
+    class Counting(ScriptedEngine):
+        num_asked = 0
+
+        async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
+            self.num_asked += 1
+            await asyncio.sleep(0.01)
+            return await super().stats(watched)
+
+    async def scrape_often(platform: Platform) -> set[bytes]:
+        async with httpx.AsyncClient(verify=False) as client:
+            answers = await asyncio.gather(*(client.get(f"{platform.url}/metrics") for _ in range(20)))
+        return {answer.raise_for_status().content for answer in answers}
+
+    engine = Counting()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        running_platform(tmp_path, engine, gateway_metrics=True) as platform,
+    ):
+        patch.setattr("slora_api.metrics.scraper._CACHED_S", 3600.0)
+        assert len(asyncio.run(scrape_often(platform))) == 1 and engine.num_asked == 1
+        patch.setattr("slora_api.metrics.scraper._CACHED_S", 0.0)
+        scrape(platform).raise_for_status()
+        assert engine.num_asked == 2

@@ -14,7 +14,7 @@ from slora.core.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.core.messages import Add, GetStats, Outputs, Reply, SetPins
+from slora.core.messages import Add, Observe, Outputs, Reply, SetPins
 from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TenantShare, TokenDelta
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
@@ -100,4 +100,4 @@ def test_numbers_arrive_by_name() -> None:
         RequestUsage(1, 2, 3, 4, 5.5),
         CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
     )
-    assert GetStats.read_result(over_the_wire(Reply(1, stats)).result) == stats
+    assert Observe.read_result(over_the_wire(Reply(1, stats)).result) == stats

@@ -101,7 +101,7 @@ def test_a_peer_that_never_reads_is_dropped_and_its_requests_aborted(
         encode({"op": "RemoveAdapter", "fields": [["only a tenant"]]}),
         encode({"op": "Command", "fields": []}),
         encode({"op": "Status", "fields": [True, False]}),
-        encode({"op": "GetStats", "fields": []}),
+        encode({"op": "Observe", "fields": []}),
     ],
 )
 def test_a_peer_that_sends_invalid_frames_is_dropped_and_others_stay_connected(

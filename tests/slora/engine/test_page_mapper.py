@@ -4,7 +4,7 @@ from array import array
 from collections import Counter
 
 from slora.core.engine_config import KVFootprint, SchedulerConfig
-from slora.engine.live_view import MAX_CELLS, PageMapper
+from slora.engine.observer import MAX_CELLS, PageMapper
 from slora.memory.unified_paging import UnifiedPaging
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LoraTargets

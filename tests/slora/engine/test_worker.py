@@ -7,7 +7,7 @@ import pytest
 
 from slora.core.engine_state import REPORT_S, EngineReport, EngineStats, Pin
 from slora.core.errors import DeadlineMissed, RequestRefused
-from slora.core.messages import Abort, Add, GetStats, RemoveAdapter, SetPins
+from slora.core.messages import Abort, Add, Observe, RemoveAdapter, SetPins
 from slora.core.request import EndedRequest, EngineRequest, StepOutput, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
@@ -58,7 +58,7 @@ def ask(name: str, adapter: AdapterVersion | None = None) -> EngineRequest:
 
 def stats_of(worker: EngineWorker) -> EngineStats:
     answers: queue.SimpleQueue[EngineStats] = queue.SimpleQueue()
-    worker.post(GetStats(), answers.put)
+    worker.post(Observe(), answers.put)
     return answers.get(timeout=WAIT_S)
 
 

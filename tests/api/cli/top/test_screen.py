@@ -12,7 +12,7 @@ from slora.core.engine_state import EngineState, PageCounts
 from slora_api.metrics.frame import FrameMaker
 from slora_api.metrics.top_command import paint
 from slora_api.metrics.top_screen import Line, LiveHistory, draw_screen
-from tests.api.live.test_frame import NAMES, STATE
+from tests.api.live.test_frame import LIVE, NAMES, STATE
 
 
 def make_frame(tenant: str | None = None) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def draw(
 
 
 def test_an_operator_sees_all_tenants_in_80_columns() -> None:
-    clock = datetime.fromtimestamp(STATE.time_s).strftime("%H:%M:%S")
+    clock = datetime.fromtimestamp(LIVE.time_s).strftime("%H:%M:%S")
     assert draw(make_frame()) == [
         f"slora top{clock:>71}",
         "traffic    30.0 tokens/s   running 5   waiting 6 (7 for an adapter)",
@@ -127,7 +127,7 @@ def test_an_event_is_counted_once_and_a_new_engine_begins_again() -> None:
         history.take(frame)
     assert history.count_recent() == {"load": 1, "preemption": 3}
     restarted = make_frame()
-    restarted["events"] = [{**restarted["events"][0], "number": 1, "time": STATE.time_s}]
+    restarted["events"] = [{**restarted["events"][0], "number": 1, "time": LIVE.time_s}]
     history.take(None)
     history.take(restarted)
     assert history.count_recent() == {"load": 2, "preemption": 3}

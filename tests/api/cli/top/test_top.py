@@ -14,7 +14,7 @@ from tests.api.scripted_engine import ScriptedEngine
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine(live=STATE)) as running:
+    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine(snapshot=STATE)) as running:
         yield running
 
 

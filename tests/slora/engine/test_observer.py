@@ -40,7 +40,13 @@ def ask(name: str, tenant: str, adapter: AdapterVersion | None = None, num_token
 
 def observe(engine: Engine, clock: Clock, *tenants: str) -> LiveState:
     clock.now += 1.0
-    return engine.observe(tenants)
+    return watch(engine, *tenants)
+
+
+def watch(engine: Engine, *tenants: str) -> LiveState:
+    live = engine.stats(tenants).live
+    assert live is not None
+    return live
 
 
 def make(kits: Callable[[str], ModelKit], num_pages: int = 100) -> tuple[Engine, AdapterVersion]:
@@ -79,7 +85,7 @@ def test_tokens_times_and_adapters_are_those_of_the_watched_steps(
 def test_all_computed_tokens_are_counted_however_few_adapters_are_listed(
     kits: Callable[[str], ModelKit], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora.engine.live_view._MAX_ADAPTERS", 1)
+    monkeypatch.setattr("slora.engine.observer._MAX_ADAPTERS", 1)
     engine, version = make(kits)
     observe(engine, clock)
     drive(engine, [[ask("a", version.tenant, version), ask("b", "plain", num_tokens=4)]])
@@ -125,10 +131,10 @@ def test_consoles_that_ask_at_the_same_time_share_one_observation(
 ) -> None:
     engine, _ = make(kits)
     first = observe(engine, clock)
-    assert engine.observe(()) is first
-    assert "late" in engine.observe(["late"]).tenants  # not in the first one, so it is made again
+    assert watch(engine) is first
+    assert "late" in watch(engine, "late").tenants  # not in the first one, so it is made again
     clock.now += 1
-    assert engine.observe(()) is not first
+    assert watch(engine) is not first
 
 
 def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock) -> None:
@@ -138,6 +144,10 @@ def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock
     for _ in range(4):
         clock.now += 0.1
         engine.step()
-    state = observe(engine, clock)
-    assert state.events and state.adapters and state.page_map.owners and state.step is not None
-    assert Observe.read_result(over_the_wire(Reply(3, state)).result) == state
+    clock.now += 1.0
+    stats = engine.stats([])
+    live = stats.live
+    assert (
+        live is not None and live.events and live.adapters and live.page_map.owners and live.step is not None
+    )
+    assert Observe.read_result(over_the_wire(Reply(3, stats)).result) == stats

@@ -1,20 +1,24 @@
-"""Observes the engine for consoles: the page pool, recent steps, and what happened since the last observation.
+"""Makes the snapshot of an engine: its statistics, and for consoles the page pool and recent steps and events.
 
-An observation delays the next step by a millisecond or two. Several API processes may ask several times a second, so
-an observation is reused for a fifth of a second.
+An observation for a console delays the next step by a millisecond or two. Several API processes may ask several times a
+second, so it is reused for a fifth of a second.
 """
 
 import time
 from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
+from itertools import islice, takewhile
 from typing import NamedTuple
 
+from slora.core.cost_model import CostModel
 from slora.core.engine_state import (
     AdapterWork,
+    EngineStats,
+    Histogram,
     LiveState,
+    LoadPaces,
     PageCounts,
     PageMap,
     PageOwner,
@@ -27,6 +31,7 @@ from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
+from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
 # Draws the page pool.
@@ -91,7 +96,7 @@ class StepRates(NamedTuple):
     tokens_per_s: Mapping[str, float]  # Generated tokens, by tenant.
     adapters: Sequence[AdapterWork]  # In descending order of their computed tokens.
     steps_per_s: float
-    tokens_per_step: float  # Computed tokens.
+    computed_tokens_per_s: float
     steps: Quantiles | None  # Times of the steps.
     # Times by tenant. The key "" holds the times of all tenants together.
     first_tokens: Mapping[str, Quantiles]
@@ -129,13 +134,8 @@ class StepMeter:
                 recorded.clear()
         self._watched_until = now + _WATCHED_S
 
-    def record(self, plan: StepPlan, sampled: list[SampledToken], step_s: float, now: float) -> None:
-        """Records a computed step, before it is postprocessed. Tokens that arrive together count as one interval.
-
-        sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
-        """
-        if not plan.chunks:
-            return
+    def record(self, plan: StepPlan, sampled: Sequence[SampledToken], step_s: float, now: float) -> None:
+        """Records a step. Tokens that arrive together count as one interval."""
         period = self._current_period(now)
         period.num_steps += 1
         period.num_tokens += plan.num_tokens
@@ -163,12 +163,11 @@ class StepMeter:
         seconds = max(now - recent[0].begins_at, _PERIOD_S) if recent else 1.0
         tokens = sum((period.tokens for period in recent), Counter[str]())
         work = sum((period.work for period in recent), Counter[tuple[str, str]]())
-        num_steps = sum(period.num_steps for period in recent)
         return StepRates(
             {tenant: count / seconds for tenant, count in tokens.items()},
             [AdapterWork(tenant, digest, count) for (tenant, digest), count in work.most_common()],
-            num_steps / seconds,
-            sum(period.num_tokens for period in recent) / max(num_steps, 1),
+            sum(period.num_steps for period in recent) / seconds,
+            sum(period.num_tokens for period in recent) / seconds,
             _quantiles(self._steps, now).get(""),
             _quantiles(self._first_tokens, now),
             _quantiles(self._intervals, now),
@@ -201,6 +200,15 @@ def _quantiles(recorded: Iterable[tuple[float, str, float]], now: float) -> dict
     return found
 
 
+# The buckets are the same as in vLLM's histograms of inter-token latency and of tokens per step.
+_LATENCIES_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+    *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+# How many adapters the statistics list, because each scrape sends them.
+_MAX_LISTED = 256
 _REPEATED_S = 0.2
 # Maximum numbers of listed tenants and adapters, in addition to the watched tenants and their adapters.
 _MAX_TENANTS, _MAX_ADAPTERS = 50, 64
@@ -209,46 +217,148 @@ _MAX_OWN_ADAPTERS = 1024
 _MAX_EVENTS = 128
 
 
-class LiveView:
-    """Observes an engine for its consoles. meter: records the engine's steps while a console watches."""
+class Observer:
+    """Counts what the engine computes, and makes its snapshots. most_listed: see `EngineConfig.metrics_tenants`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.meter = StepMeter()
+    def __init__(
+        self, scheduler: Scheduler, source: AdapterSource, costs: CostModel, most_listed: int
+    ) -> None:
+        self.num_prompt_tokens = 0
         self._scheduler = scheduler
+        self._source = source
+        self._costs = costs
+        self._most_listed = most_listed
+        self._num_steps = self._num_generated_tokens = 0
+        self._step_seconds, self._token_gaps = Histogram(_LATENCIES_S), Histogram(_LATENCIES_S)
+        self._step_tokens = Histogram(_STEP_TOKENS)
+        self._meter = StepMeter()
         self._mapper = PageMapper(scheduler.paging)
         self._loaded: set[AdapterVersion] = set()
         self._preemptions: dict[str, int] = {}
         self._prefix_evictions: dict[str, int] = {}
         self._events: deque[PoolEvent] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
-        self._last: LiveState | None = None
+        self._last: EngineStats | None = None
         self._last_at = float("-inf")
         self._last_watched: frozenset[str] = frozenset()
 
-    def observe(self, watched: Collection[str], now: float) -> LiveState:
-        """Observes the engine, or repeats a recent observation.
+    def count_step(self, plan: StepPlan, sampled: Sequence[SampledToken], step_s: float, now: float) -> None:
+        """Counts a computed step, before it is postprocessed.
 
-        watched: the tenants that must be listed, even if they are small. now: seconds of a monotonic clock.
+        sampled: one entry for each entry of each chunk's `sampled_sequences`, in order.
         """
+        if not plan.chunks:
+            return
+        self._num_steps += 1
+        self._step_seconds.count(step_s)
+        self._step_tokens.count(plan.num_tokens)
+        sequences = (sequence for chunk in plan.chunks for sequence in chunk.sampled_sequences)
+        self._num_generated_tokens += sum(
+            not (token.is_deferred or sequence.is_finished)
+            for sequence, token in zip(sequences, sampled, strict=True)
+        )
+        if self._meter.is_watched(now):
+            self._meter.record(plan, sampled, step_s, now)
+
+    def count_gaps(self, gaps: Iterable[tuple[float, int]]) -> None:
+        """Counts the times between tokens of a step: seconds, and how often each occurred."""
+        for gap_s, count in gaps:
+            self._token_gaps.count(gap_s, count)
+
+    def observe(self, watched: Collection[str] | None, now: float) -> EngineStats:
+        """Makes a snapshot, or repeats a recent one for consoles.
+
+        watched: for a console, the tenants that must be listed, even if they are small. With None, the snapshot has no
+            live state. now: seconds of a monotonic clock.
+        """
+        if watched is None:
+            return self._make_stats(None)
         if self._last is not None and now < self._last_at + _REPEATED_S:
             if self._last_watched.issuperset(watched):
                 return self._last
             watched = self._last_watched.union(watched)
-        was_watched = self.meter.is_watched(now)
-        self.meter.watch(now)
+        was_watched = self._meter.is_watched(now)
+        self._meter.watch(now)
         time_s = time.time()
         self._note_events(time_s, is_first=not was_watched)
-        rates = self.meter.measure(now)
-        self._last = self._make_state(frozenset(watched), rates, time_s)
+        live = self._make_live_state(frozenset(watched), self._meter.measure(now), time_s)
+        self._last = self._make_stats(live)
         self._last_at, self._last_watched = now, frozenset(watched)
         return self._last
 
-    def _make_state(self, watched: frozenset[str], rates: StepRates, time_s: float) -> LiveState:
+    def _make_stats(self, live: LiveState | None) -> EngineStats:
+        scheduler, memory = self._scheduler, self._scheduler.paging
+        residents = list(memory.residency)
+        served = scheduler.served.adapters
+        loaded = {resident.version.label for resident in residents if resident.is_loaded}
+        ready = sorted(
+            (resident for resident in residents if resident.is_loaded),
+            key=lambda resident: not resident.num_users,
+        )
+        waiting = scheduler.adapters.waited_for | {
+            resident.version for resident in residents if resident.is_loading
+        }
+        return EngineStats(
+            running=scheduler.num_running,
+            waiting=scheduler.num_waiting,
+            awaiting_adapter=scheduler.num_awaiting_adapter,
+            pages_total=memory.pool.num_pages,
+            pages_free=memory.pool.num_free,
+            pages_held=memory.pool.num_held,
+            pages_cached=memory.pool.num_cached,
+            adapter_pages=sum(len(r.pages) for r in residents),
+            resident_adapters=len(residents),
+            loaded_adapters=tuple(
+                (resident.version.tenant, resident.version.digest) for resident in ready[:_MAX_LISTED]
+            ),
+            waiting_adapters=tuple(
+                (version.tenant, version.digest) for version in islice(waiting, _MAX_LISTED)
+            ),
+            adapter_loads=scheduler.adapters.num_loads,
+            adapter_evictions=memory.residency.num_evictions,
+            pinned_adapters=scheduler.pins.num_pins,
+            pinned_loaded=scheduler.pins.num_loaded,
+            pin_failures=scheduler.pins.num_failures,
+            preemptions=scheduler.num_preemptions,
+            prefix_queries=scheduler.prefixes.num_queries,
+            prefix_hits=scheduler.prefixes.num_hits,
+            prefix_evictions=memory.kv.num_evictions,
+            swapped_out_pages=scheduler.swapping.num_pages_out,
+            swapped_in_pages=scheduler.swapping.num_pages_in,
+            swap_pages_total=scheduler.swapping.num_pages,
+            swap_pages_used=scheduler.swapping.num_used,
+            deadline_misses=scheduler.num_deadlines_missed,
+            prompt_tokens=self.num_prompt_tokens,
+            generated_tokens=self._num_generated_tokens - scheduler.drafting.num_rejected_tokens,
+            drafts=scheduler.drafting.num_drafts,
+            draft_tokens=scheduler.drafting.num_draft_tokens,
+            accepted_draft_tokens=scheduler.drafting.num_accepted_tokens,
+            steps=self._num_steps,
+            not_finite=scheduler.num_not_finite,
+            loads_by_cause=dict(scheduler.adapters.loads),
+            evictions_by_cause=dict(memory.residency.evictions),
+            preemptions_by_kind=scheduler.preemptions_by_kind,
+            fetches_by_outcome=dict(scheduler.adapters.fetches),
+            step_seconds=self._step_seconds.read(),
+            step_tokens=self._step_tokens.read(),
+            token_gaps=self._token_gaps.read(),
+            tenants=scheduler.served.tenants,
+            adapters=served,
+            pooled_adapters=tuple(sorted(served.keys() & loaded)),
+            pages=memory.count_pages(),
+            tenant_pages=memory.count_tenant_pages(self._most_listed),
+            load_paces=LoadPaces(self._costs.load_byte_s, dict(self._source.paces)),
+            costs=replace(self._costs),  # It changes while another thread sends the statistics.
+            usage=scheduler.total_usage,
+            host_cache=self._source.count_cached(self._most_listed, served),
+            live=live,
+        )
+
+    def _make_live_state(self, watched: frozenset[str], rates: StepRates, time_s: float) -> LiveState:
         scheduler, paging = self._scheduler, self._scheduler.paging
         running, waiting = scheduler.count_sequences()
         owned = paging.count_tenant_pages(_MAX_TENANTS, watched)
         busiest = (name for name, _ in (running + waiting).most_common(_MAX_TENANTS))
-        pages = paging.count_pages()
 
         def state(
             name: str, counts: PageCounts, num_running: int, num_waiting: int, per_s: float
@@ -269,11 +379,14 @@ class LiveView:
         ]
         return LiveState(
             time_s=time_s,
-            num_pages=paging.pool.num_pages,
             page_map=self._mapper.draw(),
-            pages=pages,
-            awaiting_adapter=scheduler.num_awaiting_adapter,
-            total=state("", pages, running.total(), waiting.total(), sum(rates.tokens_per_s.values())),
+            total=state(
+                "",
+                paging.count_pages(),
+                running.total(),
+                waiting.total(),
+                sum(rates.tokens_per_s.values()),
+            ),
             tenants={
                 name: state(
                     name,
@@ -288,7 +401,7 @@ class LiveView:
             work_tokens=sum(adapter.num_tokens for adapter in rates.adapters),
             step=rates.steps,
             steps_per_s=rates.steps_per_s,
-            tokens_per_step=rates.tokens_per_step,
+            computed_tokens_per_s=rates.computed_tokens_per_s,
             events=tuple(self._events),
         )
 
