@@ -7,8 +7,7 @@ import json
 from collections import defaultdict
 from typing import Any
 
-from slora_api.http.docs_page import make_template
-from slora_api.http.openapi import OpenApiDocument
+from slora_api.http.openapi import OpenApiDocument, make_template
 from slora_api.keys.authentication import required_scopes
 from slora_api.serve.app import ROUTES
 

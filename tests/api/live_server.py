@@ -10,7 +10,7 @@ from unittest.mock import patch
 import uvicorn.server
 from starlette.types import ASGIApp
 
-from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.http_server import HttpServer, open_listener
 
 

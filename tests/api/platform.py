@@ -51,22 +51,21 @@ from slora_api.core.foundation import Foundation
 from slora_api.core.host_board import BoardSize, HostBoard, HostChanges
 from slora_api.core.request_context import Tracing
 from slora_api.core.settings import Settings
-from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.keys.api_key import Pepper, open_admin_key
-from slora_api.keys.build import Keys
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal
-from slora_api.keys.routes import KeyServices
+from slora_api.keys.routes import Keys, KeyServices
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.metrics import Metrics
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
-from slora_api.operations.engine_routes import OperationServices
 from slora_api.operations.engines import Engines
 from slora_api.operations.health_routes import HealthServices
+from slora_api.operations.routes import OperationServices
 from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
@@ -77,7 +76,7 @@ from slora_api.quotas.routes import QuotaServices
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from slora_api.serve.app import make_app
-from slora_api.serve.change_follower import ChangeFollower
+from slora_api.serve.background import ChangeFollower
 from slora_api.serve.composition import make_batch_runner
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices

@@ -8,10 +8,13 @@ from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
+from slora_api.adapters.build import Adapters
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.batches.batches import Batch, Batches, BatchProblem
+from slora_api.batches.files import Files, file_limits
 from slora_api.completions.schemas import Metadata
 from slora_api.core.errors import KeyConflict, NotFound, QuotaExceeded
+from slora_api.core.foundation import Foundation
 from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
 from slora_api.http.field_types import STRICT, Text
@@ -177,3 +180,10 @@ async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired[BatchSe
     answered stay in the output file.
     """
     return _batch_json(await tenant_thread(key.tenant, services.batches.cancel, key.tenant, batch_id))
+
+
+def build_batches(foundation: Foundation, adapters: Adapters, limiter: RequestLimiter) -> BatchServices:
+    settings = foundation.settings
+    files = Files(foundation.database, adapters.stored, file_limits(settings))
+    batches = Batches(foundation.database, files, settings.max_batches_per_tenant)
+    return BatchServices(batches, limiter, settings.max_file_bytes, adapters.quarantine)

@@ -1,5 +1,8 @@
 """/tokenize and /detokenize, with vLLM's bodies and answers."""
 
+from dataclasses import asdict, dataclass
+from typing import Literal
+
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
@@ -12,6 +15,7 @@ from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import ModelNotFound, Starting
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import errors, json_body
+from slora_api.http.request_bounds import RequestBounds
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
 
@@ -83,3 +87,16 @@ async def detokenize(request: Request, key: InferenceKey, services: Wired[Answer
     call.bounds.check_decoded(len(text))
     parts = await call.until_gone(write_json({"prompt": text}, call.tenant, services.cpu_slots))
     return PartedResponse(parts, {})
+
+
+limits_router = APIRouter(tags=["models"])
+
+
+@dataclass(frozen=True, slots=True)
+class LimitsObject(RequestBounds):
+    object: Literal["limits"] = "limits"
+
+
+@limits_router.get("/v1/limits", responses=errors(Starting))
+async def show_limits(_key: InferenceKey, services: Wired[AnswerServices]) -> LimitsObject:
+    return LimitsObject(**asdict(services.bounds()))

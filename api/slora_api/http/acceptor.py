@@ -20,8 +20,7 @@ from contextlib import suppress
 
 from slora_api.core.errors import ServerBusy, describe_error
 from slora_api.core.rate_limited_log import get_rate_limited_logger
-from slora_api.http.connections import Connections
-from slora_api.http.http_protocol import HttpProtocol, encode_answer
+from slora_api.http.http_protocol import Connections, HttpProtocol, encode_answer
 
 _log = get_rate_limited_logger(__name__)
 

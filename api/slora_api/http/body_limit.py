@@ -34,7 +34,7 @@ from slora_api.core.errors import (
     error_response,
 )
 from slora_api.core.host_board import HostBoard
-from slora_api.http.connections import MinRateTimeout
+from slora_api.http.http_protocol import MinRateTimeout
 from slora_api.http.permit_pool import PermitPool
 from slora_api.http.request_bounds import MAX_SMALL_BODY_BYTES
 

@@ -17,8 +17,7 @@ from slora.core.errors import ConfigError
 from slora_api.core.host_board import HostBoard
 from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.acceptor import Acceptor
-from slora_api.http.connections import ConnectionLimits, Connections
-from slora_api.http.http_protocol import HttpProtocol
+from slora_api.http.http_protocol import ConnectionLimits, Connections, HttpProtocol
 
 
 class HttpServer(uvicorn.Server):

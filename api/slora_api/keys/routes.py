@@ -10,13 +10,18 @@ from typing_extensions import TypedDict
 from slora_adapters.errors import DiskFull
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.core.errors import KeyConflict, NotFound
+from slora_api.core.foundation import Foundation
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
-from slora_api.keys.authentication import Operator
+from slora_api.keys.api_key import Pepper
+from slora_api.keys.authentication import AnyKey, Operator
 from slora_api.keys.key_record import OPERATOR_SCOPES, TENANT_SCOPES, Caller, KeyRecord, Scope, parse_scopes
 from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_use import KeyUse
+from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.running_requests import RunningRequests
 from slora_api.tenants.named_tenant import NamedTenant
 
 router = APIRouter(prefix="/admin", tags=["operator"])
@@ -215,3 +220,34 @@ def revoke_key(
     has_bootstrap_key: bool = request.app.state.has_bootstrap_key
     services.key_store.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
     return {"object": "api_key", "key_id": key_id, "revoked": True}
+
+
+own_router = APIRouter(tags=["server"])
+
+
+@own_router.get("/v1/me")
+async def show_key(key: AnyKey) -> KeyObject:
+    """Describes the key of the request: its tenant, its scopes, and when it expires."""
+    return key_json(key)
+
+
+@dataclass(frozen=True, slots=True)
+class Keys:
+    pepper: Pepper
+    store: KeyStore
+    use: KeyUse
+    running: RunningRequests
+
+
+def build_keys(foundation: Foundation) -> Keys:
+    pepper = Pepper.from_file(foundation.data.pepper)
+    journal = RevocationJournal(foundation.data.revocations)
+    foundation.stack.callback(journal.close)
+    store = KeyStore(
+        foundation.database,
+        pepper,
+        journal,
+        foundation.settings.auth_stale_seconds,
+        is_behind=foundation.changes.is_behind,
+    )
+    return Keys(pepper, store, KeyUse(foundation.database), RunningRequests(store))

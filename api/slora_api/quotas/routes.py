@@ -1,7 +1,9 @@
 """The quotas of tenants and keys: the operator's routes, and /v1/quotas for the tenant itself."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -9,19 +11,26 @@ from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.registry import Registry
+from slora_adapters.store.store_url import check_redis_url, load_optional
+from slora_api.core.data_dir import DataDir
 from slora_api.core.errors import NotFound, QuotaExceeded
+from slora_api.core.foundation import Foundation
 from slora_api.core.listing import ListObject
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
-from slora_api.quotas.adapter_quota import check_stored
-from slora_api.quotas.quota_counters import Subject
+from slora_api.quotas.adapter_quota import AdapterQuota, check_stored
+from slora_api.quotas.host_counters import HostCounters
+from slora_api.quotas.quota import default_quota
+from slora_api.quotas.quota_counters import QuotaCounters, Subject
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.tenants.named_tenant import NamedTenant
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.usage_ledger import UsageLedger
 
 router = APIRouter(tags=["quotas"])
 
@@ -174,3 +183,45 @@ async def change_key_quota(
     changes = body.model_dump(exclude_unset=True)
     await control_thread(services.quota_store.change_key_quota, key_id, changes)
     return await _describe_key(services, key_id)
+
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Quotas:
+    store: QuotaStore
+    meter: QuotaMeter
+    adapters: AdapterQuota
+
+
+def build_quotas(
+    foundation: Foundation,
+    ledger: UsageLedger,
+    limiter: RequestLimiter,
+    refused: Callable[[str], None],
+) -> Quotas:
+    """limiter, refused: see `QuotaMeter`."""
+    settings, database = foundation.settings, foundation.database
+    store = QuotaStore(database, default_quota(settings), foundation.changes.is_behind)
+    counters = open_counters(foundation.data, settings.quota_redis)
+    if foundation.is_main and database.path is None and not settings.quota_redis:
+        logger.warning(
+            "quotas are counted on this host alone: if several hosts share the database, give all of them the same "
+            "--quota-redis (SLORA_QUOTA_REDIS)"
+        )
+    foundation.stack.push_async_callback(counters.close)
+    meter = QuotaMeter(store, counters, ledger, limiter, refused)
+    return Quotas(store, meter, AdapterQuota(store, refused))
+
+
+def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
+    """Opens the quota counters. With `redis_url`, all hosts that use this Redis share the counters. Otherwise, only the
+    processes of this host share them.
+    """
+    host = HostCounters(data.quotas)
+    if not redis_url:
+        return host
+    check_redis_url(redis_url, "--quota-redis")
+    module = load_optional("slora_api.quotas.redis_counters", "redis", "--quota-redis")
+    return cast(QuotaCounters, module.open_redis_counters(redis_url, host))

@@ -36,9 +36,9 @@ from slora_api.keys.api_key import open_admin_key
 from slora_api.metrics.metrics import share_metrics
 from slora_api.serve.api_workers import WorkerConfig
 from slora_api.serve.app import make_app
+from slora_api.serve.background import HostState
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.descriptors import connection_limits
-from slora_api.serve.host_state import HostState
 from slora_api.serve.http_front import (
     HttpFront,
     limit_garbage_collection,

@@ -18,8 +18,8 @@ from slora_api.adapters.routes import router as adapters
 from slora_api.adapters.vllm_routes import router as vllm_adapters
 from slora_api.batches.file_routes import router as files
 from slora_api.batches.routes import router as batches
-from slora_api.completions.limit_routes import router as limits
 from slora_api.completions.routes import router as completions
+from slora_api.completions.token_routes import limits_router as limits
 from slora_api.completions.token_routes import router as tokens
 from slora_api.console.routes import router as console
 from slora_api.core.errors import error_response
@@ -27,21 +27,18 @@ from slora_api.core.host_board import HostBoard
 from slora_api.core.request_context import Tracing
 from slora_api.embeddings.routes import router as embeddings
 from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
-from slora_api.http.docs_page import DocsPage
-from slora_api.http.docs_page import router as docs
-from slora_api.http.openapi import OpenApiDocument
+from slora_api.http.openapi import DocsPage, OpenApiDocument
 from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.http.wiring import wire
 from slora_api.keys.api_key import AdminKey
 from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator, required_scopes
-from slora_api.keys.me_routes import router as me
+from slora_api.keys.routes import own_router as me
 from slora_api.keys.routes import router as keys
 from slora_api.messages.routes import router as messages
 from slora_api.metrics.live_feed import router as live
-from slora_api.operations.audit_routes import router as audit
-from slora_api.operations.engine_routes import router as engines
 from slora_api.operations.health_routes import router as health
+from slora_api.operations.routes import router as engines
 from slora_api.quotas.routes import router as quotas
 from slora_api.responses.routes import router as responses
 from slora_api.serve.services import Services
@@ -68,10 +65,9 @@ _ROUTERS = (
         admin,
         keys,
         engines,
-        audit,
     ),
     *(files, batches),
-    *(health, openapi, docs, console),
+    *(health, openapi, console),
 )
 ROUTES = tuple(route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute))
 # Starlette selects a handler by the error's class. The handler of Exception answers bugs, which RequestScopeMiddleware

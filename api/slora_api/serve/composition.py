@@ -13,29 +13,25 @@ from slora_adapters.process.shortage import Work
 from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.adapters.build import AdapterNeeds, build_adapters
 from slora_api.batches.batch_runner import BatchRunner
-from slora_api.batches.build import build_batches
-from slora_api.completions.build import build_answers, open_templates
+from slora_api.batches.routes import build_batches
 from slora_api.completions.generation import Generator, Readiness
+from slora_api.completions.services import build_answers, open_templates
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
-from slora_api.keys.build import build_keys
-from slora_api.keys.routes import KeyServices
+from slora_api.keys.routes import KeyServices, build_keys
 from slora_api.metrics.metrics import Metrics
-from slora_api.operations.build import build_operations
-from slora_api.quotas.build import build_quotas
+from slora_api.operations.routes import build_operations
 from slora_api.quotas.request_limiter import RequestLimiter
-from slora_api.quotas.routes import QuotaServices
+from slora_api.quotas.routes import QuotaServices, build_quotas
 from slora_api.serve.app import make_router
-from slora_api.serve.change_follower import ChangeFollower
-from slora_api.serve.disk_watch import DiskWatch
+from slora_api.serve.background import ChangeFollower, DiskWatch
 from slora_api.serve.replica_list import ReplicaList
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices
 from slora_api.tenants.tenant_life import TenantLife
 from slora_api.tenants.tenant_store import TenantStore
-from slora_api.usage.build import build_usage
-from slora_api.usage.routes import UsageServices
+from slora_api.usage.routes import UsageServices, build_usage
 from slora_api.usage.usage_report import UsageReport
 
 

@@ -4,7 +4,7 @@ import logging
 import resource
 
 from slora_api.core.settings import Settings
-from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_protocol import ConnectionLimits
 
 _log = logging.getLogger(__name__)
 

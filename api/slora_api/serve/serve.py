@@ -38,6 +38,7 @@ from slora_api.metrics.metrics import open_metrics_files
 from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
+from slora_api.serve.background import HostState
 from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.demo import (
@@ -49,7 +50,6 @@ from slora_api.serve.demo import (
 )
 from slora_api.serve.descriptors import connection_limits
 from slora_api.serve.device import check_num_gpus
-from slora_api.serve.host_state import HostState
 from slora_api.serve.http_front import (
     Front,
     HttpFront,

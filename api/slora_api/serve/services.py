@@ -9,7 +9,7 @@ from slora_api.batches.batches import Batches
 from slora_api.completions.generation import Generator
 from slora_api.core.foundation import Foundation
 from slora_api.core.settings import Settings
-from slora_api.keys.build import Keys
+from slora_api.keys.routes import Keys
 from slora_api.operations.engines import Engines
 from slora_api.tenants.tenant_store import TenantStore
 

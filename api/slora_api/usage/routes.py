@@ -8,14 +8,19 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Depends, Query, Response
 from fastapi.responses import StreamingResponse
 
+from slora.core.usage_journal import UsageJournal
 from slora_api.core.errors import NotFound, TenantBusy
 from slora_api.core.fair_slots import FairSlots
+from slora_api.core.foundation import Foundation
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.usage_ledger import UsageLedger
+from slora_api.usage.usage_recorder import Observer, UsageRecorder
 from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery, UsageReport
+from slora_api.usage.usage_shipper import UsageShipper
 
 router = APIRouter(tags=["usage"])
 
@@ -114,3 +119,23 @@ async def _joined(first: bytes, others: AsyncIterator[bytes]) -> AsyncIterator[b
     yield first
     async for lines in others:
         yield lines
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedUsage:
+    ledger: UsageLedger
+    shipper: UsageShipper
+    recorder: UsageRecorder
+
+
+def build_usage(foundation: Foundation, observe: Observer) -> RecordedUsage:
+    """observe: see `UsageRecorder`."""
+    journal = UsageJournal(foundation.data.usage)
+    foundation.stack.callback(journal.close)
+    ledger = UsageLedger(foundation.database)
+    kept_days = foundation.settings.usage_days if foundation.is_main else None
+    shipper = UsageShipper(journal, foundation.data.usage, ledger, kept_days)
+    foundation.stack.callback(shipper.ship)
+    recorder = UsageRecorder(foundation.client, journal, observe=observe)
+    foundation.stack.callback(recorder.close)
+    return RecordedUsage(ledger, shipper, recorder)

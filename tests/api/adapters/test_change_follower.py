@@ -19,7 +19,7 @@ from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
-from slora_api.serve.change_follower import ChangeFollower
+from slora_api.serve.background import ChangeFollower
 from slora_api.tenants.tenant_store import TenantStore
 from tests.api.platform import open_key_store
 
@@ -98,7 +98,7 @@ def follow(
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora_api.serve.change_follower._POLL_S", 0.01)
+    monkeypatch.setattr("slora_api.serve.background._POLL_S", 0.01)
 
 
 def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(

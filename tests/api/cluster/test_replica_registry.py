@@ -13,9 +13,9 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from slora_api.cluster import replica_registry
+from slora_api.cluster.deployment import AdapterRequestRouter
 from slora_api.cluster.replica import PRESSURE, choose_num_replicas, measure_pressure
 from slora_api.cluster.replica_registry import Sightings
-from slora_api.cluster.request_router import AdapterRequestRouter
 from slora_api.serve.replica_list import ListedReplica, ReplicaList, ReplicaListFiles, write_replicas
 
 SECRET = b"s" * 64

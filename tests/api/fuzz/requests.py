@@ -16,7 +16,7 @@ from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreR
 from slora_api.http.unsupported import Unsupported
 from slora_api.keys.routes import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
-from slora_api.operations.engine_routes import EngineRestart
+from slora_api.operations.routes import EngineRestart
 from slora_api.quotas.routes import QuotaChanges
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.serve.app import ROUTES

@@ -29,7 +29,7 @@ from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.completions.schemas import GenerationFields
-from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.metrics.engine_metrics import name_tenants
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform

@@ -17,8 +17,7 @@ from uvicorn.server import ServerState
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.rate_limited_log import RateLimitFilter
 from slora_api.http.acceptor import Acceptor
-from slora_api.http.connections import ConnectionLimits, Connections
-from slora_api.http.http_protocol import HttpProtocol
+from slora_api.http.http_protocol import ConnectionLimits, Connections, HttpProtocol
 from tests.api.live_server import live_server
 from tests.api.served import wait_until
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from slora_api.http.connections import ConnectionLimits, Connections
+from slora_api.http.http_protocol import ConnectionLimits, Connections
 
 
 @dataclass(eq=False)

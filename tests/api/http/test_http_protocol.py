@@ -13,7 +13,7 @@ import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from slora_api.http.connections import ConnectionLimits
+from slora_api.http.http_protocol import ConnectionLimits
 from tests.api.http.test_acceptor import connect, is_closed
 from tests.api.live_server import live_server
 from tests.api.served import wait_until

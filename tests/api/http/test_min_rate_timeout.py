@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora_api.http.connections import MinRateTimeout
+from slora_api.http.http_protocol import MinRateTimeout
 
 
 def test_a_peer_that_stops_times_out_after_the_grace() -> None:

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
 )
 
 from slora_api.core.data_dir import DataDir
-from slora_api.quotas.build import open_counters
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import Charge, NotSeeded, QuotaCounters, Refusal, Reservation, Subject
 from slora_api.quotas.redis_counters import RedisCounters, open_redis_counters
+from slora_api.quotas.routes import open_counters
 from tests.api.quotas.quota_places import START_S, Clock, CountersPlace, counters_place
 from tests.redis_server import RedisServer
 

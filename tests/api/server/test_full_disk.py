@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import text
 
 from slora_adapters.process.full_disk import DiskReserve
-from slora_api.serve.disk_watch import DiskWatch
+from slora_api.serve.background import DiskWatch
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform

@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from slora_api.cli.remote import CommandFailed
-from slora_api.metrics.top_screen import Interruption, follow_frames
+from slora_api.metrics.top_command import Interruption, follow_frames
 
 
 def stream(*frames: str) -> httpx.Response:

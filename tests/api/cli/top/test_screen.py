@@ -10,8 +10,7 @@ import pytest
 
 from slora.core.engine_state import EngineState, PageCounts
 from slora_api.metrics.frame import FrameMaker
-from slora_api.metrics.top_command import paint
-from slora_api.metrics.top_screen import Line, LiveHistory, draw_screen
+from slora_api.metrics.top_command import Line, LiveHistory, draw_screen, paint
 from tests.api.live.test_frame import LIVE, NAMES, STATE
 
 

@@ -13,8 +13,7 @@ from typing import TextIO
 
 import pytest
 
-from slora_api.metrics.top_command import full_screen, show
-from slora_api.metrics.top_screen import Line
+from slora_api.metrics.top_command import Line, full_screen, show
 from tests.api.served import READY_S, wait_until
 
 

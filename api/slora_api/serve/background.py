@@ -1,30 +1,68 @@
-"""Follows the feed of changes and tells this process's engine about the changes that concern it.
-
-Any process that shares the database can change adapters, keys and tenants. This task reads the feed five times a
-second, and at once after a change by another process of the same host. Reading it also invalidates the caches of names
-and keys. The engine removes versions that no name refers to any more. When a pin has moved, the engine receives all
-pins again. If the feed cannot tell which changes were missed, every version that the engine may hold is looked up.
-
-While the database does not answer, requests are served from the caches. Afterwards, the feed delivers the missed
-changes.
-"""
+"""The background tasks of an API process: it passes the state of the host on, follows changes and watches the disk."""
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from slora.client.replica_group import ReplicaGroup
 from slora.core.errors import EngineUnavailable
 from slora_adapters.database.change_feed import Changes
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.registry import Registry
-from slora_api.core.host_board import HostChanges
+from slora_api.completions.generation import Generator
+from slora_api.core.host_board import HostBoard, HostChanges
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore
+from slora_api.operations.engines import Engines
 from slora_api.quotas.quota_store import QuotaStore
 
 _log = logging.getLogger(__name__)
+
+_STATE_PERIOD_S, _DISK_PERIOD_S = 0.1, 2.0
+
+
+class HostState:
+    """Passes the state of the host from the main process to the API workers, between the board and the `Readiness` and
+    `Metrics` of `generator`: the stalled processes, the unfinished parts of the start, and the restarts of
+    each process.
+    """
+
+    def __init__(self, generator: Generator, engines: Engines, board: HostBoard) -> None:
+        self._readiness = generator.readiness
+        self._metrics = generator.metrics
+        self._engines = engines
+        self._board = board
+
+    async def publish(self) -> None:
+        """Writes each new state to the board, until cancelled. This runs in the main process."""
+        written: dict[str, Any] = {}
+        while True:
+            state: dict[str, Any] = {
+                "stalls": dict(self._readiness.stalls),
+                "unfinished": dict(self._readiness.unfinished),
+                "restarts": dict(self._metrics.restarts),
+            }
+            if state != written:
+                self._board.write_state(state)
+                written = state
+            await asyncio.sleep(_STATE_PERIOD_S)
+
+    async def follow(self) -> None:
+        """Applies each new state, and reports which engines serve in this worker, until cancelled. This runs in each
+        worker.
+        """
+        while True:
+            if (state := self._board.read_state()) is not None:
+                self._readiness.stalls = state["stalls"]
+                self._readiness.unfinished = state["unfinished"]
+                self._metrics.restarts = Counter(state["restarts"])
+            self._engines.publish()
+            await asyncio.sleep(_STATE_PERIOD_S)
+
 
 # Interval of reading the feed. Every process must see a change within a second.
 _POLL_S = 0.2
@@ -33,7 +71,7 @@ _BOARD_POLL_S = 0.02
 
 
 class ChangeFollower:
-    """Reads the feed and applies the changes to this process. Runs on one event loop.
+    """Reads the feed of changes and applies them to this process and its engine. Runs on one event loop.
 
     on_moved_pin: called when the set of pinned versions may have changed. host_changes: None if this process is the
     only API process of the host.
@@ -111,3 +149,38 @@ class ChangeFollower:
                         await self._engine.remove_adapter(version)
         if changes.resync or any(change.moved_pin for change in changes.changes):
             self._on_moved_pin()
+
+
+class DiskWatch:
+    """Watches the free space of the data directory's disk, on a thread, because a disk may stall. Writes pending
+    revocations to the database.
+
+    It watches while `run` is running. Without `run`, a read-only server never becomes writable again."""
+
+    def __init__(self, reserve: DiskReserve, key_store: KeyStore) -> None:
+        self._reserve = reserve
+        self._key_store = key_store
+        # The last logged error, so that a lasting error is logged only once.
+        self._trouble = ""
+
+    async def run(self) -> None:
+        """Checks the disk periodically, until cancelled."""
+        while True:
+            await control_thread(self.check)
+            await asyncio.sleep(_DISK_PERIOD_S)
+
+    def check(self) -> None:
+        """Checks the disk once, and writes pending revocations even if the disk is full. The disk reserve makes room
+        for them.
+        """
+        trouble = ""
+        try:
+            self._reserve.watch()
+            self._key_store.write_pending_revocations()
+        except DiskFull:
+            pass  # `DiskReserve` has logged the error.
+        except (OSError, StoreUnavailable) as error:
+            trouble = str(error)
+        if trouble and trouble != self._trouble:
+            _log.error("the disk of %s cannot be used: %s", self._reserve.directory, trouble)
+        self._trouble = trouble
