@@ -21,9 +21,9 @@ from slora.core.usage_journal import UsageJournal
 from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
-from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
@@ -49,7 +49,7 @@ from slora_api.core.data_dir import DataDir
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
 from slora_api.core.host_board import BoardSize, HostBoard, HostChanges
-from slora_api.core.request_context import Tracing
+from slora_api.core.otel_tracing import OtelTracing
 from slora_api.core.settings import Settings
 from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.request_bounds import ServerBounds
@@ -222,7 +222,7 @@ def running_platform(
     runs_batches: bool = False,
     connection_limits: ConnectionLimits | None = None,
     max_lora_rank: int = 128,
-    tracing: Tracing | None = None,
+    tracing: OtelTracing | None = None,
     **settings: Any,
 ) -> Iterator[Platform]:
     """The API on a free port, with its data in `directory`.

@@ -92,7 +92,7 @@ def open_redis_store(url: str, *, durable: bool) -> "RedisStore":
 
 
 class RedisStore:
-    """Implements `store.Store` and `store.WarmStore` with Redis."""
+    """Implements `store.Store` with Redis. It can also be a warm tier in front of another store."""
 
     tiers = (TIER,)
 
@@ -108,6 +108,7 @@ class RedisStore:
         self._put(digest, _local_blobs(members))
 
     def copy(self, digest: str, blob: Blob) -> None:
+        """Like `put`, with the content of a blob from another store. Raises what reading that blob raises."""
         self._put(digest, [blob])
 
     def open(self, digest: str) -> RedisBlob:

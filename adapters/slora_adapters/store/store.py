@@ -113,10 +113,3 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Ends background work and closes connections."""
-
-
-class WarmStore(Store, Protocol):
-    """A store that can be used as a warm tier in front of another store."""
-
-    def copy(self, digest: str, blob: Blob) -> None:
-        """Like `put`, with the content of a blob from another store. Raises what reading that blob raises."""

@@ -2,13 +2,16 @@
 
 import importlib
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote, urlsplit
 
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
-from slora_adapters.store.store import Store, WarmStore
+from slora_adapters.store.store import Store
 from slora_adapters.store.tiered_store import TieredStore
+
+if TYPE_CHECKING:
+    from slora_adapters.store.redis_store import RedisStore
 
 # fsspec has two schemes for local files.
 FILE_SCHEMES = ("file", "local")
@@ -83,10 +86,10 @@ def _open_durable(url: str) -> Store:
     return cast(Store, module.open_object_store(url))
 
 
-def _open_redis(url: str, *, durable: bool) -> WarmStore:
+def _open_redis(url: str, *, durable: bool) -> "RedisStore":
     check_redis_url(url, "the store" if durable else "the warm tier")
     module = load_optional("slora_adapters.store.redis_store", "redis", f"a {urlsplit(url).scheme}:// store")
-    return cast(WarmStore, module.open_redis_store(url, durable=durable))
+    return cast("RedisStore", module.open_redis_store(url, durable=durable))
 
 
 def _place(url: str) -> tuple[str | None, int | None, str]:

@@ -12,9 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.store.store import Blob, Store, WarmStore
+from slora_adapters.store.store import Blob, Store
+
+if TYPE_CHECKING:
+    from slora_adapters.store.redis_store import RedisStore
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +30,9 @@ MAX_PENDING_COPIES = 8
 class TieredStore:
     """Implements `store.Store`. `exists`, `digests` and `claims` use only the durable store."""
 
-    def __init__(self, durable: Store, warm: WarmStore, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, durable: Store, warm: "RedisStore", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.durable = durable
         self.warm = warm
         self._clock = clock

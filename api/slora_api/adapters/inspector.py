@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_api.core.errors import InspectionFailed
 from slora_api.core.fair_slots import FairSlots, slots_of_process

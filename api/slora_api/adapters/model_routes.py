@@ -2,10 +2,11 @@
 change.
 """
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import JSONResponse
 from typing_extensions import TypedDict
 
@@ -61,16 +62,21 @@ class MessagesModelPage(TypedDict):
 _MESSAGES_LIMIT = 20
 
 
+@dataclass(frozen=True, slots=True)
+class _ModelsParameters:
+    limit: Limit | None = None
+    after: str | None = None
+    after_id: str | None = None
+    before_id: str | None = None
+    lifecycle: Annotated[list[str] | None, Query(alias="lifecycle[]")] = None
+
+
 @router.get("/v1/models", response_model=PageObject[ModelObject] | MessagesModelPage)
 def list_models(
     request: Request,
     key: InferenceKey,
     services: Wired[AdapterServices],
-    limit: Limit | None = None,
-    after: str | None = None,
-    after_id: str | None = None,
-    before_id: str | None = None,
-    lifecycle: Annotated[list[str] | None, Query(alias="lifecycle[]")] = None,
+    asked: Annotated[_ModelsParameters, Depends()],
 ) -> JSONResponse:
     """Lists the models. Without `limit`, lists all of them, because OpenAI's clients do not request pages of models.
 
@@ -79,17 +85,23 @@ def list_models(
     """
     # Serialize the models on this thread: thousands of them take milliseconds, which must not block the event loop.
     if not speaks_anthropic(request.scope):
-        for name, value in (("after_id", after_id), ("before_id", before_id), ("lifecycle[]", lifecycle)):
+        for name, value in (
+            ("after_id", asked.after_id),
+            ("before_id", asked.before_id),
+            ("lifecycle[]", asked.lifecycle),
+        ):
             if value is not None:
                 raise BadRequest(
                     f"`{name}` belongs to Anthropic's API; send the header `anthropic-version`, or use `after`.",
                     name,
                 )
-        return JSONResponse(services.catalog.list_models(key, limit, after))
-    if after_id is not None and before_id is not None:
+        return JSONResponse(services.catalog.list_models(key, asked.limit, asked.after))
+    if asked.after_id is not None and asked.before_id is not None:
         raise BadRequest("`after_id` and `before_id` exclude each other; send one of them.", "before_id")
-    page = services.catalog.list_models(key, limit or _MESSAGES_LIMIT, after_id or after, before_id)
-    if lifecycle and "active" not in lifecycle:
+    page = services.catalog.list_models(
+        key, asked.limit or _MESSAGES_LIMIT, asked.after_id or asked.after, asked.before_id
+    )
+    if asked.lifecycle and "active" not in asked.lifecycle:
         page = list_json([], "id")
     return JSONResponse(
         {

@@ -31,7 +31,7 @@ from slora.client.client import EngineClient
 from slora.core.errors import EngineUnavailable
 from slora.text.generation_defaults import find_unsupported_fields
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
-from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import StorageUsage, check_adapter_name

@@ -6,7 +6,7 @@ The limits are OpenAI's. This module does not depend on the format in which a mo
 import json
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -413,48 +413,3 @@ def make_call(call_id: str, name: str, arguments: str) -> SentCall:
     """Returns the call of a function. The texts are already checked."""
     function = _FUNCTION.model_copy(update={"name": name, "arguments": arguments})
     return _CALL.model_copy(update={"id": call_id, "function": function})
-
-
-class _Message(Protocol):
-    @property
-    def role(self) -> str: ...
-    @property
-    def tool_calls(self) -> Sequence[SentCall] | None: ...
-    @property
-    def tool_call_id(self) -> str | None: ...
-
-
-def check_tool_messages(messages: Sequence[_Message]) -> None:
-    """Raises a refusal unless each message with tool calls is followed by exactly the results of its calls."""
-    waiting: dict[str, None] = {}
-    for index, message in enumerate(messages):
-        if message.role == "tool":
-            if message.tool_call_id not in waiting:
-                raise make_refusal(
-                    "`messages.{index}.tool_call_id` is {value}, which matches no unanswered tool call of the "
-                    "preceding assistant message{known}",
-                    param="messages",
-                    index=index,
-                    known=f"; these do: {abbreviate(list(waiting))}" if waiting else "",
-                    value=abbreviate(message.tool_call_id),
-                )
-            del waiting[message.tool_call_id]
-            continue
-        if waiting:
-            break
-        for call in message.tool_calls or ():
-            if call.id in waiting:
-                raise make_refusal(
-                    "`messages.{index}.tool_calls` has the id {value} twice; give each call an id of its own",
-                    param="messages",
-                    index=index,
-                    value=abbreviate(call.id),
-                )
-            waiting[call.id] = None
-    if waiting:
-        raise make_refusal(
-            "`messages` has no tool result for the calls {value}; after the assistant message, add one message with "
-            "the role 'tool' for each call",
-            param="messages",
-            value=abbreviate(list(waiting)),
-        )

@@ -37,7 +37,6 @@ from slora_api.chat.tool_schemas import (
     ToolChoice,
     Tools,
     check_tool_choice,
-    check_tool_messages,
     find_forced_tools,
     find_shown_tools,
 )
@@ -535,7 +534,7 @@ class ChatTemplateFields(TemplateFields):
 
 
 def _check_messages(messages: list[ChatMessage]) -> list[ChatMessage]:
-    check_tool_messages(messages)
+    _check_tool_messages(messages)
     if any(message.function_call is not None or message.role == "function" for message in messages):
         return _convert_function_calls(messages)
     return messages
@@ -711,3 +710,39 @@ class DetokenizeRequest(RequestModel):
 
     model: Name = "default"
     tokens: list[int]
+
+
+def _check_tool_messages(messages: Sequence[ChatMessage]) -> None:
+    """Raises a refusal unless each message with tool calls is followed by exactly the results of its calls."""
+    waiting: dict[str, None] = {}
+    for index, message in enumerate(messages):
+        if message.role == "tool":
+            if message.tool_call_id not in waiting:
+                raise make_refusal(
+                    "`messages.{index}.tool_call_id` is {value}, which matches no unanswered tool call of the "
+                    "preceding assistant message{known}",
+                    param="messages",
+                    index=index,
+                    known=f"; these do: {abbreviate(list(waiting))}" if waiting else "",
+                    value=abbreviate(message.tool_call_id),
+                )
+            del waiting[message.tool_call_id]
+            continue
+        if waiting:
+            break
+        for call in message.tool_calls or ():
+            if call.id in waiting:
+                raise make_refusal(
+                    "`messages.{index}.tool_calls` has the id {value} twice; give each call an id of its own",
+                    param="messages",
+                    index=index,
+                    value=abbreviate(call.id),
+                )
+            waiting[call.id] = None
+    if waiting:
+        raise make_refusal(
+            "`messages` has no tool result for the calls {value}; after the assistant message, add one message with "
+            "the role 'tool' for each call",
+            param="messages",
+            value=abbreviate(list(waiting)),
+        )

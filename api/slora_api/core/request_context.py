@@ -7,38 +7,16 @@ request, such as the runner of batches, has no context.
 import logging
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
-from starlette.datastructures import Headers
-
-from slora.core.request import EngineRequest, RequestTiming, RequestUsage
+if TYPE_CHECKING:
+    from slora_api.core.otel_tracing import OtelSpan
 
 # The field of a request's state that holds the error which has ended the request. A stream sends this error as its last
 # event.
 ENDED_BY = "ended_by"
 # The batch runner passes the id of a batch line under this key in the request's state. Clients cannot set it.
 BACKGROUND_ID = "background_id"
-
-
-class RequestSpan(Protocol):
-    """The span of one HTTP request. Its methods are cheap and never raise."""
-
-    @property
-    def traceparent(self) -> str:
-        """The value of the W3C header `traceparent` that identifies the span."""
-
-    def add_engine_request(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
-        """Adds a span for each stage of one prompt. The prompt may end after the HTTP request."""
-
-    def end(self, context: "RequestContext", route: str, status: int) -> None:
-        """Ends the span. status: 0 if the client disconnected before an answer."""
-
-
-class Tracing(Protocol):
-    def begin(self, method: str, path: str, headers: Headers) -> RequestSpan | None:
-        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. Returns None if
-        the request is not traced.
-        """
 
 
 @dataclass(slots=True)
@@ -50,7 +28,7 @@ class RequestContext:
     request_id: str
     tenant: str | None = None
     tenant_id: str | None = None
-    span: RequestSpan | None = None
+    span: "OtelSpan | None" = None
 
 
 current_request: ContextVar[RequestContext | None] = ContextVar("current_request", default=None)
@@ -70,6 +48,6 @@ class RequestFields(logging.Filter):
         return True
 
 
-def current_span() -> RequestSpan | None:
+def current_span() -> "OtelSpan | None":
     context = current_request.get()
     return None if context is None else context.span

@@ -9,7 +9,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,7 +17,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from slora_adapters.process.shortage import find_shortage
 from slora_api.core.errors import ApiError, Stopping, error_response, speaks_anthropic
 from slora_api.core.key_masking import mask_keys
-from slora_api.core.request_context import RequestContext, Tracing, current_request
+from slora_api.core.request_context import RequestContext, current_request
+
+if TYPE_CHECKING:
+    from slora_api.core.otel_tracing import OtelTracing
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +74,7 @@ class RequestScopeMiddleware:
     spans are made.
     """
 
-    def __init__(self, app: ASGIApp, observe: Observe, tracing: Tracing | None = None) -> None:
+    def __init__(self, app: ASGIApp, observe: Observe, tracing: "OtelTracing | None" = None) -> None:
         self._app = app
         self._observe = observe
         self._tracing = tracing

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, status
+from fastapi import APIRouter, Depends, Query, status
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
@@ -79,6 +79,17 @@ _Time = Annotated[float, Query(ge=0, allow_inf_nan=False)]
 _EntryId = Annotated[int, Query(ge=1, lt=2**63)]
 
 
+@dataclass(frozen=True, slots=True)
+class _AuditParameters:
+    tenant: str | None = None
+    actor: str | None = None
+    action: str | None = None
+    since: _Time | None = None
+    until: _Time | None = None
+    limit: Limit = DEFAULT_LIMIT
+    after: _EntryId | None = None
+
+
 class AuditEntryObject(TypedDict):
     """One entry of the audit log. tenant: the name of the tenant, or the last name of a purged tenant; empty if the
     change concerns no tenant. created: Unix time in seconds. actor: the id of a key, or the user who ran a command.
@@ -120,20 +131,14 @@ def _entry_json(entry: AuditEntry, names: Mapping[str, str]) -> AuditEntryObject
 def read_audit_log(
     _operator: Operator,
     services: Wired[OperationServices],
-    tenant: str | None = None,
-    actor: str | None = None,
-    action: str | None = None,
-    since: _Time | None = None,
-    until: _Time | None = None,
-    limit: Limit = DEFAULT_LIMIT,
-    after: _EntryId | None = None,
+    asked: Annotated[_AuditParameters, Depends()],
 ) -> PageObject[AuditEntryObject]:
     """Lists changes, newest first. tenant: a name or an id. since, until: Unix times."""
-    tenant_id = None if tenant is None else services.tenant_store.find_id(tenant)
-    wanted = AuditFilter(tenant_id, actor, action, since, until)
-    entries = services.audit_log.read(wanted, limit + 1, after)
+    tenant_id = None if asked.tenant is None else services.tenant_store.find_id(asked.tenant)
+    wanted = AuditFilter(tenant_id, asked.actor, asked.action, asked.since, asked.until)
+    entries = services.audit_log.read(wanted, asked.limit + 1, asked.after)
     names = services.tenant_store.find_names({entry.tenant for entry in entries}, include_former=True)
-    return list_json([_entry_json(entry, names) for entry in entries], "id", limit)
+    return list_json([_entry_json(entry, names) for entry in entries], "id", asked.limit)
 
 
 @dataclass(frozen=True, slots=True)

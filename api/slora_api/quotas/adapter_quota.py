@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
-from slora_adapters.inspection.checked_adapter import CheckedAdapter
+from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.record import ExtrasSummary, StorageUsage
 from slora_api.core.errors import QuotaExceeded
 from slora_api.quotas.quota_store import QuotaStore

@@ -31,6 +31,7 @@ from slora_api.core.host_board import HostBoard
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.settings import Settings, read_settings
+from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer
 from slora_api.keys.api_key import open_admin_key
 from slora_api.metrics.metrics import share_metrics
@@ -46,7 +47,6 @@ from slora_api.serve.http_front import (
     run_until_stopped,
 )
 from slora_api.serve.replica_list import ReplicaList
-from slora_api.serve.tracing import open_tracing
 
 logger = logging.getLogger("slora.api")
 

@@ -2,6 +2,7 @@
 
 import logging
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -24,7 +25,6 @@ from slora_api.completions.token_routes import router as tokens
 from slora_api.console.routes import router as console
 from slora_api.core.errors import error_response
 from slora_api.core.host_board import HostBoard
-from slora_api.core.request_context import Tracing
 from slora_api.embeddings.routes import router as embeddings
 from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.http.openapi import DocsPage, OpenApiDocument
@@ -44,6 +44,9 @@ from slora_api.responses.routes import router as responses
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import router as admin
 from slora_api.usage.routes import router as usage
+
+if TYPE_CHECKING:
+    from slora_api.core.otel_tracing import OtelTracing
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +117,7 @@ def make_app(
     services: Services,
     admin_key: AdminKey | None,
     board: HostBoard | None = None,
-    tracing: Tracing | None = None,
+    tracing: "OtelTracing | None" = None,
 ) -> ASGIApp:
     """Makes the application: the routes and the layers around them. The last layer added is the outermost, so it sees a
     request first.

@@ -32,6 +32,7 @@ from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
+from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.keys.api_key import AdminKey, open_admin_key
 from slora_api.metrics.metrics import open_metrics_files
@@ -61,7 +62,6 @@ from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.serve.services import Services
 from slora_api.serve.sockets import open_sockets
 from slora_api.serve.supervisor import Child, Supervisor
-from slora_api.serve.tracing import open_tracing
 
 logger = logging.getLogger("slora.serve")
 

@@ -1,11 +1,10 @@
 """/v1/usage for a tenant and /admin/usage for the operator: sums of the usage ledger by minute, hour or day."""
 
-import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Depends, Response
 from fastapi.responses import StreamingResponse
 
 from slora.core.usage_journal import UsageJournal
@@ -19,7 +18,7 @@ from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 from slora_api.usage.usage_recorder import Observer, UsageRecorder
-from slora_api.usage.usage_report import BucketWidth, UsagePageObject, UsageQuery, UsageReport
+from slora_api.usage.usage_report import UsagePageObject, UsageParameters, UsageQuery, UsageReport
 from slora_api.usage.usage_shipper import UsageShipper
 
 router = APIRouter(tags=["usage"])
@@ -44,40 +43,14 @@ class UsageServices:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Parameters:
-    """The query parameters of both routes. They have the names of OpenAI's usage API."""
-
-    start_time: str | None = None
-    end_time: str | None = None
-    bucket_width: BucketWidth = "1d"
-    group_by: Annotated[list[str] | None, Query()] = None
-    limit: int | None = None
-    page: str | None = None
-    format: Literal["json", "csv"] = "json"
-
-    def query(self, tenant: str | None, *, is_operator: bool) -> UsageQuery:
-        return UsageQuery.parse(
-            tenant=tenant,
-            width=self.bucket_width,
-            start_time=self.start_time,
-            end_time=self.end_time,
-            group_by=self.group_by or (),
-            limit=self.limit,
-            page=self.page,
-            now=time.time(),
-            is_operator=is_operator,
-        )
-
-
-_Asked = Annotated[_Parameters, Depends()]
+_Asked = Annotated[UsageParameters, Depends()]
 _CSV: dict[int | str, Any] = {200: {"content": {"text/csv": {"schema": {"type": "string"}}}}}
 _ANSWERS = _CSV | errors(TenantBusy)
 
 
 @router.get("/v1/usage", response_model=UsagePageObject, responses=_ANSWERS)
 async def show_own_usage(asked: _Asked, key: UsageReader, services: Wired[UsageServices]) -> Response:
-    return await _answer(services, asked, asked.query(key.tenant, is_operator=False), key.tenant)
+    return await _answer(services, asked, asked.make_query(key.tenant, is_operator=False), key.tenant)
 
 
 @router.get("/admin/usage", response_model=UsagePageObject, responses=_ANSWERS | errors(NotFound))
@@ -86,10 +59,12 @@ async def show_usage(
 ) -> Response:
     """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
     tenant_id = None if tenant is None else await control_thread(services.tenant_store.find_id, tenant)
-    return await _answer(services, asked, asked.query(tenant_id, is_operator=True), _OPERATOR)
+    return await _answer(services, asked, asked.make_query(tenant_id, is_operator=True), _OPERATOR)
 
 
-async def _answer(services: UsageServices, asked: _Parameters, query: UsageQuery, charged: str) -> Response:
+async def _answer(
+    services: UsageServices, asked: UsageParameters, query: UsageQuery, charged: str
+) -> Response:
     if asked.format == "json":
         async with services.reading.hold(charged):
             body = await tenant_thread(charged, services.usage.write_json, query)

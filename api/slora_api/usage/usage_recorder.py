@@ -15,12 +15,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from slora.client.client import EngineClient
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage
 from slora.core.usage_journal import UsageJournal, UsageRecord
-from slora_api.core.request_context import RequestSpan, current_span
+from slora_api.core.request_context import current_span
+
+if TYPE_CHECKING:
+    from slora_api.core.otel_tracing import OtelSpan
 
 Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 
@@ -65,7 +68,7 @@ class OpenRequest:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None
     timing: RequestTiming | None = None
-    span: RequestSpan | None = None
+    span: "OtelSpan | None" = None
 
 
 class _Waiting(NamedTuple):

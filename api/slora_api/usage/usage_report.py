@@ -9,12 +9,14 @@ import csv
 import io
 import json
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+from fastapi import Query
 from typing_extensions import TypedDict
 
 from slora_adapters.version import AdapterVersion
@@ -103,44 +105,47 @@ class UsageQuery:
     limit: int
     after: tuple[int | str, ...] | None = None
 
-    @staticmethod
-    def parse(
-        *,
-        tenant: str | None,
-        width: BucketWidth,
-        start_time: str | None,
-        end_time: str | None,
-        group_by: Sequence[str],
-        limit: int | None,
-        page: str | None,
-        now: float,
-        is_operator: bool,
-    ) -> "UsageQuery":
-        """Makes a query from the parameters of a request. Raises BadRequest naming the parameter."""
-        seconds = _WIDTHS[width]
+    def for_csv(self) -> "UsageQuery":
+        """Returns the same query with the largest pages."""
+        return replace(self, limit=_MAX_BUCKETS[self.asked.width])
+
+
+@dataclass(frozen=True, slots=True)
+class UsageParameters:
+    """The query parameters of `GET /v1/usage` and `GET /admin/usage`. They have the names of OpenAI's usage API."""
+
+    start_time: str | None = None
+    end_time: str | None = None
+    bucket_width: BucketWidth = "1d"
+    group_by: Annotated[list[str] | None, Query()] = None
+    limit: int | None = None
+    page: str | None = None
+    format: Literal["json", "csv"] = "json"
+
+    def make_query(self, tenant: str | None, *, is_operator: bool) -> "UsageQuery":
+        """Raises BadRequest naming the parameter. tenant: the tenant's id; None for all tenants."""
+        seconds = _WIDTHS[self.bucket_width]
         most = _MAX_BUCKETS[seconds]
-        if limit is not None and not 1 <= limit <= most:
+        if self.limit is not None and not 1 <= self.limit <= most:
             raise BadRequest(
-                f"`limit` is {limit}; it must be from 1 to {most} for buckets of {width}.", "limit"
+                f"`limit` is {self.limit}; it must be from 1 to {most} for buckets of {self.bucket_width}.",
+                "limit",
             )
-        num_buckets = limit or _DEFAULT_BUCKETS[seconds]
-        end = math.ceil((now if end_time is None else _read_time(end_time, "end_time")) / seconds) * seconds
-        if start_time is None:
+        num_buckets = self.limit or _DEFAULT_BUCKETS[seconds]
+        until = time.time() if self.end_time is None else _read_time(self.end_time, "end_time")
+        end = math.ceil(until / seconds) * seconds
+        if self.start_time is None:
             start = max(0, end - num_buckets * seconds)
         else:
-            start = int(_read_time(start_time, "start_time") // seconds) * seconds
+            start = int(_read_time(self.start_time, "start_time") // seconds) * seconds
         if start >= end:
             raise BadRequest(
                 f"`start_time` is {_show_time(start)}, which is not before the end, {_show_time(end)}.",
                 "start_time",
             )
-        groups = _read_groups(group_by, is_operator=is_operator)
+        groups = _read_groups(self.group_by or (), is_operator=is_operator)
         asked = UsageFilter(seconds, start, end, groups, tenant)
-        return UsageQuery(asked, num_buckets, None if page is None else _read_cursor(page, asked))
-
-    def for_csv(self) -> "UsageQuery":
-        """Returns the same query with the largest pages."""
-        return replace(self, limit=_MAX_BUCKETS[self.asked.width])
+        return UsageQuery(asked, num_buckets, None if self.page is None else _read_cursor(self.page, asked))
 
 
 @dataclass(frozen=True, slots=True)

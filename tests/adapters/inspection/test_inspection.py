@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.inspection.checked_adapter import delta_norm
 from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.limits import AdapterLimits
 from slora_adapters.peft.adapter import LoraPair
+from slora_adapters.peft.checked_adapter import delta_norm
 from slora_adapters.peft.number_format import convert
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import StoredTensor

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.inspection.checked_adapter import CheckedAdapter
 from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.core.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory

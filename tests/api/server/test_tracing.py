@@ -13,8 +13,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
 from slora_adapters.store import store_url
-from slora_api.serve.otel_tracing import open_otel_tracing
-from slora_api.serve.tracing import open_tracing
+from slora_api.core.otel_tracing import open_otel_tracing
+from slora_api.core.tracing import open_tracing
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

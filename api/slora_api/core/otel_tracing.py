@@ -44,18 +44,23 @@ class OtelTracing:
         self._provider = provider
         self._tracer = provider.get_tracer("slora", find_package_version())
 
-    def begin(self, method: str, path: str, headers: Headers) -> "_OtelSpan | None":
+    def begin(self, method: str, path: str, headers: Headers) -> "OtelSpan | None":
+        """Begins the span of an HTTP request, as a child of the client's span if `headers` name one. Returns None if
+        the request is not traced.
+        """
         if path in _UNTRACED:
             return None
         parent = _PROPAGATOR.extract(headers)
-        return _OtelSpan(self._tracer, method, parent)
+        return OtelSpan(self._tracer, method, parent)
 
     def close(self) -> None:
         """Sends the remaining spans. Waits no longer than the timeout of the exporter."""
         self._provider.shutdown()
 
 
-class _OtelSpan:
+class OtelSpan:
+    """The span of one HTTP request. Its methods are cheap and never raise."""
+
     __slots__ = ("_span", "_tracer")
 
     def __init__(self, tracer: Any, method: str, parent: Any) -> None:
@@ -65,10 +70,12 @@ class _OtelSpan:
 
     @property
     def traceparent(self) -> str:
+        """The value of the W3C header `traceparent` that identifies the span."""
         made = self._span.get_span_context()
         return f"00-{made.trace_id:032x}-{made.span_id:016x}-{made.trace_flags:02x}"
 
     def add_engine_request(self, request: EngineRequest, usage: RequestUsage, timing: RequestTiming) -> None:
+        """Adds a span for each stage of one prompt. The prompt may end after the HTTP request."""
         if not self._span.is_recording() and not self._span.get_span_context().trace_flags.sampled:
             return
         offset_s = time.time() - time.monotonic()
@@ -86,6 +93,7 @@ class _OtelSpan:
             self._add(name, whole, begin, end, offset_s, {})
 
     def end(self, context: RequestContext, route: str, status: int) -> None:
+        """Ends the span. status: 0 if the client disconnected before an answer."""
         span = self._span
         if span.is_recording():
             span.update_name(f"{span.attributes['http.request.method']} {route}")  # type: ignore[attr-defined]
