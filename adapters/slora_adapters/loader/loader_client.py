@@ -232,7 +232,7 @@ class LoaderClient:
                 if not request.answered:
                     self._send(encode_call("load", version, request.number))
         try:
-            while (message := receive(connection.socket)) is not None:
+            while (message := receive(connection.socket.recv)) is not None:
                 self._receive(connection, message)
         finally:
             with self._changed:
@@ -285,7 +285,7 @@ def _handshake(sock: socket.socket, on_arena: OnArena) -> _LoaderConnection:
     if not descriptors:
         raise BrokenFrame("the loader closed the connection before it sent its memory descriptor")
     try:
-        message = receive(sock)
+        message = receive(sock.recv)
         if message is None:
             raise BrokenFrame("the loader closed the connection before its first message")
         sock.settimeout(None)

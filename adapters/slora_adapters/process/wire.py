@@ -1,8 +1,9 @@
-"""Frames between processes of one installation: four bytes of length, then one msgpack value, over stream sockets.
+"""Frames between processes of one installation: four bytes of length, then one msgpack value, over stream sockets and
+pipes.
 
 A stream socket detects a dead peer at once, keeps frames in order, loses no frames, and applies back-pressure if the
 reader is slow. ZeroMQ would need a router flag, high-water marks and heartbeats for the same guarantees. Both ends
-trust each other: the limit on frame size protects against bugs, not against attackers.
+trust each other, except for sandboxes: the limit on frame size protects against bugs. Texts may have lone surrogates.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ def encode(message: Any) -> bytes:
     Besides the types of msgpack, a message may hold dataclasses, which arrive as lists of their fields, sets, which
     arrive as lists, and exceptions, which arrive as [name of the class, text, attributes].
     """
-    body: bytes = msgpack.packb(message, default=_to_row)
+    body: bytes = msgpack.packb(message, default=_to_row, unicode_errors="surrogatepass")
     _check_length(len(body))
     return _LENGTH.pack(len(body)) + body
 
@@ -68,24 +69,26 @@ def send(connection: socket.socket, message: Any) -> None:
     connection.sendall(encode(message))
 
 
-def receive(connection: socket.socket) -> Any:
+def receive(read: Callable[[int], bytes]) -> Any:
     """Waits for the next message and returns it; None if the peer closed the connection between frames. Raises
     BrokenFrame.
+
+    read: returns up to that many bytes, such as `socket.recv` or the `read` of a pipe; nothing at the end.
     """
-    header = _receive_exactly(connection, _LENGTH.size, "a frame's length", at_start=True)
+    header = _receive_exactly(read, _LENGTH.size, "a frame's length", at_start=True)
     if header is None:
         return None
     length = _check_length(_LENGTH.unpack(header)[0])
-    body = _receive_exactly(connection, length, "a frame")
+    body = _receive_exactly(read, length, "a frame")
     return _decode(body or b"")
 
 
 def _receive_exactly(
-    connection: socket.socket, count: int, what: str, *, at_start: bool = False
+    read: Callable[[int], bytes], count: int, what: str, *, at_start: bool = False
 ) -> bytearray | None:
     received = bytearray()
     while len(received) < count:
-        part = connection.recv(count - len(received))
+        part = read(count - len(received))
         if not part:
             if at_start and not received:
                 return None
@@ -122,6 +125,6 @@ def _check_length(length: int, limit: int = MAX_FRAME_BYTES) -> int:
 
 def _decode(body: bytes | bytearray) -> Any:
     try:
-        return msgpack.unpackb(body, strict_map_key=False)
+        return msgpack.unpackb(body, strict_map_key=False, unicode_errors="surrogatepass")
     except (ValueError, msgpack.UnpackException) as error:
         raise BrokenFrame(f"a frame is not msgpack: {error}") from error

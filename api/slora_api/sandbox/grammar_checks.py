@@ -18,9 +18,9 @@ from slora.core.sampling_params import (
     StructuredOutput,
 )
 from slora.core.tenant_cache import TenantCache
+from slora_adapters.process.wire import encode
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.fair_slots import FairSlots
-from slora_api.sandbox.sandbox import pack_frame
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 
@@ -47,7 +47,7 @@ class GrammarChecks:
         num_processes: int = 1,
         compile_cpu_s: float = COMPILE_CPU_S,
     ) -> None:
-        first = pack_frame({"kind": OutputKind.JSON_OBJECT, "text": "", "param": ""})
+        first = encode({"kind": OutputKind.JSON_OBJECT, "text": "", "param": ""})
 
         def start(timeout_s: float) -> Awaitable[SandboxProcess]:
             command = "slora_api.sandbox.grammar_process", str(compile_cpu_s)
@@ -77,7 +77,7 @@ class GrammarChecks:
         if self._accepted.find(tenant, digest):
             return
         # The child names the field in its errors, so the request contains the field's name.
-        request = pack_frame({"kind": output.kind, "text": output.text, "param": output.param})
+        request = encode({"kind": output.kind, "text": output.text, "param": output.param})
         answer = await self._pool.ask(tenant, request)
         if answer.error is not None:
             # Errors about a limit do not name the field.

@@ -4,28 +4,26 @@ Templates and forms may compute endlessly or use too much memory. Each request t
 the process has a limit of memory. When the CPU limit is reached, a signal ends the process, even inside a long
 computation in C. CPU time, unlike wall-clock time, does not depend on the load of the machine.
 
-Requests and answers are frames on stdin and stdout: four bytes of length, then msgpack. The process ends when its stdin
-is closed. This module does not depend on tenants.
+Requests and answers are frames (`wire`) on stdin and stdout. The process ends when its stdin is closed. This module
+does not depend on tenants.
 """
 
 import os
 import resource
 import signal
-import struct
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgpack
+from slora_adapters.process.wire import encode, receive
 
 # Limit of the process's private memory. Shared libraries do not count.
 MEMORY_BYTES = 256 << 20
 # The niceness of a sandbox, so that processes that serve requests have a higher priority.
 _NICE = 10
-_LENGTH = struct.Struct(">I")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,24 +40,6 @@ class SandboxAnswer:
     cpu_s: float
     resident_bytes: int
 
-    def pack(self) -> bytes:
-        return pack_frame(asdict(self))
-
-    @staticmethod
-    def unpack(content: bytes) -> "SandboxAnswer":
-        return SandboxAnswer(**msgpack.unpackb(content))
-
-
-def pack_frame(value: object) -> bytes:
-    content: bytes = msgpack.packb(value, unicode_errors="surrogatepass")
-    return _LENGTH.pack(len(content)) + content
-
-
-def read_length(header: bytes) -> int:
-    """Returns the number of bytes that follow the four-byte header."""
-    length: int = _LENGTH.unpack(header)[0]
-    return length
-
 
 def serve_requests(answer: Callable[[Any], tuple[str | None, str | None]], cpu_limit_s: float) -> None:
     """Answers requests until stdin is closed.
@@ -71,12 +51,11 @@ def serve_requests(answer: Callable[[Any], tuple[str | None, str | None]], cpu_l
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    while header := requests.read(_LENGTH.size):
-        request = msgpack.unpackb(requests.read(read_length(header)), unicode_errors="surrogatepass")
+    while (request := receive(requests.read)) is not None:
         # SIGPROF has no handler, so it ends the process.
         signal.setitimer(signal.ITIMER_PROF, cpu_limit_s)
         text, error = answer(request)
-        packed = SandboxAnswer(text, error, time.process_time(), _resident_bytes()).pack()
+        packed = encode(SandboxAnswer(text, error, time.process_time(), _resident_bytes()))
         signal.setitimer(signal.ITIMER_PROF, 0)
         answers.write(packed)
         answers.flush()

@@ -6,9 +6,11 @@ import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
+from typing import Any
 
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
-from slora_api.sandbox.sandbox import SandboxAnswer, read_length
+from slora_adapters.process.wire import BrokenFrame, read_message
+from slora_api.sandbox.sandbox import SandboxAnswer
 
 
 class SandboxDied(Exception):
@@ -81,21 +83,30 @@ class SandboxProcess:
         answered = False
         try:
             async with asyncio.timeout(timeout_s):
-                content = await self._round_trip(request)
+                row = await self._round_trip(request)
             answered = True
         except TimeoutError:
             raise SandboxStalled from None
-        except (OSError, asyncio.IncompleteReadError):
+        except (OSError, EOFError):
             raise SandboxDied(await self._process.wait()) from None
         finally:
             # Also end the process after a cancellation. Otherwise, the next request would read the answer to this one.
             if not answered:
                 await self.close()
-        return SandboxAnswer.unpack(content)
+        return SandboxAnswer(*row)
 
-    async def _round_trip(self, request: bytes) -> bytes:
+    async def _round_trip(self, request: bytes) -> Sequence[Any]:
+        """Returns the fields of the answer. Raises OSError or EOFError if the process has ended."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None and stdout is not None
         stdin.write(request)
         await stdin.drain()
-        return await stdout.readexactly(read_length(await stdout.readexactly(4)))
+        try:
+            row: Sequence[Any] | None = await read_message(stdout)
+        except BrokenFrame:
+            if not stdout.at_eof():
+                raise
+            row = None
+        if row is None:
+            raise EOFError
+        return row

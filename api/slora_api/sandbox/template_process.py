@@ -15,7 +15,8 @@ import jinja2
 from pydantic_core import to_json
 
 from slora.text.chat_template import compile_chat_template, render_chat
-from slora_api.sandbox.sandbox import MEMORY_BYTES, pack_frame, serve_requests
+from slora_adapters.process.wire import encode
+from slora_api.sandbox.sandbox import MEMORY_BYTES, serve_requests
 
 # The maximum size of a rendered text. It is far longer than any context. The server decodes this many bytes in a few
 # milliseconds.
@@ -48,7 +49,7 @@ def pack_request(template: str, messages: Any = None, variables: Mapping[str, An
         bits.
     """
     text = to_json(variables or {}).decode()
-    return pack_frame({"template": template, "messages": messages, "variables": text})
+    return encode({"template": template, "messages": messages, "variables": text})
 
 
 def _render(special_tokens: Mapping[str, str], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
