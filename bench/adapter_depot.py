@@ -14,7 +14,7 @@ import torch
 from bench.workload import ModelSize, make_adapter, write_model
 from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import TENSORS_NAME, parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry

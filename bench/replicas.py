@@ -34,7 +34,7 @@ from slora.core.messages import Report
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.model_spec import read_model_spec
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import lay_out_adapter

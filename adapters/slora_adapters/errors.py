@@ -14,11 +14,13 @@
             ├── StoreUnfit     the store's settings allow data loss; the operator must change them
             └── TryAgain       the store answers, but cannot do this now
 
-Further branches (requests, engine, keys) are defined in their own packages, below `SloraError`.
+Further branches (requests, engine, keys) are defined in their own packages, below `SloraError`. `abbreviate` shortens
+the values that messages quote.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import Repr
 
 
 class SloraError(Exception):
@@ -116,3 +118,18 @@ class TryAgain(StoreUnavailable):
 
 class StoreUnfit(StoreUnavailable):
     """A store or a Redis cannot be used as it is configured. The message says what to change."""
+
+
+_MAX_CHARS = 80
+_MAX_ITEMS = 20
+
+_SHORT = Repr()
+_SHORT.maxlevel = 2
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MAX_CHARS
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _MAX_ITEMS
+
+
+def abbreviate(value: object) -> str:
+    """Returns `repr(value)`, shortened to 80 characters. The time is bounded, even for very large values."""
+    text = _SHORT.repr(value)
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

@@ -22,7 +22,7 @@ from bench.gpu.random_engine import SIZES, EngineSize
 from bench.workload import ModelSize, make_adapter
 from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry

@@ -40,9 +40,8 @@ from slora.text.generation_defaults import (
 )
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
-from slora_adapters.peft.adapter import Adapter, AdapterExtras
+from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.hub_snapshot import download
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter

@@ -15,8 +15,7 @@ from typing import Any
 
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import SamplingParams
-from slora_adapters.abbreviation import abbreviate
-from slora_adapters.errors import Reason
+from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.extras import GENERATION_NAME
 
 _log = logging.getLogger(__name__)

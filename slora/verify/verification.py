@@ -30,8 +30,7 @@ from slora.memory.tenant_account import TenantAccount
 from slora.models.model_spec import read_model_spec
 from slora.text.answer import Completion
 from slora.verify.peft_reference import PeftReference
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.adapter import Adapter, AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES

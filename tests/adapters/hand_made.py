@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_kernels.layout import ModelShape, llama_shape
 

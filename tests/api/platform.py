@@ -22,7 +22,7 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.inspection.inspection_process import inspect
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
@@ -42,9 +42,8 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files, file_limits
 from slora_api.batches.routes import BatchServices
-from slora_api.completions.generation import Generator
 from slora_api.completions.prompt_encoder import PromptEncoder
-from slora_api.completions.services import AnswerServices
+from slora_api.completions.services import AnswerServices, Generator
 from slora_api.core.data_dir import DataDir
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
@@ -66,11 +65,10 @@ from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engines import Engines
 from slora_api.operations.health_routes import HealthServices
 from slora_api.operations.routes import OperationServices
-from slora_api.quotas.adapter_quota import AdapterQuota
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
-from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.quota_store import AdapterQuota, QuotaStore
 from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.quotas.routes import QuotaServices
 from slora_api.sandbox.chat_templates import ChatTemplates

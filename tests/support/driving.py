@@ -11,8 +11,8 @@ from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora.engine.engine import Engine
 from slora.models.model_spec import read_model_spec
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import AdapterSource, DirectorySource
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS

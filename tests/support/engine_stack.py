@@ -19,8 +19,8 @@ from slora.client.replica_group import ReplicaGroup
 from slora.core.messages import Message, unpack
 from slora.core.request import TokenDelta
 from slora.models.model_spec import read_model_spec
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.loader_process import LoaderConfig
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.checked_adapter import bundle
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.process.wire import encode

@@ -24,12 +24,12 @@ from slora_adapters.backup.manifest import (
     SECRETS,
     BackupFile,
     Manifest,
+    copy_everything,
     hash_file,
     read_manifest,
     verify_files,
 )
 from slora_adapters.database.database import Database
-from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.errors import AdapterNotFound, StoreUnfit
 from slora_adapters.process.durable_file import sync_directory
 from slora_adapters.process.progress_bar import show_progress

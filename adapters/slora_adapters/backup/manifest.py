@@ -15,6 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sqlalchemy import delete, func, insert, select
+from sqlalchemy.engine import Connection
+
+from slora_adapters.database import schema
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.process.progress_bar import show_progress
 
@@ -108,3 +112,26 @@ def hash_file(path: Path) -> BackupFile:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return BackupFile(file.tell(), digest)
+
+
+# Not copied: these rows concern only the processes that use the source.
+_TRANSIENT = (schema.changes, schema.adapter_reservations)
+# Maximum number of rows of a large table in one statement.
+_ROWS_AT_ONCE = 2000
+
+
+def copy_everything(source: Connection, target: Connection) -> None:
+    """Copies all rows into a new database, some rows at a time. source: see `Database.snapshot`."""
+    target.execute(delete(schema.platform))
+    for table in schema.metadata.sorted_tables:
+        if table in _TRANSIENT:
+            continue
+        query = table.select().execution_options(stream_results=True)
+        for rows in source.execute(query).mappings().partitions(_ROWS_AT_ONCE):
+            target.execute(insert(table), [dict(row) for row in rows])
+        number = table.autoincrement_column
+        if target.dialect.name == "postgresql" and number is not None:
+            # Inserting rows with explicit ids does not advance the sequence.
+            sequence = func.pg_get_serial_sequence(table.name, number.name)
+            last = select(func.max(number)).scalar_subquery()
+            target.execute(select(func.setval(sequence, func.coalesce(last, 1))))

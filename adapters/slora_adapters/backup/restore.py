@@ -13,11 +13,18 @@ from tempfile import TemporaryDirectory
 
 from sqlalchemy import func, select, update
 
-from slora_adapters.backup.manifest import ADAPTERS, DATABASE, SECRETS, Manifest, read_manifest, verify_files
+from slora_adapters.backup.manifest import (
+    ADAPTERS,
+    DATABASE,
+    SECRETS,
+    Manifest,
+    copy_everything,
+    read_manifest,
+    verify_files,
+)
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.database.database_copy import copy_everything
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.process.durable_file import sync_directory
 from slora_adapters.process.progress_bar import show_progress

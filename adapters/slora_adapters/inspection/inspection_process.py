@@ -17,8 +17,7 @@ from typing import Any
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.archive import unpack
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.adapter import Adapter, AdapterLimits
 from slora_adapters.peft.checked_adapter import CheckedAdapter, summarise
 from slora_adapters.peft.number_format import largest_magnitude_bits
 from slora_adapters.peft.pattern_process import die_with

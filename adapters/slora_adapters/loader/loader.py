@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from threading import Condition
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.host_cache import ArenaPrefaulter, CachedAdapter, HostCache
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.process.heartbeat import WorkProgress
 from slora_adapters.store.store import Blob, Store
 from slora_adapters.version import AdapterVersion

@@ -22,7 +22,6 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from slora_adapters.errors import StoreUnavailable, StoreUnfit
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import LOADS_PER_TENANT, NUM_THREADS, Loader, ServedFormat
 from slora_adapters.loader.loader_messages import (
@@ -34,6 +33,7 @@ from slora_adapters.loader.loader_messages import (
     encode_loaded,
 )
 from slora_adapters.loader.source import FetchFailed
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.number_format import STORAGE
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, WorkProgress

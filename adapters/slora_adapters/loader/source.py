@@ -21,9 +21,8 @@ from threading import Lock
 from typing import Literal, Protocol
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.cached_versions import CacheCounts
-from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.adapter import Adapter, AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import list_ranks
+from slora_adapters.peft.adapter import AdapterLimits, list_ranks
 from slora_adapters.peft.digest import AdapterHash
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config

@@ -15,8 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora_adapters.errors import Reason
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
 from slora_adapters.peft.strict_json import parse_object
 
 TEMPLATE_NAME = "chat_template.jinja"

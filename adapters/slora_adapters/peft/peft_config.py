@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from slora_adapters.abbreviation import abbreviate
-from slora_adapters.errors import Reason
+from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"

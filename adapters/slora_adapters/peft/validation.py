@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from slora_adapters.errors import Reason
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import AnyFactor, Factor, LoraPair
+from slora_adapters.peft.adapter import AdapterLimits, AnyFactor, Factor, LoraPair
 from slora_adapters.peft.module_names import ModuleId, parse_factor_name
 from slora_adapters.peft.number_format import fits, is_finite, largest_magnitude_bits
 from slora_adapters.peft.targeting import Target

@@ -6,7 +6,7 @@ from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.text.generation_defaults import read_model_defaults
 from slora.text.tokenizer import Tokenizer
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseIdentity, BaseModelInfo
 from slora_api.core.settings import Settings
 

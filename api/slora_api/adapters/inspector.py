@@ -14,7 +14,7 @@ from pathlib import Path
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_api.core.errors import InspectionFailed

@@ -45,7 +45,7 @@ from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.core.errors import BadRequest
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 from slora_api.http.sse import unless_disconnected
-from slora_api.quotas.adapter_quota import AdapterQuota
+from slora_api.quotas.quota_store import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, status
+from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, BeforeValidator, Field
 from typing_extensions import TypedDict
 
@@ -19,23 +20,26 @@ from slora_api.adapters.model_catalog import ModelCatalog, PrewarmObject
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.uploads import Uploads
 from slora_api.core.errors import (
+    BadRequest,
     Forbidden,
     InspectionFailed,
     InUse,
     ModelNotFound,
+    NotFound,
     QuotaExceeded,
     ServerBusy,
     TenantBusy,
 )
 from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject
-from slora_api.http.field_types import STRICT, Limit, Name, make_refusal
+from slora_api.core.threads import control_thread
+from slora_api.http.field_types import STRICT, Limit, Name, Text, make_refusal
 from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.wiring import TenantRoute, Wired
-from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey
+from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey, Operator
 from slora_api.quotas.request_limiter import RequestLimiter
-from slora_api.tenants.tenant_store import TenantStore
+from slora_api.tenants.tenant_store import Tenant, TenantStore
 
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])
 
@@ -253,3 +257,99 @@ async def roll_back_alias(
 ) -> AliasObject:
     key.check_adapter(name)
     return await services.aliases.roll_back(key.tenant, name, alias)
+
+
+# /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.
+#
+# Loading publishes an adapter from a directory below `lora_root` as the next version of its name. The version is
+# durable, so it need not be loaded again after a restart. Unloading deletes the name with all its versions.
+vllm_router = APIRouter(prefix="/v1", tags=["adapters"])
+
+
+class LoadLoraRequest(BaseModel):
+    """POST /v1/load_lora_adapter, with vLLM's fields and a tenant.
+
+    tenant: the owner of the adapter; may be left out if the server has only one tenant.
+    load_inplace: as in vLLM, whether to replace an adapter of the same name. By default, the request is refused if the
+        name exists. Replacing keeps the old version.
+    """
+
+    model_config = STRICT
+    lora_name: Name
+    lora_path: Text
+    load_inplace: bool | None = None
+    tenant: Name | None = None
+
+
+class UnloadLoraRequest(BaseModel):
+    """POST /v1/unload_lora_adapter. lora_int_id: vLLM's internal number of the adapter, which this server ignores."""
+
+    model_config = STRICT
+    lora_name: Name
+    lora_int_id: int | None = None
+    tenant: Name | None = None
+
+
+@vllm_router.post(
+    "/load_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(
+        NotFound,
+        AdapterInvalid,
+        QuotaExceeded,
+        TenantBusy,
+        ServerBusy,
+        EngineUnavailable,
+        InspectionFailed,
+        DiskFull,
+    ),
+)
+async def load_lora_adapter(
+    request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired[AdapterServices]
+) -> PlainTextResponse:
+    tenant = await control_thread(_find_tenant, services, body.tenant)
+    async with services.local_adapters.take_turn(tenant.tenant_id):
+        if not body.load_inplace and await services.catalog.has_adapter(tenant.tenant_id, body.lora_name):
+            raise BadRequest(
+                f"The adapter `{body.lora_name}` of tenant `{tenant.name}` has already been loaded. Send "
+                "`load_inplace: true` to add a version, or choose another `lora_name`.",
+                "lora_name",
+            )
+        with services.limiter.admit_upload(tenant.tenant_id):
+            async with services.local_adapters.copy(
+                tenant.tenant_id, body.lora_name, body.lora_path
+            ) as upload:
+                loaded = await services.publisher.publish(tenant.tenant_id, upload, request.receive)
+    name = f"{loaded['name']}@{loaded['version']}"
+    return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant.name} was loaded successfully.")
+
+
+@vllm_router.post(
+    "/unload_lora_adapter",
+    response_class=PlainTextResponse,
+    responses=errors(NotFound, ModelNotFound, InUse, DiskFull),
+)
+async def unload_lora_adapter(
+    body: UnloadLoraRequest, _operator: Operator, services: Wired[AdapterServices]
+) -> PlainTextResponse:
+    tenant = await control_thread(_find_tenant, services, body.tenant)
+    await services.catalog.delete(tenant.tenant_id, body.lora_name)
+    return PlainTextResponse(
+        f"Success: the adapter {body.lora_name} of tenant {tenant.name} was unloaded successfully."
+    )
+
+
+def _find_tenant(services: AdapterServices, name: str | None) -> Tenant:
+    """Returns the tenant of the request. The field `tenant` may be missing if the server has only one tenant, because
+    vLLM's clients do not send it.
+    """
+    if name is not None:
+        return services.tenant_store.find_named(name)
+    tenants = services.tenant_store.list_tenants()
+    if len(tenants) != 1:
+        raise BadRequest(
+            f"This server has {len(tenants)} tenants; name the tenant of the adapter in `tenant`.",
+            "tenant",
+            "missing_parameter",
+        )
+    return tenants[0]

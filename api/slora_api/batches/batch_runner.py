@@ -17,7 +17,7 @@ from starlette.types import ASGIApp
 from slora_adapters.errors import StoreUnavailable
 from slora_api.batches.batch_run import LEASE_S, BatchRun, DelayedLines
 from slora_api.batches.batches import Batches
-from slora_api.completions.generation import Generator
+from slora_api.completions.services import Generator
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.fair_slots import FairSlots, reserved_slots
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread

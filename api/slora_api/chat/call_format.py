@@ -11,9 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from slora_api.chat.json_calls import Steps, ToolNames, read_arguments, read_json_calls
-from slora_api.chat.piece import Piece, PieceKind
 from slora_api.chat.python_calls import read_call_list, read_fenced_calls
-from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
+from slora_api.chat.text_reader import NoMatch, Piece, PieceKind, TextReader, Waiting
 
 CALL_BEGIN, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 

@@ -9,8 +9,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from slora_api.chat.piece import Piece, PieceKind
-from slora_api.chat.text_reader import NoMatch, TextReader, Waiting
+from slora_api.chat.text_reader import NoMatch, Piece, PieceKind, TextReader, Waiting
 from slora_api.chat.value_scan import hold_value, value_parts
 
 # A parser yields pieces of the answer, and None when it needs more text.

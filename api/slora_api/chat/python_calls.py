@@ -6,8 +6,7 @@ import re
 from itertools import accumulate
 
 from slora_api.chat.json_calls import Steps, ToolNames
-from slora_api.chat.piece import Piece, PieceKind
-from slora_api.chat.text_reader import NoMatch, TextReader
+from slora_api.chat.text_reader import NoMatch, Piece, PieceKind, TextReader
 from slora_api.chat.value_scan import PYTHON_QUOTES, hold_value
 
 # Parsing this many characters blocks the event loop for about 10 ms.

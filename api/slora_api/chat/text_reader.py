@@ -6,7 +6,28 @@ has enough text to decide, so its pieces do not depend on where the text is divi
 
 import re
 from collections.abc import Generator
-from typing import TypeVar
+from enum import Enum, auto
+from typing import NamedTuple, TypeVar
+
+
+class PieceKind(Enum):
+    """The kind of a piece. A CALL begins a tool call, and its text is the tool's name. ARGUMENTS belong to the latest
+    call.
+    """
+
+    REASONING = auto()
+    CONTENT = auto()
+    CALL = auto()
+    ARGUMENTS = auto()
+
+
+class Piece(NamedTuple):
+    """One part of an answer. start: for CONTENT, the position of its first character in the answer."""
+
+    kind: PieceKind
+    text: str
+    start: int = 0
+
 
 _T = TypeVar("_T")
 # A part of a parser. It yields None while it waits for text, and returns a value.

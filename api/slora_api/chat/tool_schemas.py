@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails
 
 from slora.core.sampling_params import OPTIONS_KEY
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 from slora_api.http.field_types import (
     Name,
     RequestModel,

@@ -14,9 +14,8 @@ from typing import Any
 from slora.core.engine_config import EngineConfig
 from slora.core.setting import SettingSpec, setting_specs
 from slora_adapters.process.logs import give_up, open_missing_streams, print_line
-from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_specs
 from slora_api.core.package_version import find_package_version
-from slora_api.core.settings import Settings, server_setting_specs
+from slora_api.core.settings import ClusterSettings, Settings, cluster_setting_specs, server_setting_specs
 from slora_kernels.cpu_isa import check_cpu_isa
 
 # Subcommand -> the module and the function that takes the parsed arguments and returns the exit code.

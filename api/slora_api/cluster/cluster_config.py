@@ -3,7 +3,7 @@
 A cluster file is YAML with one setting in each line: those of `ClusterSettings`, and all settings of `slora serve`, by
 name. It is read strictly. A flag takes precedence over the file, and the file over the environment.
 
-The secret that all API processes and engines of a cluster share.
+The secret that all API processes and engines of a cluster share, and what the processes that talk to Ray are told.
 """
 
 import hashlib
@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,14 @@ from slora.core.errors import ConfigError
 from slora.core.messages import PROTOCOL_VERSION
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
 from slora_adapters.process.durable_file import create_durably
-from slora_api.core.cluster_settings import ClusterSettings, cluster_setting_specs
 from slora_api.core.package_version import find_package_version
-from slora_api.core.settings import Settings, read_settings, server_setting_specs
+from slora_api.core.settings import (
+    ClusterSettings,
+    Settings,
+    cluster_setting_specs,
+    read_settings,
+    server_setting_specs,
+)
 
 # What a replica needs, beside the settings of its engine.
 _REPLICA_SETTINGS = (
@@ -169,3 +174,47 @@ def read_secret(config: ClusterConfig, *, create: bool = False) -> bytes:
             "delete the file, and `slora deploy` makes a new one"
         )
     return secret
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerConfig:
+    """Where the follower finds the replicas, and where it writes them.
+
+    address: HOST:PORT of Ray's head, or auto for the Ray of this host. address_file: a file that contains the address,
+    once Ray has started; None: use `address`.
+    """
+
+    cluster_name: str
+    address: str
+    address_file: Path | None
+    replicas: Path
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+    @staticmethod
+    def from_json(text: str) -> "FollowerConfig":
+        raw = json.loads(text)
+        address_file = None if raw["address_file"] is None else Path(raw["address_file"])
+        return FollowerConfig(**{**raw, "replicas": Path(raw["replicas"]), "address_file": address_file})
+
+
+@dataclass(frozen=True, slots=True)
+class RayCommand:
+    """name: deploy, status or stop. texts: the settings that were given, by name, which may contain passwords.
+
+    address: HOST:PORT of Ray's head, or auto. host: see `Deployment`. as_json: whether to print JSON.
+    """
+
+    name: str
+    texts: Mapping[str, str]
+    address: str
+    host: str | None = None
+    as_json: bool = False
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "RayCommand":
+        return RayCommand(**json.loads(text))

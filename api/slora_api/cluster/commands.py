@@ -17,16 +17,15 @@ from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
 from slora_api.cluster.cluster_config import (
     ClusterConfig,
+    FollowerConfig,
+    RayCommand,
     read_cluster_file,
     read_cluster_settings,
     read_secret,
 )
-from slora_api.cluster.follower_config import FollowerConfig
 from slora_api.cluster.local_cluster import LOCAL_HOST, QUIET, LocalCluster
-from slora_api.cluster.ray_command_line import RayCommand
-from slora_api.core.cluster_settings import cluster_setting_specs
 from slora_api.core.data_dir import find_lock_holder
-from slora_api.core.settings import server_setting_specs
+from slora_api.core.settings import cluster_setting_specs, server_setting_specs
 from slora_api.serve.replica_list import ReplicaListFiles
 from slora_api.serve.serve import ClusterEngines, run_server
 from slora_api.serve.supervisor import Child

@@ -15,7 +15,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
-from slora_api.cluster.follower_config import FollowerConfig
+from slora_api.cluster.cluster_config import FollowerConfig
 from slora_api.cluster.replica_registry import ReplicaRegistry, Sightings
 from slora_api.core.threads import control_thread
 from slora_api.serve.replica_list import write_replicas

@@ -14,9 +14,8 @@ import ray
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
 from slora_api.cli.output import print_json, print_records
-from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_settings
+from slora_api.cluster.cluster_config import ClusterConfig, RayCommand, read_cluster_settings
 from slora_api.cluster.deployment import Cluster, Deployment, connect_to_ray
-from slora_api.cluster.ray_command_line import RayCommand
 from slora_api.cluster.replica_registry import ANNOUNCE_S
 
 _FAILED_EXIT, _REFUSED_EXIT = 1, 2

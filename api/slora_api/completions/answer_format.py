@@ -18,8 +18,8 @@ from typing import Any, Protocol
 from slora.core.request import FinishReason, TokenLogprobs
 from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora.text.tokenizer import Tokenizer
+from slora_api.chat.answer_reader import ReasoningCounter
 from slora_api.chat.chat_parts import ChatParts
-from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.completions.answer_objects import TimingObject
 from slora_api.completions.schemas import GenerationFields
 from slora_api.core.errors import ErrorAnswer

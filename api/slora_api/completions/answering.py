@@ -16,7 +16,7 @@ from typing import Any, Self
 from slora.client.client import EngineClient
 from slora.core.request import TokenDelta
 from slora.text.answer import Answer, Completion, CompletionDelta
-from slora_api.chat.reasoning_counter import ReasoningCounter
+from slora_api.chat.answer_reader import ReasoningCounter
 from slora_api.completions.answer_format import AnswerFormat, Usage
 from slora_api.completions.answer_objects import timing_headers, timing_object
 from slora_api.completions.inference_call import InferenceCall

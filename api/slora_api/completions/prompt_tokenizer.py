@@ -16,7 +16,7 @@ from slora.core.errors import RequestRefused
 from slora.text.chat_template import RESERVED_NAMES, cut_at_mark, mark_end
 from slora.text.resolved_tokenizer import SPECIAL_NAMES
 from slora_api.chat.call_format import CALL_FORMATS
-from slora_api.chat.call_ids import shorten_call_ids
+from slora_api.chat.chat_parts import shorten_call_ids
 from slora_api.chat.template_traits import LEAST_EFFORTS, TemplateTraits, read_traits
 from slora_api.chat.tool_schemas import Tool
 from slora_api.completions.inference_call import InferenceCall

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from slora.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 from slora_api.adapters.served_model import AdapterWeight
 from slora_api.chat.tool_schemas import (
     MAX_TOOLS,

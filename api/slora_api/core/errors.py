@@ -59,7 +59,6 @@ from slora.core.errors import (
     UsageJournalFull,
     describe_context,
 )
-from slora_adapters.abbreviation import abbreviate
 from slora_adapters.errors import (
     AdapterCorrupt,
     AdapterInvalid,
@@ -70,6 +69,7 @@ from slora_adapters.errors import (
     DiskFull,
     SloraError,
     StoreUnavailable,
+    abbreviate,
 )
 from slora_adapters.process.shortage import find_shortage
 from slora_api.core.key_masking import mask_keys

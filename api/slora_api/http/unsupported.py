@@ -13,7 +13,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 
 # The values with which clients fill fields that they do not use.
 EMPTY_VALUES: list[Any] = [None, "", [], {}]

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from slora.core.request import FinishReason
 from slora.text.answer import Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
-from slora_api.chat.piece import Piece, PieceKind
+from slora_api.chat.text_reader import Piece, PieceKind
 from slora_api.completions.answer_format import Usage
 from slora_api.core.errors import ErrorAnswer, describe_for_messages
 from slora_api.http.json_slices import Written, encode_ascii

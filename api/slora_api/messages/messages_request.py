@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 from slora_api.chat.tool_schemas import (
     FunctionTool,
     SentCall,

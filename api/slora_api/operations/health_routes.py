@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from typing_extensions import TypedDict
 
 from slora_adapters.process.full_disk import DiskReserve
-from slora_api.completions.generation import Generator
+from slora_api.completions.services import Generator
 from slora_api.core.errors import Starting
 from slora_api.core.package_version import find_package_version
 from slora_api.http.openapi import errors

@@ -12,7 +12,7 @@ from slora.core.errors import EngineUnavailable
 from slora_adapters.database.audit_log import ActorKind, AuditEntry, AuditFilter, AuditLog
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.registry import Registry
-from slora_api.completions.generation import Generator
+from slora_api.completions.services import Generator
 from slora_api.core.errors import EngineConflict, NotFound
 from slora_api.core.foundation import Foundation
 from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject, list_json

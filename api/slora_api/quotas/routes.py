@@ -21,12 +21,11 @@ from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
-from slora_api.quotas.adapter_quota import AdapterQuota, check_stored
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_counters import QuotaCounters, Subject
 from slora_api.quotas.quota_meter import QuotaMeter
-from slora_api.quotas.quota_store import QuotaStore
+from slora_api.quotas.quota_store import AdapterQuota, QuotaStore, check_stored
 from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.tenants.named_tenant import NamedTenant
 from slora_api.tenants.tenant_store import TenantStore

@@ -18,8 +18,8 @@ from slora.core.request import FinishReason
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import AlignedToken, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
-from slora_api.chat.call_ids import make_call_id
-from slora_api.chat.piece import Piece, PieceKind
+from slora_api.chat.chat_parts import make_call_id
+from slora_api.chat.text_reader import Piece, PieceKind
 from slora_api.chat.tool_schemas import read_custom_input
 from slora_api.completions.answer_format import LogprobsFormat, Usage
 from slora_api.core.errors import ErrorAnswer

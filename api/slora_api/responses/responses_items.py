@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 from slora_api.chat.tool_schemas import SentCall, SentCustom, make_call
 from slora_api.completions.schemas import ChatMessage, make_message
 from slora_api.http.field_types import (

@@ -19,7 +19,7 @@ from pydantic import (
 )
 
 from slora.core.sampling_params import MAX_LOGPROBS, StructuredOutput
-from slora_adapters.abbreviation import abbreviate
+from slora_adapters.errors import abbreviate
 from slora_api.chat.tool_schemas import (
     AllowedChoice,
     AnyChoice,

@@ -39,9 +39,9 @@ from slora_api.serve.api_workers import WorkerConfig
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
-from slora_api.serve.descriptors import connection_limits
 from slora_api.serve.http_front import (
     HttpFront,
+    connection_limits,
     limit_garbage_collection,
     prefer_event_loop,
     run_until_stopped,

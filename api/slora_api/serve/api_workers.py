@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.serve.children import Sockets
 from slora_api.serve.replica_list import ReplicaListFiles
-from slora_api.serve.sockets import Sockets
 from slora_api.serve.supervisor import Child, Supervisor
 
 _MODULE = "slora_api.serve.api_process"

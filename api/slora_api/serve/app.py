@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.adapters.model_routes import router as models
 from slora_api.adapters.routes import router as adapters
-from slora_api.adapters.vllm_routes import router as vllm_adapters
+from slora_api.adapters.routes import vllm_router as vllm_adapters
 from slora_api.batches.file_routes import router as files
 from slora_api.batches.routes import router as batches
 from slora_api.completions.routes import router as completions

@@ -13,7 +13,7 @@ from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.registry import Registry
-from slora_api.completions.generation import Generator
+from slora_api.completions.services import Generator
 from slora_api.core.host_board import HostBoard, HostChanges
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_store import KeyStore

@@ -5,22 +5,78 @@ import json
 import logging
 import os
 import sys
+import tempfile
 from asyncio.subprocess import DEVNULL, PIPE
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from slora.core.errors import ConfigError
 from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
+from slora_adapters.process.durable_file import replace_durably
+from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes
 from slora_api.sandbox.grammar_checks import has_compiler
-from slora_api.serve.sockets import Sockets
 from slora_api.serve.supervisor import Child
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
+
+# Linux's limit for the path of a Unix socket, in bytes, without the terminating zero byte.
+_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True, slots=True)
+class Sockets:
+    """The Unix sockets of the child processes. num_engines: one or more."""
+
+    directory: Path
+    num_engines: int = 1
+
+    @property
+    def engines(self) -> list[Path]:
+        """The socket of each engine. Its stem is the name of the engine process in logs and metrics."""
+        if self.num_engines == 1:
+            return [self.directory / "engine.sock"]
+        return [self.directory / f"engine-{number}.sock" for number in range(self.num_engines)]
+
+    @property
+    def loader(self) -> Path:
+        return self.directory / "loader.sock"
+
+    def write_arguments(self, *arguments: str) -> str:
+        """Writes the loader's arguments to a file that only the owner can read, one per line. Returns the argument that
+        names the file.
+        """
+        path = self.directory / "loader.arguments"
+        replace_durably(path, "\n".join(arguments).encode())
+        return f"@{path}"
+
+
+def open_sockets(stack: AsyncExitStack, data: DataDir, num_engines: int = 1) -> Sockets:
+    """Returns the paths of the sockets.
+
+    They are in the data directory if its path is short enough and its disk has room, else in a temporary directory. A
+    kill -9 leaves the temporary directory behind.
+    """
+    sockets = Sockets(data.path / "run", num_engines)
+    if len(os.fsencode(sockets.engines[-1])) > _SOCKET_PATH_BYTES:
+        return Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))), num_engines)
+    try:
+        sockets.directory.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        if not is_full(error):
+            raise
+        return Sockets(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="slora-"))), num_engines)
+    # Remove the sockets of a killed server. Its children may still run for a moment and must not be mistaken for ours.
+    for stale in (*sockets.engines, sockets.loader):
+        stale.unlink(missing_ok=True)
+    return sockets
+
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.adapters.build import AdapterNeeds, build_adapters
 from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.routes import build_batches
-from slora_api.completions.generation import Generator, Readiness
-from slora_api.completions.services import build_answers, open_templates
+from slora_api.completions.services import Generator, Readiness, build_answers, open_templates
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds

@@ -40,7 +40,7 @@ from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
-from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader
+from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.demo import (
     DemoTenant,
@@ -49,18 +49,17 @@ from slora_api.serve.demo import (
     find_demo_directory,
     set_up_demo,
 )
-from slora_api.serve.descriptors import connection_limits
 from slora_api.serve.device import check_num_gpus
 from slora_api.serve.http_front import (
     Front,
     HttpFront,
+    connection_limits,
     limit_garbage_collection,
     prefer_event_loop,
     run_until_stopped,
 )
 from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.serve.services import Services
-from slora_api.serve.sockets import open_sockets
 from slora_api.serve.supervisor import Child, Supervisor
 
 logger = logging.getLogger("slora.serve")

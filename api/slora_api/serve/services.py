@@ -6,7 +6,7 @@ from slora_adapters.process.shortage import Work
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.batches.batches import Batches
-from slora_api.completions.generation import Generator
+from slora_api.completions.services import Generator
 from slora_api.core.foundation import Foundation
 from slora_api.core.settings import Settings
 from slora_api.keys.routes import Keys

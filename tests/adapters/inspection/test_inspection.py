@@ -7,8 +7,7 @@ import pytest
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.inspection_process import inspect
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import LoraPair
+from slora_adapters.peft.adapter import AdapterLimits, LoraPair
 from slora_adapters.peft.checked_adapter import delta_norm
 from slora_adapters.peft.number_format import convert
 from slora_adapters.peft.peft_directory import read_adapter

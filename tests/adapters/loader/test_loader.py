@@ -7,14 +7,14 @@ from threading import Event
 
 import pytest
 
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader import stored_adapter
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import Loader, ServedFormat
 from slora_adapters.loader.source import FetchFailed
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.peft.peft_directory import TENSORS_NAME
-from slora_adapters.store import redis_blob, redis_store
+from slora_adapters.store import redis_store
 from slora_adapters.store.redis_store import open_redis_store
 from slora_adapters.store.store import Blob, Store
 from slora_adapters.store.tiered_store import TieredStore
@@ -301,7 +301,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Splits even an adapter of a few KB into many pieces, and limits read-ahead to a few of them."""
     monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 200)
     monkeypatch.setattr(redis_store, "CHUNK_BYTES", 256)
-    monkeypatch.setattr(redis_blob, "CHUNK_BYTES", 256)
+    monkeypatch.setattr(redis_store, "CHUNK_BYTES", 256)
 
 
 PIECES = pytest.mark.parametrize("before", [1, 2, 3, 9], ids=["length", "header", "first", "ninth"])

@@ -10,9 +10,8 @@ from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
-from slora_adapters.peft.adapter import Adapter
+from slora_adapters.peft.adapter import Adapter, AdapterLimits
 from slora_adapters.peft.checked_adapter import bundle
 from slora_adapters.peft.peft_directory import TENSORS_NAME, read_adapter
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors, tensor_file_parts

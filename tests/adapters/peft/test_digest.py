@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, changed, make_config, make_members, make_tensors, tensor_name
 

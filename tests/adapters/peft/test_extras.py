@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 from slora.text.chat_template import render_chat
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.limits import AdapterLimits
-from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, make_members, reason_codes
 from tests.support.tiny_tokenizers import byte_fallback, byte_level, write_tokenizer

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from tests.adapters.peft_models import SHAPE, base_model, deltas_by_peft, make_adapter

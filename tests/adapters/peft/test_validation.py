@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter, read_adapter, refuse_pickles
 from tests.adapters.hand_made import (
     SHAPE,

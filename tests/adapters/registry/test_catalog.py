@@ -8,7 +8,7 @@ import pytest
 from slora_adapters.database.database import Database
 from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.inspection.inspection_process import inspect
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import Publication

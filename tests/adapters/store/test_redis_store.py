@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
-from slora_adapters.store.redis_blob import CHUNK_BYTES
-from slora_adapters.store.redis_store import UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
+from slora_adapters.store.redis_store import CHUNK_BYTES, UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
 from slora_adapters.store.store_url import open_store
 from slora_adapters.store.tiered_store import TieredStore
 from tests.adapters.blobs import read_member, read_members

@@ -20,8 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.store.object_blob import RANGE_BYTES
 from slora_adapters.store.object_store import ObjectStore
-from slora_adapters.store.redis_blob import CHUNK_BYTES
-from slora_adapters.store.redis_store import open_redis_store
+from slora_adapters.store.redis_store import CHUNK_BYTES, open_redis_store
 from slora_adapters.store.store import Store
 from slora_adapters.store.store_url import open_store
 from slora_adapters.store.tiered_store import TieredStore

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.core.errors import InspectionFailed
@@ -211,7 +211,7 @@ SERVER = """
 import asyncio, sys
 from pathlib import Path
 import psutil
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from tests.adapters.hand_made import SHAPE
 

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
-from slora_api.chat.piece import Piece, PieceKind
-from slora_api.chat.text_reader import MAX_HELD_CHARS
+from slora_api.chat.text_reader import MAX_HELD_CHARS, Piece, PieceKind
 
 TOOLS = frozenset({"f", "get_weather"})
 # Reasoning, content, and the name and arguments of each call.

@@ -14,7 +14,7 @@ from slora.grammar.matcher import TokenSpelling
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.chat.chat_grammar import ChatGrammar
-from slora_api.chat.piece import Piece, PieceKind
+from slora_api.chat.text_reader import Piece, PieceKind
 
 # One token for each byte, the end of text, and markers that are special tokens.
 EOS = 256

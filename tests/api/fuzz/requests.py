@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
-from slora_api.adapters.routes import AliasMove
-from slora_api.adapters.vllm_routes import LoadLoraRequest, UnloadLoraRequest
+from slora_api.adapters.routes import AliasMove, LoadLoraRequest, UnloadLoraRequest
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.unsupported import Unsupported

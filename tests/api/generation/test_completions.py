@@ -23,7 +23,7 @@ from slora.core.errors import (
 from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.database.database import Database
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry

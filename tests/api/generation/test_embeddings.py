@@ -18,7 +18,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.embeddings.embedding_run import count_lanes, run_lanes
+from slora_api.embeddings.routes import count_lanes, run_lanes
 from tests.adapters.hand_made import SHAPE
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, embed

@@ -14,9 +14,8 @@ from pydantic import TypeAdapter
 from slora.core.request import FinishReason, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import AlignedToken, Choice, Completion, CompletionDelta
-from slora_api.chat.answer_reader import AnswerSyntax
+from slora_api.chat.answer_reader import AnswerSyntax, ReasoningCounter
 from slora_api.chat.call_format import CALL_FORMATS
-from slora_api.chat.reasoning_counter import ReasoningCounter
 from slora_api.completions.answer_format import LogprobsFormat, Usage
 from slora_api.core.errors import Stopping, TenantBusy, describe_error
 from slora_api.http.json_slices import _dump, _write

@@ -16,11 +16,10 @@ import pytest
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora_api.adapters.base_model_files import BaseModelFiles
-from slora_api.completions.generation import Readiness
+from slora_api.completions.services import Readiness
 from slora_api.core.data_dir import open_data_dir
 from slora_api.core.settings import Settings
-from slora_api.serve.children import choose_cores, choose_gpus, engines_and_loader
-from slora_api.serve.sockets import Sockets
+from slora_api.serve.children import Sockets, choose_cores, choose_gpus, engines_and_loader
 from tests.api.command import run_command
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, serving, wait_for

@@ -29,8 +29,8 @@ from slora.runner.rank import Rank, Transfer
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.scheduler.sequence import Sequence
-from slora_adapters.limits import AdapterLimits
 from slora_adapters.loader.source import DirectorySource
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.version import AdapterVersion
 from tests.slora.models.weights.test_quantization import STORED, write_stored
 from tests.support.driving import COSTS, Answer, drive, read_once

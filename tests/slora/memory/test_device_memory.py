@@ -12,7 +12,7 @@ from slora.memory.device_memory import DeviceMemory
 from slora.memory.residency import AdapterLoad, Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.models.model_spec import read_model_spec
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion

@@ -20,7 +20,7 @@ from slora.planning.plan import Adapters, Load, Plan, Question, compare_slices, 
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import Roofline
 from slora.runner.rank import NO_GROUP, RankGroup
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from tests.slora.models.hub_configs import HUB

@@ -13,7 +13,7 @@ from slora.engine.engine import Engine
 from slora.memory.residency import AdapterLoad, Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.step_plan import StepPlan
-from slora_adapters.limits import AdapterLimits
+from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
