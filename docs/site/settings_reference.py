@@ -2,8 +2,7 @@
 
 from slora.core.engine_config import EngineConfig
 from slora.core.setting import SettingSpec, setting_specs
-from slora_api.core.settings import ClusterSettings
-from slora_api.core.settings import Settings
+from slora_api.core.settings import ClusterSettings, Settings
 
 _INTRODUCTION = """\
 # Settings
