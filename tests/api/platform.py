@@ -63,8 +63,7 @@ from slora_api.metrics.metrics import Metrics
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engines import Engines
-from slora_api.operations.health_routes import HealthServices
-from slora_api.operations.routes import OperationServices
+from slora_api.operations.routes import HealthServices, OperationServices
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter

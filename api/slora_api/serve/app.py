@@ -37,7 +37,7 @@ from slora_api.keys.routes import own_router as me
 from slora_api.keys.routes import router as keys
 from slora_api.messages.routes import router as messages
 from slora_api.metrics.live_feed import router as live
-from slora_api.operations.health_routes import router as health
+from slora_api.operations.routes import health_router as health
 from slora_api.operations.routes import router as engines
 from slora_api.quotas.routes import router as quotas
 from slora_api.responses.routes import router as responses
