@@ -368,7 +368,7 @@ def running_platform(
     background = [follower.run, keys.running.run, pinning.run] if follows else []
     if runs_batches:
         runner = make_batch_runner(services)
-        runner._poll_s = 0.05
+        runner.poll_s = 0.05
         background.append(runner.run)
     with live_server(app, background, at_end=close, limits=connection_limits) as url:
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two

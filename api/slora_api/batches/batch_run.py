@@ -141,41 +141,28 @@ async def call_route(
     return response
 
 
+@dataclass(frozen=True, slots=True)
+class BatchWork:
+    """What the batches in progress in one process share."""
+
+    owner: str  # the runner's id
+    batches: Batches
+    app: ASGIApp  # the routes, without the layers that authenticate clients
+    key_store: KeyStore
+    running: RunningRequests
+    slots: FairSlots  # for the lines in flight
+    delayed: "DelayedLines"
+    budget: CpuBudget  # the CPU time of each tenant for its batches
+    count_line: Callable[[str], None]  # called with `completed` or `failed` for each answer
+
+
 class BatchRun:
-    """One batch while this process works on it.
+    """One batch while this process works on it. turn: held by one step of the tenant's batches at a time."""
 
-    owner: the runner's id.
-    slots: the slots for lines in flight in this process.
-    delayed: the lines that this process is retrying.
-    budget: the CPU time of each tenant for its batches. turn: held by one step of the tenant's batches at a time.
-    count_line: called with `completed` or `failed` for each answer.
-    """
-
-    def __init__(
-        self,
-        batch: Batch,
-        owner: str,
-        batches: Batches,
-        app: ASGIApp,
-        key_store: KeyStore,
-        running: RunningRequests,
-        slots: FairSlots,
-        delayed: "DelayedLines",
-        budget: CpuBudget,
-        turn: asyncio.Lock,
-        count_line: Callable[[str], None],
-    ) -> None:
+    def __init__(self, batch: Batch, shared: BatchWork, turn: asyncio.Lock) -> None:
         self._batch = batch
-        self._owner = owner
-        self._batches = batches
-        self._app = app
-        self._key_store = key_store
-        self._running = running
-        self._slots = slots
-        self._delayed = delayed
-        self._budget = budget
+        self._shared = shared
         self._turn = turn
-        self._count_line = count_line
         self._status = batch.status
         # The reason why no further answer can be stored.
         self._full: BatchProblem | None = None
@@ -192,7 +179,7 @@ class BatchRun:
         except asyncio.CancelledError:
             with suppress(StoreUnavailable):
                 release = tenant_thread(
-                    self._batch.tenant, self._batches.release, self._batch.batch_id, self._owner
+                    self._batch.tenant, self._shared.batches.release, self._batch.batch_id, self._shared.owner
                 )
                 await asyncio.shield(release)
             raise
@@ -205,7 +192,12 @@ class BatchRun:
                 status, problems = await self._work()
                 lease.cancel()
             await tenant_thread(
-                self._batch.tenant, self._batches.finish, batch_id, self._owner, status, problems
+                self._batch.tenant,
+                self._shared.batches.finish,
+                batch_id,
+                self._shared.owner,
+                status,
+                problems,
             )
             logger.info("batch %s of tenant %s is %s", batch_id, self._batch.tenant, status)
         except* LeaseLost:
@@ -219,7 +211,9 @@ class BatchRun:
     async def _keep_lease(self) -> None:
         while True:
             await asyncio.sleep(_RENEW_S)
-            self._status = await self._call(self._batches.renew, self._batch.batch_id, self._owner, LEASE_S)
+            self._status = await self._call(
+                self._shared.batches.renew, self._batch.batch_id, self._shared.owner, LEASE_S
+            )
 
     async def _work(self) -> tuple[BatchStatus, list[BatchProblem]]:
         """Answers the lines. Returns the final status of the batch, and the problems that made it fail."""
@@ -230,9 +224,11 @@ class BatchRun:
             count, problem = await self._count_lines()
             if problem is not None:
                 return BatchStatus.FAILED, [problem]
-            self._status = await self._call(self._batches.begin, batch.batch_id, self._owner, count)
-        answered = await self._call(self._batches.answered, batch)
-        lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
+            self._status = await self._call(
+                self._shared.batches.begin, batch.batch_id, self._shared.owner, count
+            )
+        answered = await self._call(self._shared.batches.answered, batch)
+        lines = read_lines(self._shared.batches.files.read(batch.input_file_id), batch.endpoint, answered)
         async with asyncio.TaskGroup() as group:
             while (
                 not self._must_stop() and (some := await self._step(partial(take_lines, lines))) is not None
@@ -244,7 +240,9 @@ class BatchRun:
                         admitted = asyncio.Event()
                         group.create_task(self._answer_in_slots(line, admitted))
                         await admitted.wait()
-                        while self._delayed.is_full(batch.tenant, batch.key_id) and not self._must_stop():
+                        while (
+                            self._shared.delayed.is_full(batch.tenant, batch.key_id) and not self._must_stop()
+                        ):
                             await asyncio.sleep(_MIN_RETRY_S)
         if self._status is BatchStatus.CANCELLING:
             return BatchStatus.CANCELLED, []
@@ -255,7 +253,7 @@ class BatchRun:
 
     async def _count_lines(self) -> tuple[int, BatchProblem | None]:
         """Returns the number of lines, and the problem that makes the whole batch fail. Stops when the batch must."""
-        lines = split_lines(self._batches.files.read(self._batch.input_file_id))
+        lines = split_lines(self._shared.batches.files.read(self._batch.input_file_id))
         count = 0
         try:
             while (
@@ -285,12 +283,12 @@ class BatchRun:
         async with self._turn:
             await self._wait_for_budget()
             result, cpu_s = await self._call(timed)
-            self._budget.charge(self._batch.tenant, cpu_s)
+            self._shared.budget.charge(self._batch.tenant, cpu_s)
         return result
 
     async def _wait_for_budget(self) -> None:
         """Waits until the tenant has CPU time left, or the batch must stop."""
-        while (wait_s := self._budget.wait_s(self._batch.tenant)) > 0 and not self._must_stop():
+        while (wait_s := self._shared.budget.wait_s(self._batch.tenant)) > 0 and not self._must_stop():
             await asyncio.sleep(min(wait_s, _RENEW_S))
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
@@ -300,7 +298,7 @@ class BatchRun:
         try:
             wait_s = await self._answer_in_slot(line, admitted)
             if wait_s is not None:
-                with self._delayed.hold(self._batch.tenant, self._batch.key_id, len(line.body)):
+                with self._shared.delayed.hold(self._batch.tenant, self._batch.key_id, len(line.body)):
                     while wait_s is not None:
                         await self._unless_stopped(asyncio.sleep(wait_s))
                         await self._wait_for_budget()
@@ -313,7 +311,7 @@ class BatchRun:
         again.
         """
         async with AsyncExitStack() as stack:
-            await self._unless_stopped(stack.enter_async_context(self._slots.hold(self._batch.tenant)))
+            await self._unless_stopped(stack.enter_async_context(self._shared.slots.hold(self._batch.tenant)))
             admitted.set()
             attempt = await self._unless_stopped(self._answer(line))
             if isinstance(attempt, LineAnswer):
@@ -329,7 +327,7 @@ class BatchRun:
             if not some or self._full is not None:
                 return
             try:
-                await self._step(partial(self._batches.record, self._batch, self._owner, some))
+                await self._step(partial(self._shared.batches.record, self._batch, self._shared.owner, some))
             except QuotaExceeded as error:
                 remedy = "Delete files, and submit the lines without an answer again."
                 self._full = BatchProblem("file_bytes_exceeded", f"{error} {remedy}")
@@ -338,7 +336,7 @@ class BatchRun:
             if self._num_writes % _WRITES_BETWEEN_COMPACTIONS == 0:
                 await self._compact()
         for one in some:
-            self._count_line("failed" if one.is_error else "completed")
+            self._shared.count_line("failed" if one.is_error else "completed")
 
     async def _compact(self) -> None:
         """Joins the blobs of small writes. They may stay, for example if the disk is full."""
@@ -346,7 +344,7 @@ class BatchRun:
             for file_id in (self._batch.output_file_id, self._batch.error_file_id):
                 last: int | None = -1
                 while last is not None:
-                    last = await self._step(partial(self._batches.files.compact, file_id, last))
+                    last = await self._step(partial(self._shared.batches.files.compact, file_id, last))
         except StoreUnavailable as error:
             logger.warning("the answers of batch %s stay in small blobs: %s", self._batch.batch_id, error)
 
@@ -367,7 +365,7 @@ class BatchRun:
     async def _answer(self, line: BatchLine) -> LineAnswer | float:
         """Returns the answer to a line, or the seconds after which to send the line again."""
         line_id = f"{self._batch.batch_id}-{line.number}"
-        self._budget.charge(self._batch.tenant, _REFUSAL_CPU_S)
+        self._shared.budget.charge(self._batch.tenant, _REFUSAL_CPU_S)
         try:
             response = await self._send(line, line_id)
         except StoreUnavailable:
@@ -375,7 +373,7 @@ class BatchRun:
         except TenantSuspended:
             return _MAX_RETRY_S
         if response.status < 400:
-            self._budget.charge(self._batch.tenant, -_REFUSAL_CPU_S)
+            self._shared.budget.charge(self._batch.tenant, -_REFUSAL_CPU_S)
         wait_s = response.headers.get("retry-after")
         if response.status in _BUSY and wait_s is not None:
             return min(_MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))
@@ -385,18 +383,20 @@ class BatchRun:
     async def _send(self, line: BatchLine, line_id: str) -> LineResponse:
         """Sends a line to its route and returns the response. Raises StoreUnavailable or TenantSuspended."""
         batch = self._batch
-        key = await self._call(self._key_store.find_key, batch.key_id)
+        key = await self._call(self._shared.key_store.find_key, batch.key_id)
         if key is None:
             return LineResponse.of(KeyRevoked())
         if key.status is not TenantStatus.ACTIVE:
             raise TenantSuspended(key.tenant_name)
-        return await call_route(self._app, self._running, batch.endpoint, line.body, key, line_id)
+        return await call_route(
+            self._shared.app, self._shared.running, batch.endpoint, line.body, key, line_id
+        )
 
     async def _expire_rest(self) -> None:
         """Writes an error for each line without an answer, because the batch has expired."""
         batch = self._batch
-        answered = await self._call(self._batches.answered, batch)
-        lines = read_lines(self._batches.files.read(batch.input_file_id), batch.endpoint, answered)
+        answered = await self._call(self._shared.batches.answered, batch)
+        lines = read_lines(self._shared.batches.files.read(batch.input_file_id), batch.endpoint, answered)
         while self._full is None and (some := await self._step(partial(take_lines, lines))) is not None:
             await self._record([self._fail(line, _EXPIRED) for line in some])
 
@@ -405,7 +405,7 @@ class BatchRun:
         return LineAnswer(line.number, write_failure(line, line_id, problem), is_error=True)
 
     def _is_expired(self) -> bool:
-        return self._batches.clock() >= self._batch.expires_at
+        return self._shared.batches.clock() >= self._batch.expires_at
 
     def _must_stop(self) -> bool:
         return self._status is BatchStatus.CANCELLING or self._full is not None or self._is_expired()

@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from starlette.types import ASGIApp
 
 from slora_adapters.errors import StoreUnavailable
-from slora_api.batches.batch_run import LEASE_S, BatchRun, DelayedLines
+from slora_api.batches.batch_run import LEASE_S, BatchRun, BatchWork, DelayedLines
 from slora_api.batches.batches import Batches
 from slora_api.completions.services import Generator
 from slora_api.core.cpu_budget import CpuBudget
@@ -26,7 +26,6 @@ from slora_api.keys.running_requests import RunningRequests
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 1.0
 # The maximum number of batches in progress in one process. Each batch holds one line that waits for a slot.
 _MAX_RUNNING = 16
 # This many of the batches are reserved for tenants without another batch in progress in this process.
@@ -41,7 +40,7 @@ class BatchRunner:
     """Claims batches and works on several at once.
 
     app: the routes, without the layers that authenticate clients. num_lines: the maximum number of lines in flight in
-        this process.
+        this process. poll_s: how often the runner looks for a batch.
     """
 
     def __init__(
@@ -52,22 +51,25 @@ class BatchRunner:
         key_store: KeyStore,
         running: RunningRequests,
         num_lines: int,
-        poll_s: float = _POLL_S,
     ) -> None:
-        self._batches = batches
-        self._app = app
+        self.poll_s = 1.0
         self._generator = generator
-        self._key_store = key_store
-        self._running = running
-        # No line is refused, even if many lines wait. A batch reads its next line only after the previous line got a
-        # slot.
-        self._slots = FairSlots(num_lines, sys.maxsize, "lines of batches")
-        self._delayed = DelayedLines(num_lines)
+        self._batches = batches
         # Each run keeps the lock of its tenant.
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._budget = CpuBudget(_BURST_S, _REFILL, "batches")
-        self._poll_s = poll_s
-        self._owner = uuid.uuid4().hex
+        self._work = BatchWork(
+            uuid.uuid4().hex,
+            batches,
+            app,
+            key_store,
+            running,
+            # No line is refused, even if many lines wait. A batch reads its next line only after the previous line got
+            # a slot.
+            FairSlots(num_lines, sys.maxsize, "lines of batches"),
+            DelayedLines(num_lines),
+            CpuBudget(_BURST_S, _REFILL, "batches"),
+            generator.metrics.answered_line,
+        )
         self._runs: dict[asyncio.Task[None], str] = {}
 
     async def run(self) -> None:
@@ -88,25 +90,15 @@ class BatchRunner:
                 with suppress(StoreUnavailable):
                     busy = set(self._runs.values())
                     is_reserved = len(self._runs) >= _MAX_RUNNING - _NUM_RESERVED
-                    claim = partial(self._batches.claim, self._owner, LEASE_S, busy, others_only=is_reserved)
+                    claim = partial(
+                        self._batches.claim, self._work.owner, LEASE_S, busy, others_only=is_reserved
+                    )
                     batch = await tenant_thread(HOUSEKEEPING, claim)
             if batch is None:
-                await asyncio.sleep(self._poll_s)
+                await asyncio.sleep(self.poll_s)
                 continue
-            work = BatchRun(
-                batch,
-                self._owner,
-                self._batches,
-                self._app,
-                self._key_store,
-                self._running,
-                self._slots,
-                self._delayed,
-                self._budget,
-                self._turns.setdefault(batch.tenant, asyncio.Lock()),
-                self._generator.metrics.answered_line,
-            )
-            task = asyncio.create_task(work.run())
+            run = BatchRun(batch, self._work, self._turns.setdefault(batch.tenant, asyncio.Lock()))
+            task = asyncio.create_task(run.run())
             self._runs[task] = batch.tenant
             task.add_done_callback(self._end)
 
