@@ -43,6 +43,14 @@ def charge_mask(sequence: Sequence, costs: CostModel) -> None:
         sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(sequence.mask_s))
 
 
+def charge_displaced(sequence: Sequence, displaced: Sequence) -> None:
+    """Charges a waiting sequence for preempting another, which may have to compute its tokens again. Otherwise a tenant
+    could cause much work with many short requests.
+    """
+    if not displaced.is_background:
+        sequence.tenant.charge(_PROMPT_PRICE * displaced.num_computed)
+
+
 def charge_load(sequence: Sequence, num_bytes: int, costs: CostModel) -> None:
     """Charges a sequence for loading its adapter into the pool."""
     sequence.usage.adapter_bytes += num_bytes

@@ -5,6 +5,7 @@ from collections import Counter
 from slora.memory.residency import Resident
 from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
+from slora.scheduler.charges import charge_displaced
 from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import StepPlan
@@ -124,6 +125,7 @@ class Preemption:
         if victim.num_places > 1:
             victim.num_places -= 1
         else:
+            charge_displaced(sequence, victim)
             self.preempt(victim, plan)
         return True
 
