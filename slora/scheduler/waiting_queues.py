@@ -230,8 +230,8 @@ class FairQueue:
         - It then still holds at least as many places per unit of weight as the waiting tenant. So the exchange is never
           reversed.
         - It has received more service, by more than the waiting tenant receives in `_PATIENCE` steps. So tenants whose
-          shares are nearly equal wait for the ends of answers, and nothing is computed twice. A tenant without a place
-          does not have to wait.
+          shares are nearly equal wait for the ends of answers, and few tokens are computed twice. A tenant without a
+          place does not have to wait.
 
         Worked example: a tenant holds 256 places with long answers. A waiting tenant of the same weight gets its first
         place at once, and more of them within a few steps, up to 128.
