@@ -455,6 +455,20 @@ def test_background_tenants_yield_places_to_each_other(*, overlap: bool) -> None
     assert quick.is_finished
 
 
+@pytest.mark.parametrize("number", [2, 20])
+def test_a_request_gets_pages_soon_although_long_answers_of_another_tenant_hold_all(number: int) -> None:
+    """The long answers need further pages. So one of them is preempted, and the other tenant gets its pages."""
+    bench = SchedulerBench({}, num_pages=200, max_num_seqs=64, max_num_batched_tokens=64)
+    for name in range(2 * number):
+        bench.add(f"greedy {name}", prompt=600 // number, max_tokens=400, tenant="greedy")
+    while bench.pool.num_free > 15:
+        bench.step()
+    late = bench.add("late", prompt=60, max_tokens=2, tenant="other")
+    for _ in range(60):
+        bench.step()
+    assert late.is_finished
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *, soak: bool) -> None:
     """Other tenants run and queue long answers, many choices and wide beam searches."""
