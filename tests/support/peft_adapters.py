@@ -120,6 +120,8 @@ def make_adapter(
             if "lora_" in name:
                 parameter.copy_(torch.randn(parameter.shape, generator=random) * std)
                 parameter.data = parameter.data.to(dtype)
+    # The README takes more time than all other files.
+    model.create_or_update_model_card = lambda *_: None
     with quiet_peft():
         model.save_pretrained(directory)
     return model

@@ -7,9 +7,10 @@ Triton derives signature, alignments and options exactly as in a real launch. TR
 an interpreted kernel cannot be compiled.
 """
 
+import argparse
 import dataclasses
 import json
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -70,8 +71,10 @@ def _kv_formats(target: GPUTarget) -> list[KVFormat]:
     return list(KVFormat) if has_float8 else [KVFormat.MODEL]
 
 
-def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
+def compile_all(target: str, dtype: str, left_out: str | None = None) -> Iterator[CompiledKernel]:
     """Compiles every launch for one of `TARGETS`. Errors that Triton raises are not caught.
+
+    left_out: a pattern of the cases (see `CompiledKernel.case`) that are not compiled.
 
     Launches with the same machine code are measured once, but each of them is reported.
     """
@@ -79,24 +82,29 @@ def compile_all(target: str, dtype: str) -> Iterator[CompiledKernel]:
     known: dict[str, CompiledKernel] = {}
     forms, kv_formats = _quantized_forms(TARGETS[target]), _kv_formats(TARGETS[target])
     for case, launch in bind_all(DTYPES[dtype], forms, kv_formats, load_sizes(target)):
+        if left_out is not None and re.search(left_out, case):
+            continue
         compiled = launch.compile()
         if compiled.hash not in known:
             known[compiled.hash] = read_compiled(compiled, target, dtype, case)
         yield dataclasses.replace(known[compiled.hash], case=case)
 
 
-def main(names: list[str]) -> None:
-    """Compiles all launches and prints a line of JSON for each.
-
-    names: keys of `TARGETS` (default: all) and of `DTYPES` (default: bfloat16), in any order.
-    """
-    targets = [name for name in names if name in TARGETS] or list(TARGETS)
-    dtypes = [name for name in names if name in DTYPES] or ["bfloat16"]
+def main() -> None:
+    """Compiles launches and prints a line of JSON for each."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "names", nargs="*", choices=[*TARGETS, *DTYPES], help="default: all targets, bfloat16"
+    )
+    parser.add_argument("--without", metavar="PATTERN", help="leaves out the cases that match this pattern")
+    arguments = parser.parse_args()
+    targets = [name for name in arguments.names if name in TARGETS] or list(TARGETS)
+    dtypes = [name for name in arguments.names if name in DTYPES] or ["bfloat16"]
     for target in targets:
         for dtype in dtypes:
-            for compiled in compile_all(target, dtype):
+            for compiled in compile_all(target, dtype, arguments.without):
                 print(json.dumps(dataclasses.asdict(compiled)), flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -52,6 +52,7 @@ CASES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 @pytest.mark.parametrize("case", CASES)
 def test_packed_rows_reproduce_the_deltas_of_peft(tmp_path: Path, family: str, case: str) -> None:

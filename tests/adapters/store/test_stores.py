@@ -233,6 +233,7 @@ def test_a_deleted_blob_is_not_found(store: Store) -> None:
     assert _content(store, OTHER) == {"a": b"2"}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("read_before", [0, pytest.param(1000, marks=pytest.mark.soak), CHUNK_BYTES + 5])
 @pytest.mark.parametrize("replaced", [False, True], ids=["deleted", "replaced"])
 def test_a_blob_deleted_during_a_read_is_read_unchanged_or_not_found(

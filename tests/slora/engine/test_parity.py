@@ -1,5 +1,4 @@
-"""Greedy answers of 32 or 64 tokens equal those of transformers + peft, token for token, for all adapter kinds in one
-batch."""
+"""Greedy answers equal those of transformers + peft, token for token, for all adapter kinds in one batch."""
 
 import random
 from collections.abc import Callable
@@ -26,7 +25,7 @@ FEATURED = [name for name in MODELS if not name.startswith("llama") and name not
 # In the quick run, `test_parity_holds_in_chunks_under_preemption_and_behind_windows` has the featured models, with all
 # adapter kinds.
 MOSTLY_PLAIN = [pytest.param(name, marks=pytest.mark.soak) if name in FEATURED else name for name in MODELS]
-GREEDY = SamplingParams(max_tokens=64, temperature=0.0, ignore_eos=True, logprobs=0)
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ def test_windowed_sequences_longer_than_the_pool_answer_as_transformers_does(
     settings = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 12}
     llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(6), **settings)
     verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    assert 70 + 64 > 6 * 16
+    assert 70 + GREEDY.max_tokens > 6 * 16
     assert verdict.equal, verdict
 
 
@@ -168,7 +167,9 @@ def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     work = mix(kit, prompts_each=8 if soak else 1, seed=5)
     settings = {"max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11}
     llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(36), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    # With answers of 40 tokens, one of the models needs no preemption.
+    params = replace(GREEDY, max_tokens=64 if soak else 48)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
     stats = llm.stats()
     report(f"{model} with {kernels} kernels, {stats.preemptions} preemptions: {verdict}")
     assert stats.preemptions > 0 and stats.adapter_evictions > 0

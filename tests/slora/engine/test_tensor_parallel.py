@@ -72,7 +72,7 @@ def make_requests(
     versions: dict[str, AdapterVersion], prompts: list[list[int]], kinds: list[str | None], **sampling: object
 ) -> list[EngineRequest]:
     params = SamplingParams(
-        **{"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
+        **{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True, "logprobs": 0, **sampling}
     )  # type: ignore[arg-type]
     return [
         EngineRequest(str(number), "t", prompt, single_adapter(versions[kind]) if kind else (), params)
@@ -368,7 +368,7 @@ def test_a_request_that_breaks_between_collectives_fails_alone(
         monkeypatch.setattr("slora.runner.runner.sample", refuse_request_1)
         answers = drive(engine, [make_requests(versions, prompts, [None] * 4)])
     assert {key for key, answer in answers.items() if answer.error is not None} == {"1"}
-    assert len(answers["0"].token_ids) == 12
+    assert len(answers["0"].token_ids) == 8
 
 
 def test_a_rank_that_fails_within_a_computation_ends_the_engine(

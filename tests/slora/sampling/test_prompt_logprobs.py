@@ -40,6 +40,7 @@ def check_scores(kit: ModelKit, prompt: list[int], adapter: str | None, count: i
         assert all(row[token].item() == pytest.approx(value, abs=1e-3) for token, value in found.top)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize(
     ("num_pages", "settings"),

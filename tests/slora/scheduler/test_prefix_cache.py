@@ -210,6 +210,7 @@ def make_request(
     return EngineRequest("r", tenant, prompt, single_adapter(adapter, weight), replace(GREEDY, **params))  # type: ignore[arg-type]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("model", "adapted"), [("llama", False), ("llama", True), ("mistral_window", True)])
 @pytest.mark.parametrize(("num_prompt", "num_answer"), [(20, 13), (20, 12), (37, 40), (1, 16), (1, 17)])
 def test_a_second_turn_finds_all_whole_blocks_of_the_first_and_its_answer_to_the_token(
@@ -326,6 +327,7 @@ def last_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     return make_kit(tmp_path_factory.mktemp("last"), "llama", kinds)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", LAST_MODULES)
 @pytest.mark.parametrize("comes_first", [False, True])
 def test_an_adapter_shares_the_base_s_blocks_only_if_it_changes_no_k_and_no_v(
@@ -477,7 +479,8 @@ def outlive(
 
 
 @pytest.mark.parametrize(
-    "model", [pytest.param("llama", marks=pytest.mark.soak), "mistral_window", "phi3_longrope"]
+    "model",
+    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral_window")), "phi3_longrope"],
 )
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits,

@@ -78,6 +78,7 @@ def judge(kit: ModelKit, exact: Path, work: Work) -> Verdict:
     return sum(map(Oracle(exact, kit.adapters).judge, work[0], work[2], work[1]), Verdict())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", ENGINE_KERNELS)
 @pytest.mark.parametrize("form", FORMS)
 def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
