@@ -82,14 +82,15 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(TEST): $(SERVE)
-	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]"
+	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile bfloat16 float32/fp8 & compiling=$$!; \
+	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
 $(DOCS): $(TEST)
 	$(PIP) -e ".[docs]"
 	@touch $@
 
-# All cores compile what the tests need from numba. Otherwise each process of the tests would compile it by itself.
+# Compiles again what the tests need from numba after a change. Otherwise each process of the tests would compile it.
 $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
 	$(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 	@touch $@
