@@ -147,7 +147,7 @@ def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little
 
 
 def test_early_abort_serves_more_in_time_though_it_serves_fewer(soak: bool) -> None:
-    trace = slora_trace(200, TWICE, 80.0 if soak else 30.0)
+    trace = slora_trace(200, TWICE, 80.0 if soak else 60.0)
     for scheduling in ("fcfs", "fair"):
         patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
         assert early["attainment"] > patient["attainment"]
