@@ -91,7 +91,11 @@ class Admission:
                 skipped.add(sequence.tenant)
                 self._at_ceiling.add(sequence.tenant)
             elif has_room and not self._take_places(sequence, plan, budget):
-                break
+                # Another tenant may have no place at all. Then others have to yield one to it.
+                running = {other.tenant for other in self._batch}
+                if sequence.tenant not in running or running <= skipped:
+                    break
+                skipped |= running
             elif has_room and self._reserve(sequence, needs, plan):
                 budget.spend(sequence.tenant, self._start(sequence, needs, plan))
             elif self._preemption.preempt_background(plan):

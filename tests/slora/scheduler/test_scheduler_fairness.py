@@ -471,8 +471,12 @@ def test_a_request_gets_pages_soon_although_long_answers_of_another_tenant_hold_
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *, soak: bool) -> None:
-    """Other tenants run and queue long answers, many choices and wide beam searches."""
-    for number in range(200 * seed, 200 * seed + (200 if soak else 2)):
+    """Other tenants run and queue long answers, many choices and wide beam searches.
+
+    Born from a fault, in the seed 269: a beam at the head of the queue that could not get a place blocked everybody.
+    """
+    for at in range(200) if soak else (0, 69):
+        number = 200 * seed + at
         random = Random(number)
         bench = SchedulerBench(
             {},
