@@ -29,8 +29,8 @@ from slora.client import replica_group
 from slora.client.client import RemoteEngine
 from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora_api.cli.main import main
+from slora_api.processes.supervisor import Child
 from slora_api.serve import serve
-from slora_api.serve.supervisor import Child
 
 _CHUNK = {
     "id": f"cmpl-{'0' * 32}",

@@ -26,7 +26,7 @@ from slora.client.replica_group import ReplicaGroup
 from slora.core.request import EngineRequest, TokenDelta
 from slora.core.sampling_params import SamplingParams
 from slora_api.cluster.local_cluster import LocalCluster
-from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
+from slora_api.processes.replica_list import ReplicaList, ReplicaListFiles
 
 _DEMO = Path(__file__).parents[1] / "demo" / "model"
 _START_S = 600.0

@@ -33,8 +33,8 @@ from slora_api.core.data_dir import DataDir
 from slora_api.keys.api_key import Pepper
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.processes.supervisor import Child
 from slora_api.serve import serve
-from slora_api.serve.supervisor import Child
 from slora_api.tenants.tenant_store import TenantStore
 from slora_kernels.layout import lay_out_adapter
 

@@ -52,6 +52,7 @@ from slora_api.core.otel_tracing import OtelTracing
 from slora_api.core.settings import Settings
 from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.request_bounds import ServerBounds
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.api_key import Pepper, open_admin_key
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
@@ -68,7 +69,6 @@ from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import AdapterQuota, QuotaStore
-from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.quotas.routes import QuotaServices
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.sandbox.grammar_checks import GrammarChecks

@@ -20,8 +20,8 @@ from slora_api.adapters.uploads import Uploads
 from slora_api.core.data_dir import store_url
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.quotas.quota_store import AdapterQuota
-from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 

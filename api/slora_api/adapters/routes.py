@@ -36,9 +36,9 @@ from slora_api.http.field_types import STRICT, Limit, Name, Text, make_refusal
 from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
 from slora_api.http.request_bounds import ServerBounds
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey, Operator
-from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.tenants.tenant_store import Tenant, TenantStore
 
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])

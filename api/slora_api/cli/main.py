@@ -68,10 +68,10 @@ _HANDLERS = {
     "health": ("slora_api.operations.command", "health"),
     "top": ("slora_api.metrics.top_command", "watch"),
     "plan": ("slora_api.cli.plan", "plan"),
-    "deploy": ("slora_api.cluster.commands", "deploy"),
-    "cluster serve": ("slora_api.cluster.commands", "serve"),
-    "cluster status": ("slora_api.cluster.commands", "show"),
-    "cluster stop": ("slora_api.cluster.commands", "stop"),
+    "deploy": ("slora_api.serve.cluster_command", "deploy"),
+    "cluster serve": ("slora_api.serve.cluster_command", "serve"),
+    "cluster status": ("slora_api.serve.cluster_command", "show"),
+    "cluster stop": ("slora_api.serve.cluster_command", "stop"),
 }
 
 # Subcommand -> the optional dependencies (extra) that it needs. All other subcommands need `serve`.

@@ -18,7 +18,7 @@ from slora_adapters.process.logs import LOG_FORMATS, set_up_logging
 from slora_api.cluster.cluster_config import FollowerConfig
 from slora_api.cluster.replica_registry import ReplicaRegistry, Sightings
 from slora_api.core.threads import control_thread
-from slora_api.serve.replica_list import write_replicas
+from slora_api.processes.replica_list import write_replicas
 
 logger = logging.getLogger("slora.follower")
 

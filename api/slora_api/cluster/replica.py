@@ -40,9 +40,9 @@ from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, read_settings
 from slora_api.core.threads import control_thread
-from slora_api.serve.children import Sockets, engine, loader
-from slora_api.serve.replica_list import ListedReplica
-from slora_api.serve.supervisor import Child, Supervisor
+from slora_api.processes.children import Sockets, engine, loader
+from slora_api.processes.replica_list import ListedReplica
+from slora_api.processes.supervisor import Child, Supervisor
 from slora_api.usage.usage_ledger import UsageLedger
 from slora_api.usage.usage_shipper import UsageShipper
 

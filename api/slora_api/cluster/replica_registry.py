@@ -11,7 +11,7 @@ from typing import Any
 
 from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 
-from slora_api.serve.replica_list import ListedReplica
+from slora_api.processes.replica_list import ListedReplica
 
 ANNOUNCE_S = 1.0
 # A replica that has not announced itself for this long is lost. API processes notice the loss of a connection earlier.

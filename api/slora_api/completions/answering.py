@@ -22,8 +22,7 @@ from slora_api.completions.answer_objects import timing_headers, timing_object
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import TOKENS_AT_ONCE, PromptEchoes
 from slora_api.completions.prompt_tokenizer import encode_chat, render_chat
-from slora_api.completions.prompts import ConversationRequest
-from slora_api.completions.schemas import AnswerFields
+from slora_api.completions.schemas import AnswerFields, ConversationFields
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 from slora_api.http.json_slices import PartedResponse, write_json
@@ -72,7 +71,7 @@ async def answer_call(
     return await call.answer_with(body, answer)
 
 
-async def count_chat_tokens(call: InferenceCall, body: ConversationRequest) -> int:
+async def count_chat_tokens(call: InferenceCall, body: ConversationFields) -> int:
     """Returns how many tokens the prompt of a conversation has. Counts a request without tokens."""
     await call.meter.count_request()
     await call.find_model(body.model)

@@ -24,11 +24,10 @@ from slora_adapters.errors import AdapterCorrupt
 from slora_api.adapters.served_model import ServedModel
 from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.completions.prompt_echo import PromptEchoes
-from slora_api.completions.schemas import AnswerFields
+from slora_api.completions.schemas import AnswerFields, ModelFields
 from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import ModelNotFound
 from slora_api.core.request_context import BACKGROUND_ID
-from slora_api.embeddings.schemas import EmbeddingRequest
 from slora_api.http.field_types import IgnoredFields
 from slora_api.http.json_body import read_json
 from slora_api.http.openapi import errors
@@ -120,9 +119,7 @@ class InferenceCall:
         """Finds the model of a request that computes no answer. Raises ModelNotFound."""
         self.model = await self.services.catalog.find_model(self.key, name, None)
 
-    async def answer_with(
-        self, body: AnswerFields | EmbeddingRequest, answer: Callable[[], Awaitable[_Response]]
-    ) -> _Response:
+    async def answer_with(self, body: ModelFields, answer: Callable[[], Awaitable[_Response]]) -> _Response:
         """Finds the model and calls `answer`. If the engine reports that the adapter does not exist, looks the model up
         again and retries once.
         """
@@ -185,7 +182,7 @@ class InferenceCall:
             pooling=pooling,
         )
 
-    async def _find_model(self, body: AnswerFields | EmbeddingRequest, *, is_stale: bool) -> None:
+    async def _find_model(self, body: ModelFields, *, is_stale: bool) -> None:
         """Raises BadRequest if the model combines more adapters than a quota permits."""
         user = body.user or self.http.headers.get(_SESSION_HEADER)
         self.model = await self.services.catalog.find_answering_model(

@@ -11,12 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slora.core.errors import RequestRefused
-from slora.core.request import Pooling
 from slora.core.request_check import (
     check_adapters,
-    check_embedded_tokens,
     check_max_tokens,
-    check_pooling,
     check_sampling,
     check_terms,
     check_token_ids,
@@ -29,12 +26,11 @@ from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.chat.template_traits import TemplateTraits
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import PromptEchoes
+from slora_api.completions.prompt_fields import PromptFields
 from slora_api.completions.prompt_tokenizer import encode_bad_words, encode_chat, encode_texts, render_chat
-from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest
+from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest, ConversationFields
 from slora_api.core.errors import BadRequest
-from slora_api.embeddings.schemas import EmbeddingRequest
 from slora_api.http.request_bounds import RequestBounds
-from slora_api.responses.responses_request import ResponsesRequest
 
 # The default of max_tokens in OpenAI's completions API.
 _COMPLETION_TOKENS = 16
@@ -66,7 +62,6 @@ _AS_SENT = (
     "skip_special_tokens",
     "prompt_lookup",
 )
-ConversationRequest = ChatRequest | ResponsesRequest
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.COMPACT_JSON, OutputKind.JSON_OBJECT)
@@ -150,7 +145,7 @@ class AnswerSize:
 
 def _draft(
     call: InferenceCall,
-    fields: CompletionRequest | ConversationRequest,
+    fields: CompletionRequest | ConversationFields,
     logprobs: int | None,
     prompt_logprobs: int | None,
     num_prompts: int,
@@ -207,7 +202,7 @@ def _complete(
     return completed
 
 
-def _answer_syntax(body: ConversationRequest, text: str, traits: TemplateTraits) -> AnswerSyntax | None:
+def _answer_syntax(body: ConversationFields, text: str, traits: TemplateTraits) -> AnswerSyntax | None:
     """text: the rendered conversation. If it ends within reasoning, the answer continues the reasoning."""
     tools = body.shown_tools
     thinks = traits.thinks and _thinks_before(body.structured_output)
@@ -245,7 +240,7 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
     if body.echo:
         bounds.check_echo(draft.num_choices * sum(len(item) for item in given if isinstance(item, str)))
     room = max(1, info.max_model_len - (body.max_tokens or 1))
-    token_ids = await _token_ids(call, body, given, room, "prompt")
+    token_ids = await prompt_token_ids(call, body, given, room, "prompt")
     if body.truncates:
         given = token_ids
     num_tokens = sum(map(len, token_ids))
@@ -287,30 +282,12 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
         call.echoes = PromptEchoes(texts, call.answers, encoder.tokenizer)
 
 
-async def embedding_inputs(call: InferenceCall, body: EmbeddingRequest, pooling: Pooling) -> list[list[int]]:
-    """Returns the token ids of each input. Raises the same errors as `add_completion_answers`."""
-    check_terms(call.priority, None, call.info)
-    check_pooling(pooling, call.info)
-    given, bounds = body.inputs, call.bounds
-    dimensions = pooling.dimensions or call.info.shape.hidden_size
-    bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
-    call.meter.check_answers(1)
-    for item in given:
-        if isinstance(item, list) and not body.truncates:
-            check_embedded_tokens(len(item), call.info.max_model_len)
-    inputs = await _token_ids(call, body, given, call.info.max_model_len, "input")
-    for token_ids in inputs:
-        check_embedded_tokens(len(token_ids), call.info.max_model_len)
-    bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
-    return inputs
-
-
-async def add_conversation_answer(call: InferenceCall, body: ConversationRequest) -> Answer:
+async def add_conversation_answer(call: InferenceCall, body: ConversationFields) -> Answer:
     """Makes the prompt of a conversation. Adds its answer and returns it. Raises BadRequest, RequestRefused, and the
     errors of the meter.
     """
     logprobs, field = body.num_top_logprobs, body.messages_field
-    draft = _draft(call, body, logprobs, body.prompt_logprobs, 1)
+    draft = _draft(call, body, logprobs, body.num_prompt_logprobs, 1)
     text, traits = await render_chat(call, body.chat_messages, body.shown_tools, body, field)
     token_ids = await encode_chat(call, text, body, field)
     room = find_answer_room(len(token_ids), call.info.max_model_len, field)
@@ -318,7 +295,7 @@ async def add_conversation_answer(call: InferenceCall, body: ConversationRequest
     size = AnswerSize(
         draft.num_choices,
         body.count_listed(logprobs),
-        body.prompt_logprobs,
+        body.num_prompt_logprobs,
         echoes=False,
         param="top_logprobs",
         length_param=param,
@@ -341,7 +318,7 @@ async def add_conversation_answer(call: InferenceCall, body: ConversationRequest
     return call.add_answer(token_ids, sampling, lists_every_token=lists_every_token)
 
 
-def _conversation_form(call: InferenceCall, body: ConversationRequest) -> StructuredOutput | None:
+def _conversation_form(call: InferenceCall, body: ConversationFields) -> StructuredOutput | None:
     """Returns the structured output that constrains the whole answer: the form that the request asks for, the tool
     calls and the reasoning.
     """
@@ -385,9 +362,9 @@ def _answer_room(
     return room if quota is None else min(room, quota)
 
 
-async def _token_ids(
+async def prompt_token_ids(
     call: InferenceCall,
-    body: CompletionRequest | EmbeddingRequest,
+    body: PromptFields,
     given: Sequence[str | list[int]],
     room: int,
     param: str,

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS
+from slora.core.sampling_params import MAX_BAD_WORD_CHARS, MAX_LOGPROBS, StructuredOutput
 from slora_adapters.errors import abbreviate
 from slora_api.adapters.served_model import AdapterWeight
 from slora_api.chat.tool_schemas import (
@@ -41,7 +41,7 @@ from slora_api.chat.tool_schemas import (
     find_shown_tools,
 )
 from slora_api.completions.output_fields import OutputFields
-from slora_api.completions.truncation_fields import TruncationFields
+from slora_api.completions.prompt_fields import PromptFields
 from slora_api.http.field_types import (
     Name,
     RequestModel,
@@ -182,12 +182,25 @@ class StreamOptions(RequestModel):
     include_obfuscation: Annotated[Any, Unsupported(False)] = None
 
 
-class AnswerFields(RequestModel):
-    """The fields of every request for an answer. A field that the client did not send is None.
+class ModelFields(RequestModel):
+    """The fields of every request that a model computes. A field that the client did not send is None.
 
-    adapters: the model that answers is the base model plus the weighted sum of these adapters, as if they were merged.
+    adapters: the model that computes is the base model plus the weighted sum of these adapters, as if they were merged.
     `model` must then be the base model or `default`.
     priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
+    """
+
+    hint_path = ""
+
+    model: Name
+    adapters: list[AdapterWeight] | None = None
+    user: Name | None = None
+    priority: int | None = None
+
+
+class AnswerFields(ModelFields):
+    """The fields of every request for an answer.
+
     deadline_ms: time limit for the first token. A beam search sends no token before its end, so the limit applies to
     the whole search. A request that cannot meet the limit gets the error 503 `deadline_missed`.
     prompt_lookup: false forbids drafts from the request's own text. Drafts never change an answer.
@@ -200,10 +213,6 @@ class AnswerFields(RequestModel):
         tokens. The sampled token is always listed.
     """
 
-    hint_path = ""
-
-    model: Name
-    adapters: list[AdapterWeight] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -226,12 +235,10 @@ class AnswerFields(RequestModel):
     skip_special_tokens: bool | None = None
     prompt_lookup: bool | None = None
     stream: bool | None = None
-    user: Name | None = None
     safety_identifier: Name | None = None
     prompt_cache_key: Name | None = None
     metadata: Annotated[Metadata | None, BeforeValidator(_ignore_nested_metadata)] = None
     request_id: Name | None = None
-    priority: int | None = None
     deadline_ms: int | None = None
     # OpenAI's fields.
     store: Annotated[Any, Unsupported(False)] = None
@@ -257,6 +264,11 @@ class AnswerFields(RequestModel):
     ec_transfer_params: Annotated[Any, Unsupported({})] = None
     vllm_xargs: Annotated[Any, Unsupported({})] = None
 
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The form of the answer; None if it is free."""
+        return None
+
     def count_listed(self, num_top: int | None) -> int | None:
         """Returns how many log-probabilities are listed for each token besides the token's own log-probability.
 
@@ -267,7 +279,7 @@ class AnswerFields(RequestModel):
         return len(self.logprob_token_ids) + 1
 
 
-class GenerationFields(AnswerFields, OutputFields):
+class GenerationFields(OutputFields, AnswerFields):
     """The fields that both kinds of completion share.
 
     use_beam_search: as in vLLM, answers with a beam search of `best_of` beams, by default `n`. The temperature is then
@@ -315,16 +327,12 @@ class GenerationFields(AnswerFields, OutputFields):
 SentPrompt = str | list[str] | list[int] | list[list[int]]
 
 
-class CompletionRequest(TruncationFields, GenerationFields):
-    """POST /v1/completions.
-
-    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
-    """
+class CompletionRequest(PromptFields, GenerationFields):
+    """POST /v1/completions."""
 
     prompt: Annotated[SentPrompt, PlainValidator(check_prompt, json_schema_input_type=SentPrompt)]
     logprobs: int | None = None
     echo: bool | None = None
-    add_special_tokens: bool | None = None
     suffix: Annotated[Any, Unsupported("")] = None
     prompt_embeds: Annotated[Any, Unsupported([])] = None
 
@@ -559,12 +567,73 @@ def _convert_function_calls(messages: Sequence[ChatMessage]) -> list[ChatMessage
 _Messages = Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True), AfterValidator(_check_messages)]
 
 
-class ChatRequest(ChatTemplateFields, GenerationFields):
-    """POST /v1/chat/completions.
+class ConversationFields(TemplateFields, AnswerFields):
+    """The fields and the reading of every request that continues a conversation.
 
     tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must
         call a tool, with arguments that follow the tool's schema.
     parallel_tool_calls: if false, an answer has at most one call.
+    top_logprobs: how many of the most probable tokens to list for each token.
+    """
+
+    messages_field: ClassVar[str]
+
+    tool_choice: AnyChoice = None
+    parallel_tool_calls: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def chat_messages(self) -> Sequence[ChatMessage]:
+        raise NotImplementedError
+
+    @property
+    def chat_tools(self) -> list[Tool]:
+        """The tools in the form of /v1/chat/completions."""
+        raise NotImplementedError
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """How many of the most probable tokens to list for each token of the answer. None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The value of `prompt_logprobs`; None where there is no such field."""
+        return None
+
+    @property
+    def answer_limit(self) -> tuple[int | None, str]:
+        """The maximum number of tokens of an answer, and the field that sets it. None: as many as the bounds allow."""
+        raise NotImplementedError
+
+    @property
+    def chosen(self) -> AnyChoice:
+        """The tool choice, whichever field sets it."""
+        return self.tool_choice
+
+    @cached_property
+    def shown_tools(self) -> list[Tool]:
+        """The tools that the model sees."""
+        return find_shown_tools(self.chosen, self.chat_tools)
+
+    @property
+    def forced_tools(self) -> list[Tool]:
+        return find_forced_tools(self.chosen, self.shown_tools)
+
+    @property
+    def names_tool(self) -> bool:
+        """Whether the request names the tool that the model must call."""
+        return isinstance(self.chosen, NamedChoice)
+
+    @property
+    def has_one_call(self) -> bool:
+        """Whether an answer has at most one call."""
+        return self.parallel_tool_calls is False
+
+
+class ChatRequest(ConversationFields, ChatTemplateFields, GenerationFields):
+    """POST /v1/chat/completions.
+
     functions, function_call: OpenAI's older form of `tools` and `tool_choice`. The answer then has `function_call`.
     reasoning_effort: sets the variables of the chat template that switch the reasoning. An effort that the template
         would ignore is refused, unless the model already behaves that way. A model that never reasons ignores it.
@@ -577,10 +646,8 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
     messages: _Messages
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     # OpenAI's fields.
     tool_choice: ToolChoice = None
-    parallel_tool_calls: bool | None = None
     functions: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     function_call: (
         Annotated[Literal["none", "auto"] | NamedFunction, Field(union_mode="left_to_right")] | None
@@ -603,33 +670,22 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
 
     @property
     def chosen(self) -> AnyChoice:
-        """The tool choice, whichever field sets it."""
         if not self.functions:
             return self.tool_choice
         if isinstance(self.function_call, NamedFunction):
             return NamedChoice(type="function", function=self.function_call)
         return self.function_call
 
-    @cached_property
-    def shown_tools(self) -> list[Tool]:
+    @property
+    def chat_tools(self) -> list[Tool]:
         legacy = [
             Tool.model_construct(type="function", function=function) for function in self.functions or ()
         ]
-        return find_shown_tools(self.chosen, legacy or self.tools or [])
-
-    @property
-    def forced_tools(self) -> list[Tool]:
-        return find_forced_tools(self.chosen, self.shown_tools)
-
-    @property
-    def names_tool(self) -> bool:
-        """Whether the request names the tool that the model must call."""
-        return isinstance(self.chosen, NamedChoice)
+        return legacy or self.tools or []
 
     @property
     def has_one_call(self) -> bool:
-        """Whether an answer has at most one call."""
-        return self.parallel_tool_calls is False or self.is_legacy
+        return super().has_one_call or self.is_legacy
 
     @property
     def chat_messages(self) -> Sequence[ChatMessage]:
@@ -637,12 +693,14 @@ class ChatRequest(ChatTemplateFields, GenerationFields):
 
     @property
     def num_top_logprobs(self) -> int | None:
-        """How many of the most probable tokens to list for each token of the answer. None: no log-probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
+    @property
     def answer_limit(self) -> tuple[int | None, str]:
-        """The maximum number of tokens of an answer, and the field that sets it. None: as many as the bounds allow."""
         if self.max_completion_tokens is not None:
             return self.max_completion_tokens, "max_completion_tokens"
         return self.max_tokens, "max_tokens"

@@ -42,9 +42,8 @@ from slora_api.core.data_dir import DataDir, find_lock_holder, store_url
 from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
-from slora_api.http.http_server import open_listener
+from slora_api.http.http_server import explain_few_descriptors, open_listener
 from slora_api.keys.api_key import Pepper, explain_weak_key
-from slora_api.serve.http_front import explain_few_descriptors
 from slora_kernels.machine_limits import machine_limits, read_mounts
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
 from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, failure
-from slora_api.serve.device import DEVICE_LIMIT_S, find_device
+from slora_api.processes.device import DEVICE_LIMIT_S, find_device
 
 logger = logging.getLogger(__name__)
 

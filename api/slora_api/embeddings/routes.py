@@ -17,9 +17,10 @@ from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
 from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, Pooling, PoolingKind
+from slora.core.request_check import check_embedded_tokens, check_pooling, check_terms
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
-from slora_api.completions.prompts import embedding_inputs
+from slora_api.completions.prompts import prompt_token_ids
 from slora_api.completions.services import AnswerServices
 from slora_api.core.threads import tenant_thread
 from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
@@ -81,6 +82,24 @@ async def run_lanes(
                 lanes.create_task(run_lane())
     except ExceptionGroup as group:
         raise group.exceptions[0] from None
+    return inputs
+
+
+async def _make_inputs(call: InferenceCall, body: EmbeddingRequest, pooling: Pooling) -> list[list[int]]:
+    """Returns the token ids of each input. Raises BadRequest, RequestRefused, and the errors of the meter."""
+    check_terms(call.priority, None, call.info)
+    check_pooling(pooling, call.info)
+    given, bounds = body.inputs, call.bounds
+    dimensions = pooling.dimensions or call.info.shape.hidden_size
+    bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
+    call.meter.check_answers(1)
+    for item in given:
+        if isinstance(item, list) and not body.truncates:
+            check_embedded_tokens(len(item), call.info.max_model_len)
+    inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
+    for token_ids in inputs:
+        check_embedded_tokens(len(token_ids), call.info.max_model_len)
+    bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
     return inputs
 
 
@@ -321,7 +340,7 @@ async def _answer(
     async def compute() -> list[bytes]:
         kind = PoolingKind(body.pooling or call.services.settings.embedding_pooling)
         pooling = Pooling(kind, body.dimensions, body.is_normalized)
-        inputs = await embedding_inputs(call, body, pooling)
+        inputs = await _make_inputs(call, body, pooling)
         embedded = await compute_embeddings(call, inputs, pooling, encode)
         num_tokens = sum(map(len, inputs))
         if len(inputs) <= _MAX_INPUTS_ON_LOOP:

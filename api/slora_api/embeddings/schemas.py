@@ -5,17 +5,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
-from slora_api.adapters.served_model import AdapterWeight
-from slora_api.completions.schemas import SentPrompt, as_list, check_prompt, list_prompts
-from slora_api.completions.truncation_fields import TruncationFields
+from slora_api.completions.prompt_fields import PromptFields
+from slora_api.completions.schemas import ModelFields, SentPrompt, as_list, check_prompt, list_prompts
 from slora_api.http.field_types import Name, RequestModel, Text, make_refusal
 from slora_api.http.unsupported import Unsupported
 
 
-class EmbeddingRequest(TruncationFields):
+class EmbeddingRequest(PromptFields, ModelFields):
     """POST /v1/embeddings.
 
-    adapters: as in completions.
     dimensions: how many components of the embedding to keep, by default all. The first components are kept, and then
     normalized.
     encoding_format: `float`, the default, or `base64`: the numbers as little-endian float32, encoded in base64.
@@ -23,23 +21,16 @@ class EmbeddingRequest(TruncationFields):
         averages the hidden states of all tokens. The operator sets the default.
     normalize: whether the embedding is divided by its L2 norm; by default, it is. use_activation: vLLM's name for
         `normalize`.
-    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
-    priority: as in vLLM, but only among the requests of one tenant; lower is served sooner.
     """
 
     default_side = "right"
 
-    model: Name
-    adapters: list[AdapterWeight] | None = None
     input: Annotated[SentPrompt, PlainValidator(check_prompt, json_schema_input_type=SentPrompt)]
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
     pooling: Literal["last", "mean"] | None = None
     normalize: bool | None = None
     use_activation: bool | None = None
-    add_special_tokens: bool | None = None
-    priority: int | None = None
-    user: Name | None = None
     # vLLM's fields.
     embed_dtype: Annotated[Any, Unsupported("float32")] = None
     endianness: Annotated[Any, Unsupported("native", "little")] = None
@@ -71,14 +62,13 @@ class EmbeddingRequest(TruncationFields):
         return self
 
 
-class ScoreFields(TruncationFields):
+class ScoreFields(PromptFields):
     """The fields that score and rerank share. pooling: as for embeddings. priority, user: as for answers."""
 
     default_side = "right"
 
     model: Name
     pooling: Literal["last", "mean"] | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     user: Name | None = None
 

@@ -6,7 +6,9 @@ The listening socket of a server.
 """
 
 import asyncio
+import logging
 import math
+import resource
 import socket
 from contextlib import suppress
 
@@ -18,6 +20,12 @@ from slora_api.core.host_board import HostBoard
 from slora_api.core.rate_limited_log import get_rate_limited_logger
 from slora_api.http.acceptor import Acceptor
 from slora_api.http.http_protocol import ConnectionLimits, Connections, HttpProtocol
+
+logger = logging.getLogger(__name__)
+
+# Descriptors for everything but connections: the database, the store, sockets of the child processes, uploads, and
+# refused connections that are being closed. A busy server needs about 60 of them (measured).
+_OTHER_DESCRIPTORS = 128
 
 
 class HttpServer(uvicorn.Server):
@@ -110,3 +118,36 @@ def open_listener(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
     return listener
+
+
+def raise_descriptor_limit() -> int:
+    """Raises the soft limit of this process and its future children to the hard limit. Returns the new limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def fit_connections(max_connections: int, num_descriptors: int) -> int:
+    """Returns how many connections the descriptors allow, at most `max_connections`."""
+    if shortage := explain_few_descriptors(max_connections, num_descriptors):
+        logger.warning("%s", shortage)
+    return min(max_connections, _allowed_connections(num_descriptors))
+
+
+def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
+    """If the descriptors allow fewer connections than `max_connections`, returns the reason and the remedy. Otherwise
+    returns an empty string.
+    """
+    allowed = _allowed_connections(num_descriptors)
+    if max_connections <= allowed:
+        return ""
+    return (
+        f"this process may open {num_descriptors} files, which is enough for {allowed} of the {max_connections} "
+        "connections of max_connections: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
+        "--ulimit nofile=)"
+    )
+
+
+def _allowed_connections(num_descriptors: int) -> int:
+    return num_descriptors - min(_OTHER_DESCRIPTORS, num_descriptors // 2)

@@ -24,6 +24,7 @@ from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject, list_j
 from slora_api.core.package_version import find_package_version
 from slora_api.http.field_types import STRICT, Limit
 from slora_api.http.openapi import errors
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
 from slora_api.keys.running_requests import RunningRequests
@@ -31,7 +32,6 @@ from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engines import Engines, HostEngineObject
-from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_shipper import UsageShipper
 

@@ -19,6 +19,7 @@ from slora_api.core.listing import ListObject
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.quotas.host_counters import HostCounters
@@ -26,7 +27,6 @@ from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_counters import QuotaCounters, Subject
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.quotas.quota_store import AdapterQuota, QuotaStore, check_stored
-from slora_api.quotas.request_limiter import RequestLimiter
 from slora_api.tenants.named_tenant import NamedTenant
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger

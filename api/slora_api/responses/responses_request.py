@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from slora.core.sampling_params import MAX_LOGPROBS, StructuredOutput
+from slora.core.sampling_params import StructuredOutput
 from slora_adapters.errors import abbreviate
 from slora_api.chat.tool_schemas import (
     AllowedChoice,
@@ -33,11 +33,9 @@ from slora_api.chat.tool_schemas import (
     check_distinct_names,
     check_tool_choice,
     check_tool_count,
-    find_forced_tools,
-    find_shown_tools,
     read_allowed,
 )
-from slora_api.completions.schemas import AnswerFields, ChatMessage, ReasoningEffort, TemplateFields
+from slora_api.completions.schemas import ChatMessage, ConversationFields, ReasoningEffort
 from slora_api.http.field_types import Name, RequestModel, Text, check_depth, make_refusal
 from slora_api.http.unsupported import Unsupported
 from slora_api.responses.responses_items import Input, make_messages
@@ -256,23 +254,18 @@ def _check_include(names: list[str]) -> list[str]:
     return names
 
 
-class ResponsesRequest(TemplateFields, AnswerFields):
+class ResponsesRequest(ConversationFields):
     """POST /v1/responses.
 
     input: a text, or the items of a conversation. Items are messages, reasoning, tool calls and results of tool calls.
     instructions: a system message before all items.
     tools: the functions that the model may call.
-    tool_choice: `none` leaves the tools out of the prompt. With `required`, or the name of a function, the model must
-        call a tool, with arguments that follow the tool's schema.
-    parallel_tool_calls: if false, an answer has at most one call.
     text: the form of the answer.
     include: `message.output_text.logprobs` adds log-probabilities to the text. The other values have no effect:
         reasoning items have their text in `content`, and can be sent back as they are.
-    top_logprobs: how many of the most probable tokens to list for each token.
     max_tool_calls: no effect. It limits calls of the server's own tools, and this server has none.
     """
 
-    prompt_logprobs: ClassVar[None] = None
     messages_field: ClassVar[str] = "input"
 
     input: Input
@@ -291,10 +284,8 @@ class ResponsesRequest(TemplateFields, AnswerFields):
         AnyChoice,
         PlainValidator(_read_choice, json_schema_input_type=Mode | FunctionChoice | ToolsChoice | None),
     ] = None
-    parallel_tool_calls: bool | None = None
     text: TextFields | None = None
     include: Annotated[list[str], AfterValidator(_check_include)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tool_calls: Annotated[int, Field(ge=1)] | None = None
     reasoning: ReasoningFields | None = None
     stream_options: ResponsesStreamOptions | None = None
@@ -332,22 +323,6 @@ class ResponsesRequest(TemplateFields, AnswerFields):
     @cached_property
     def chat_messages(self) -> Sequence[ChatMessage]:
         return make_messages(self.instructions, self.input)
-
-    @property
-    def shown_tools(self) -> list[Tool]:
-        return find_shown_tools(self.tool_choice, self._chat_tools)
-
-    @property
-    def has_one_call(self) -> bool:
-        return self.parallel_tool_calls is False
-
-    @property
-    def forced_tools(self) -> list[Tool]:
-        return find_forced_tools(self.tool_choice, self.shown_tools)
-
-    @property
-    def names_tool(self) -> bool:
-        return isinstance(self.tool_choice, NamedChoice)
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -402,13 +377,13 @@ class ResponsesRequest(TemplateFields, AnswerFields):
         return StructuredOutput.json_schema(form.json_schema, "text.format")
 
     @cached_property
-    def _chat_tools(self) -> list[Tool]:
+    def chat_tools(self) -> list[Tool]:
         return [tool.to_tool() for tool in self.tools or ()]
 
     @model_validator(mode="after")
     def _fields_that_depend_on_each_other(self) -> Self:
         if self.tool_choice != "auto":
-            check_tool_choice(self.tool_choice, self._chat_tools)
+            check_tool_choice(self.tool_choice, self.chat_tools)
         if self.top_logprobs and self.num_top_logprobs is None:
             raise make_refusal(
                 '`top_logprobs` is only allowed with `include: ["{known}"]`.',

@@ -35,6 +35,7 @@ from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer
 from slora_api.keys.api_key import open_admin_key
 from slora_api.metrics.metrics import share_metrics
+from slora_api.processes.replica_list import ReplicaList
 from slora_api.serve.api_workers import WorkerConfig
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
@@ -46,7 +47,6 @@ from slora_api.serve.http_front import (
     prefer_event_loop,
     run_until_stopped,
 )
-from slora_api.serve.replica_list import ReplicaList
 
 logger = logging.getLogger("slora.api")
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from slora_api.core.host_board import BoardSize, HostBoard
-from slora_api.serve.children import Sockets
-from slora_api.serve.replica_list import ReplicaListFiles
-from slora_api.serve.supervisor import Child, Supervisor
+from slora_api.processes.children import Sockets
+from slora_api.processes.replica_list import ReplicaListFiles
+from slora_api.processes.supervisor import Child, Supervisor
 
 _MODULE = "slora_api.serve.api_process"
 # Settings that may contain secrets. A worker gets them in its environment, because every user of the machine can read

@@ -18,14 +18,14 @@ from slora_api.completions.services import Generator, Readiness, build_answers, 
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.routes import KeyServices, build_keys
 from slora_api.metrics.metrics import Metrics
 from slora_api.operations.routes import build_operations
-from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.processes.replica_list import ReplicaList
 from slora_api.quotas.routes import QuotaServices, build_quotas
 from slora_api.serve.app import make_router
 from slora_api.serve.background import ChangeFollower, DiskWatch
-from slora_api.serve.replica_list import ReplicaList
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices
 from slora_api.tenants.tenant_life import TenantLife

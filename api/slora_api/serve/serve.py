@@ -34,13 +34,16 @@ from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
+from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.api_key import AdminKey, open_admin_key
 from slora_api.metrics.metrics import open_metrics_files
-from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.processes.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
+from slora_api.processes.device import check_num_gpus
+from slora_api.processes.replica_list import ReplicaList, ReplicaListFiles
+from slora_api.processes.supervisor import Child, Supervisor
 from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
-from slora_api.serve.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.demo import (
     DemoTenant,
@@ -49,7 +52,6 @@ from slora_api.serve.demo import (
     find_demo_directory,
     set_up_demo,
 )
-from slora_api.serve.device import check_num_gpus
 from slora_api.serve.http_front import (
     Front,
     HttpFront,
@@ -58,9 +60,7 @@ from slora_api.serve.http_front import (
     prefer_event_loop,
     run_until_stopped,
 )
-from slora_api.serve.replica_list import ReplicaList, ReplicaListFiles
 from slora_api.serve.services import Services
-from slora_api.serve.supervisor import Child, Supervisor
 
 logger = logging.getLogger("slora.serve")
 

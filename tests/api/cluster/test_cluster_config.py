@@ -8,7 +8,7 @@ from slora.core.errors import ConfigError
 from slora.core.setting import SettingRefused
 from slora_api.cli.main import main
 from slora_api.cluster.cluster_config import ClusterConfig, read_cluster_file, read_secret
-from slora_api.cluster.commands import check_ray_version
+from slora_api.serve.cluster_command import check_ray_version
 from tests.api.conftest import Kit
 
 SECRET = b"s" * 64
@@ -88,7 +88,7 @@ def test_patches_of_the_right_ray_are_accepted() -> None:
 def test_the_command_refuses_another_ray_before_it_does_anything(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("slora_api.cluster.commands.version", lambda name: "2.40.0")
+    monkeypatch.setattr("slora_api.serve.cluster_command.version", lambda name: "2.40.0")
     assert main(["deploy", "missing.yaml"]) == 2
     assert "Ray 2.40.0 is installed" in capsys.readouterr().err
 

@@ -16,7 +16,7 @@ from slora_api.cluster import replica_registry
 from slora_api.cluster.deployment import AdapterRequestRouter
 from slora_api.cluster.replica import PRESSURE, choose_num_replicas, measure_pressure
 from slora_api.cluster.replica_registry import Sightings
-from slora_api.serve.replica_list import ListedReplica, ReplicaList, ReplicaListFiles, write_replicas
+from slora_api.processes.replica_list import ListedReplica, ReplicaList, ReplicaListFiles, write_replicas
 
 SECRET = b"s" * 64
 A, B = ListedReplica("a", "127.0.0.1", 1, "v1"), ListedReplica("b", "127.0.0.1", 2, "v1")

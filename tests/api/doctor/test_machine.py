@@ -27,8 +27,8 @@ from slora_api.doctor.checks import (
     find_model,
     find_server,
 )
-from slora_api.serve import device as device_module
-from slora_api.serve.device import check_num_gpus, find_device
+from slora_api.processes import device as device_module
+from slora_api.processes.device import check_num_gpus, find_device
 from slora_kernels.machine_limits import MachineLimits
 from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform

@@ -8,8 +8,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slora_api.serve import children
-from slora_api.serve.children import SANDBOXES, await_sandboxes
+from slora_api.processes import children
+from slora_api.processes.children import SANDBOXES, await_sandboxes
 from tests.api.served import serving, write_base
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slora_api.serve.http_front import fit_connections
+from slora_api.http.http_server import fit_connections
 from tests.api.conftest import Kit
 from tests.api.http.test_acceptor import connect
 from tests.api.served import SLORA, serving
 
 SCRIPT = (
-    "import resource; from slora_api.serve.http_front import raise_descriptor_limit;"
+    "import resource; from slora_api.http.http_server import raise_descriptor_limit;"
     "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
 )
 

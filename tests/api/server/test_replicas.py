@@ -19,7 +19,7 @@ from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.completions.services import Readiness
 from slora_api.core.data_dir import open_data_dir
 from slora_api.core.settings import Settings
-from slora_api.serve.children import Sockets, choose_cores, choose_gpus, engines_and_loader
+from slora_api.processes.children import Sockets, choose_cores, choose_gpus, engines_and_loader
 from tests.api.command import run_command
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served, serving, wait_for

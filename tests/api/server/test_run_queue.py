@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_api.serve.supervisor import RunQueue
+from slora_api.processes.supervisor import RunQueue
 
 _SPIN = "import time\nwhile True: pass"
 

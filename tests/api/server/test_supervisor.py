@@ -11,8 +11,8 @@ import psutil
 import pytest
 
 from slora_adapters.process.children import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
-from slora_api.serve import supervisor
-from slora_api.serve.supervisor import Child, ChildRefused, Supervisor
+from slora_api.processes import supervisor
+from slora_api.processes.supervisor import Child, ChildRefused, Supervisor
 from tests.support.engine_stack import WAIT_S, wait_until
 
 ENVIRONMENT = pass_on(os.environ, ENGINE_VARIABLES)

@@ -4,7 +4,7 @@ clock."""
 from collections.abc import Iterable
 
 from slora_adapters.process.heartbeat import Beat
-from slora_api.serve.supervisor import STALLED_AFTER_S, Watchdog
+from slora_api.processes.supervisor import STALLED_AFTER_S, Watchdog
 
 POLL_S = 0.25
 

@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from slora_api.core.errors import BadRequest, ServerBusy, TenantBusy, describe_error
-from slora_api.quotas.request_limiter import RequestLimiter
+from slora_api.http.request_limiter import RequestLimiter
 from tests.api.generation.test_permit_pool import Clock
 
 

@@ -26,9 +26,9 @@ from slora_api.cluster.cluster_config import (
 from slora_api.cluster.local_cluster import LOCAL_HOST, QUIET, LocalCluster
 from slora_api.core.data_dir import find_lock_holder
 from slora_api.core.settings import cluster_setting_specs, server_setting_specs
-from slora_api.serve.replica_list import ReplicaListFiles
+from slora_api.processes.replica_list import ReplicaListFiles
+from slora_api.processes.supervisor import Child
 from slora_api.serve.serve import ClusterEngines, run_server
-from slora_api.serve.supervisor import Child
 
 _Command = Callable[[argparse.Namespace], int]
 

@@ -1,6 +1,4 @@
-"""vLLM's fields for prompts that are too long. With these fields, the server shortens a prompt instead of
-refusing it.
-"""
+"""vLLM's fields that control how a text becomes the tokens of a prompt."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -21,9 +19,11 @@ def _check_num_kept(value: int) -> int:
     return value
 
 
-class TruncationFields(RequestModel):
-    """The fields that control how a prompt is shortened.
+class PromptFields(RequestModel):
+    """The fields that control how a text becomes the tokens of a prompt. A prompt that is too long is refused, unless
+    `truncate_prompt_tokens` permits the server to shorten it.
 
+    add_special_tokens: as in vLLM, whether the tokenizer adds its special tokens, such as BOS; by default, it does.
     truncate_prompt_tokens: as in vLLM, how many tokens of each prompt are kept; -1 keeps as many as fit.
     truncation_side: the side that loses tokens. As in vLLM, the default is `left` for answers and `right` for
         embeddings.
@@ -32,6 +32,7 @@ class TruncationFields(RequestModel):
     hint_path = ""
     default_side: ClassVar[Literal["left", "right"]] = "left"
 
+    add_special_tokens: bool | None = None
     truncate_prompt_tokens: Annotated[int, AfterValidator(_check_num_kept)] | None = None
     truncation_side: Literal["left", "right"] | None = None
 

@@ -21,8 +21,8 @@ from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes
+from slora_api.processes.supervisor import Child
 from slora_api.sandbox.grammar_checks import has_compiler
-from slora_api.serve.supervisor import Child
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
