@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +35,7 @@ from slora_api.adapters.canary import Canary
 from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.pin_routes import PinServices
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import Quarantine
@@ -65,6 +67,7 @@ from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
 from slora_api.operations.engines import Engines
 from slora_api.operations.routes import HealthServices, OperationServices
+from slora_api.operations.tenant_purge import TenantPurges
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import default_quota
 from slora_api.quotas.quota_meter import QuotaMeter
@@ -77,7 +80,6 @@ from slora_api.serve.background import ChangeFollower
 from slora_api.serve.composition import make_batch_runner
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices
-from slora_api.tenants.tenant_life import TenantLife
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.routes import UsageServices
 from slora_api.usage.usage_ledger import UsageLedger
@@ -139,7 +141,7 @@ class Parts:
     templates: ChatTemplates
     generator: Generator
     encoder: PromptEncoder
-    tenant_life: TenantLife
+    purges: TenantPurges
     registry: Registry
     quota_store: QuotaStore
     quotas: QuotaMeter
@@ -271,7 +273,7 @@ def running_platform(
     limits_of = ServerBounds(chosen, generator.engine_info, tokenizer.longest_token_chars)
     catalog, uploads = ModelCatalog(base, adapters, engine, pinning), Uploads(quarantine)
     publisher = Publisher(
-        base, quarantine, inspector, templates, quota, tenant_store, adapters, canary, engine, pinning
+        base, quarantine, inspector, templates, quota.check, tenant_store, adapters, canary, engine, pinning
     )
     local_adapters = LocalAdapters(
         Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
@@ -281,7 +283,7 @@ def running_platform(
     quotas = QuotaMeter(quota_store, counters, ledger, limiter, metrics.quota_refused)
     shipper = UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days)
     encoder = PromptEncoder(tokenizer, slots)
-    tenant_life = TenantLife(tenant_store, ledger, adapters, engine)
+    purges = TenantPurges(tenant_store, ledger, adapters, engine)
     batches = Batches(database, Files(database, adapters, file_limits(chosen)), chosen.max_batches_per_tenant)
     board = HostBoard.create(BoardSize(1, 1))
     engines = Engines(engine, metrics, board, database)
@@ -319,13 +321,22 @@ def running_platform(
                 limits_of,
             ),
             BatchServices(batches, limiter, chosen.max_file_bytes, quarantine),
-            KeyServices(catalog, key_store),
+            KeyServices(
+                key_store,
+                lambda name: tenant_store.find_named(name).tenant_id,
+                catalog.check_key_adapter,
+                catalog.read_allow_list,
+            ),
             tenant_store,
-            TenantServices(tenant_store, pinning, tenant_life, catalog, registry),
+            TenantServices(tenant_store, pinning.change_share),
+            purges,
+            PinServices(tenant_store, pinning, catalog, registry),
             QuotaServices(quotas, registry, quota_store, tenant_store),
             UsageServices(
-                tenant_store,
-                UsageReport(ledger, registry.find_names, tenant_store, "base"),
+                tenant_store.find_id,
+                UsageReport(
+                    ledger, registry.find_names, partial(tenant_store.find_names, include_former=True), "base"
+                ),
             ),
             OperationServices(engines, tenant_store, AuditLog(database)),
             HealthServices(
@@ -350,7 +361,7 @@ def running_platform(
         templates=templates,
         generator=generator,
         encoder=encoder,
-        tenant_life=tenant_life,
+        purges=purges,
         registry=registry,
         quota_store=quota_store,
         quotas=quotas,

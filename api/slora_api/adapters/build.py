@@ -13,7 +13,7 @@ from slora_api.adapters.inspector import InspectionBounds, Inspector
 from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
-from slora_api.adapters.publisher import Publisher
+from slora_api.adapters.publisher import CheckQuota, Publisher
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.adapters.routes import AdapterServices
 from slora_api.adapters.uploads import Uploads
@@ -21,7 +21,6 @@ from slora_api.core.data_dir import store_url
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.request_limiter import RequestLimiter
-from slora_api.quotas.quota_store import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 
@@ -45,7 +44,7 @@ class AdapterNeeds:
     model: BaseModelFiles
     tenant_store: TenantStore
     templates: ChatTemplates
-    quota: AdapterQuota
+    check_quota: CheckQuota
     limiter: RequestLimiter
     bounds: ServerBounds
 
@@ -70,7 +69,7 @@ def build_adapters(foundation: Foundation, needs: AdapterNeeds) -> Adapters:
             quarantine,
             inspector,
             needs.templates,
-            needs.quota,
+            needs.check_quota,
             needs.tenant_store,
             stored,
             Canary(client, model.tokenizer),

@@ -45,7 +45,6 @@ from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.core.errors import BadRequest
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 from slora_api.http.sse import unless_disconnected
-from slora_api.quotas.quota_store import AdapterQuota
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 
@@ -53,6 +52,9 @@ _log = logging.getLogger(__name__)
 
 # Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
 _MAX_WRITERS = 4
+
+# Raises QuotaExceeded if a tenant, with this usage, may not have the adapter as a new version of the name.
+CheckQuota = Callable[[str, StorageUsage, str, CheckedAdapter], None]
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -67,7 +69,7 @@ class Publisher:
         quarantine: Quarantine,
         inspector: Inspector,
         templates: ChatTemplates,
-        quota: AdapterQuota,
+        check_quota: CheckQuota,
         tenant_store: TenantStore,
         adapters: Catalog,
         canary: Canary,
@@ -78,7 +80,7 @@ class Publisher:
         self._quarantine = quarantine
         self._inspector = inspector
         self._templates = templates
-        self._quota = quota
+        self._check_quota = check_quota
         self._tenant_store = tenant_store
         self._adapters = adapters
         self._canary = canary
@@ -174,7 +176,7 @@ class Publisher:
 
         def check(usage: StorageUsage) -> None:
             self._tenant_store.find_tenant(tenant).check_active()
-            self._quota.check(tenant, usage, name, adapter)
+            self._check_quota(tenant, usage, name, adapter)
 
         if is_new:
             # Check here to save work. The transaction that creates the version checks again.

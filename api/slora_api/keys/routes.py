@@ -1,14 +1,14 @@
 """/admin: the operator's routes for the API keys of tenants and operators."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from fastapi import APIRouter, Request, Response, status
+from fastapi import APIRouter, Depends, Request, Response, status
 from pydantic import BaseModel
 from typing_extensions import TypedDict
 
 from slora_adapters.errors import DiskFull
-from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.core.errors import KeyConflict, NotFound
 from slora_api.core.foundation import Foundation
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
@@ -17,22 +17,43 @@ from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.api_key import Pepper
 from slora_api.keys.authentication import AnyKey, Operator
-from slora_api.keys.key_record import OPERATOR_SCOPES, TENANT_SCOPES, Caller, KeyRecord, Scope, parse_scopes
+from slora_api.keys.key_record import (
+    OPERATOR_SCOPES,
+    TENANT_SCOPES,
+    AllowList,
+    Caller,
+    KeyRecord,
+    Scope,
+    parse_scopes,
+)
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.tenants.named_tenant import NamedTenant
 
 router = APIRouter(prefix="/admin", tags=["operator"])
 
 
 @dataclass(frozen=True, slots=True)
 class KeyServices:
-    """What the routes of keys use."""
+    """What the routes of keys use.
 
-    catalog: ModelCatalog
+    find_tenant: returns the id of the tenant that has a name. Raises NotFound.
+    check_adapter, read_allow_list: see `ModelCatalog`.
+    """
+
     key_store: KeyStore
+    find_tenant: Callable[[str], str]
+    check_adapter: Callable[[str], None]
+    read_allow_list: Callable[[str, Sequence[str], str | None], AllowList]
+
+
+def _find_tenant(tenant: str, _operator: Operator, services: Wired[KeyServices]) -> str:
+    return services.find_tenant(tenant)
+
+
+# The id of the tenant that the path names.
+_TenantId = Annotated[str, Depends(_find_tenant)]
 
 
 class NewKeyRequest(BaseModel):
@@ -140,7 +161,7 @@ def _show_once(response: Response, record: Caller, secret: str) -> NewKey:
     "/tenants/{tenant}/keys", status_code=status.HTTP_201_CREATED, responses=errors(NotFound, DiskFull)
 )
 def create_key(
-    tenant: NamedTenant,
+    tenant: _TenantId,
     _operator: Operator,
     services: Wired[KeyServices],
     response: Response,
@@ -148,13 +169,13 @@ def create_key(
 ) -> NewKey:
     wanted = body or NewKeyRequest()
     if wanted.adapter is not None:
-        services.catalog.check_key_adapter(wanted.adapter)
+        services.check_adapter(wanted.adapter)
     scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
     models = None
     if wanted.models is not None:
-        models = services.catalog.read_allow_list(tenant.tenant_id, wanted.models, wanted.adapter)
+        models = services.read_allow_list(tenant, wanted.models, wanted.adapter)
     record, key = services.key_store.create_key(
-        tenant.tenant_id,
+        tenant,
         wanted.adapter,
         name=wanted.name,
         scopes=scopes,
@@ -166,14 +187,14 @@ def create_key(
 
 @router.get("/tenants/{tenant}/keys", responses=errors(NotFound))
 def list_keys(
-    tenant: NamedTenant,
+    tenant: _TenantId,
     _operator: Operator,
     services: Wired[KeyServices],
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[KeyObject]:
     """Lists the keys of a tenant, oldest first."""
-    found = services.key_store.list_keys(tenant.tenant_id, limit=limit + 1, after=after)
+    found = services.key_store.list_keys(tenant, limit=limit + 1, after=after)
     return list_json([key_json(key) for key in found], "key_id", limit)
 
 

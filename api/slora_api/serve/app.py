@@ -15,6 +15,7 @@ from starlette.types import ASGIApp
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.adapters.model_routes import router as models
+from slora_api.adapters.pin_routes import router as pins
 from slora_api.adapters.routes import router as adapters
 from slora_api.adapters.routes import vllm_router as vllm_adapters
 from slora_api.batches.file_routes import router as files
@@ -39,10 +40,11 @@ from slora_api.messages.routes import router as messages
 from slora_api.metrics.live_feed import router as live
 from slora_api.operations.routes import health_router as health
 from slora_api.operations.routes import router as engines
+from slora_api.operations.tenant_purge import router as purges
 from slora_api.quotas.routes import router as quotas
 from slora_api.responses.routes import router as responses
 from slora_api.serve.services import Services
-from slora_api.tenants.routes import router as admin
+from slora_api.tenants.routes import router as tenants
 from slora_api.usage.routes import router as usage
 
 if TYPE_CHECKING:
@@ -65,7 +67,9 @@ _ROUTERS = (
         vllm_adapters,
         usage,
         quotas,
-        admin,
+        tenants,
+        purges,
+        pins,
         keys,
         engines,
     ),

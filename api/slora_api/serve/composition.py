@@ -12,6 +12,7 @@ from pathlib import Path
 from slora_adapters.process.shortage import Work
 from slora_api.adapters.base_model_files import BaseModelFiles
 from slora_api.adapters.build import AdapterNeeds, build_adapters
+from slora_api.adapters.pin_routes import PinServices
 from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.routes import build_batches
 from slora_api.completions.services import Generator, Readiness, build_answers, open_templates
@@ -22,13 +23,13 @@ from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.routes import KeyServices, build_keys
 from slora_api.metrics.metrics import Metrics
 from slora_api.operations.routes import build_operations
+from slora_api.operations.tenant_purge import TenantPurges
 from slora_api.processes.replica_list import ReplicaList
 from slora_api.quotas.routes import QuotaServices, build_quotas
 from slora_api.serve.app import make_router
 from slora_api.serve.background import ChangeFollower, DiskWatch
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices
-from slora_api.tenants.tenant_life import TenantLife
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.routes import UsageServices, build_usage
 from slora_api.usage.usage_report import UsageReport
@@ -61,12 +62,14 @@ def build_services(
     quotas = build_quotas(foundation, usage.ledger, limiter, counted.quota_refused)
     bounds = ServerBounds(settings, generator.engine_info, model.tokenizer.longest_token_chars)
     adapters = build_adapters(
-        foundation, AdapterNeeds(model, tenant_store, templates, quotas.adapters, limiter, bounds)
+        foundation, AdapterNeeds(model, tenant_store, templates, quotas.adapters.check, limiter, bounds)
     )
     registry, pinning, catalog = adapters.registry, adapters.pinning, adapters.services.catalog
     operations = build_operations(foundation, generator, registry, tenant_store, keys.running, usage.shipper)
     batches = build_batches(foundation, adapters, limiter)
-    report = UsageReport(usage.ledger, registry.find_names, tenant_store, model.name)
+    report = UsageReport(
+        usage.ledger, registry.find_names, partial(tenant_store.find_names, include_former=True), model.name
+    )
     follower = ChangeFollower(
         registry,
         keys.store,
@@ -88,17 +91,18 @@ def build_services(
             build_answers(foundation, catalog, slots, templates, generator, quotas.meter),
             adapters.services,
             batches,
-            KeyServices(catalog, keys.store),
-            tenant_store,
-            TenantServices(
-                tenant_store,
-                pinning,
-                TenantLife(tenant_store, usage.ledger, adapters.stored, client),
-                catalog,
-                registry,
+            KeyServices(
+                keys.store,
+                lambda name: tenant_store.find_named(name).tenant_id,
+                catalog.check_key_adapter,
+                catalog.read_allow_list,
             ),
+            tenant_store,
+            TenantServices(tenant_store, pinning.change_share),
+            TenantPurges(tenant_store, usage.ledger, adapters.stored, client),
+            PinServices(tenant_store, pinning, catalog, registry),
             QuotaServices(quotas.meter, registry, quotas.store, tenant_store),
-            UsageServices(tenant_store, report),
+            UsageServices(tenant_store.find_id, report),
             operations.services,
             operations.health,
             operations.live,

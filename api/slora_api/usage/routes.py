@@ -1,6 +1,6 @@
 """/v1/usage for a tenant and /admin/usage for the operator: sums of the usage ledger by minute, hour or day."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -15,7 +15,6 @@ from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
-from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 from slora_api.usage.usage_recorder import Observer, UsageRecorder
 from slora_api.usage.usage_report import UsagePageObject, UsageParameters, UsageQuery, UsageReport
@@ -34,9 +33,9 @@ _MAX_READING = 16
 
 @dataclass(frozen=True, slots=True)
 class UsageServices:
-    """What the routes of usage use."""
+    """What the routes of usage use. find_tenant: see `TenantStore.find_id`."""
 
-    tenant_store: TenantStore
+    find_tenant: Callable[[str], str]
     usage: UsageReport
     reading: FairSlots = field(
         default_factory=lambda: FairSlots(_READING_SLOTS, _MAX_READING, "queries of usage")
@@ -58,7 +57,7 @@ async def show_usage(
     asked: _Asked, _operator: Operator, services: Wired[UsageServices], tenant: str | None = None
 ) -> Response:
     """Shows the usage of one tenant, or of all tenants. tenant: a name or an id. The tenant may have been deleted."""
-    tenant_id = None if tenant is None else await control_thread(services.tenant_store.find_id, tenant)
+    tenant_id = None if tenant is None else await control_thread(services.find_tenant, tenant)
     return await _answer(services, asked, asked.make_query(tenant_id, is_operator=True), _OPERATOR)
 
 

@@ -21,7 +21,6 @@ from typing_extensions import TypedDict
 
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import BadRequest
-from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import DAY_S, HOUR_S, MINUTE_S, UsageFilter, UsageLedger, UsageRow
 
 BucketWidth = Literal["1m", "1h", "1d"]
@@ -39,6 +38,8 @@ _MAX_TIME = 253_402_300_799
 
 # Finds the names of adapter versions, such as `voice@2`. Deleted versions are missing from the result.
 FindNames = Callable[[Collection[AdapterVersion]], Mapping[AdapterVersion, str]]
+# Finds the names of tenants. Of purged tenants, these are the last names.
+FindTenantNames = Callable[[Collection[str]], Mapping[str, str]]
 
 
 class UsageSums(TypedDict):
@@ -165,8 +166,7 @@ _BATCH_DISCOUNT = 0.5
 
 
 class UsageReport:
-    """Makes the pages of all reports. The names of tenants come from `tenant_store`.
-
+    """Makes the pages of all reports.
     base_model: the name of the base model, as the reports show it.
     """
 
@@ -174,12 +174,12 @@ class UsageReport:
         self,
         ledger: UsageLedger,
         find_names: FindNames,
-        tenant_store: TenantStore,
+        find_tenant_names: FindTenantNames,
         base_model: str,
     ) -> None:
         self._ledger = ledger
         self._find_names = find_names
-        self._tenant_store = tenant_store
+        self._find_tenant_names = find_tenant_names
         self._base_model = base_model
 
     def read_page(self, query: UsageQuery) -> UsagePage:
@@ -241,7 +241,7 @@ class UsageReport:
         tenants = {row.tenant for row in rows if row.tenant is not None}
         return _Names(
             self._find_names(versions) if versions else {},
-            self._tenant_store.find_names(tenants, include_former=True) if tenants else {},
+            self._find_tenant_names(tenants) if tenants else {},
         )
 
     def _result(self, row: UsageRow, asked: UsageFilter, names: "_Names") -> UsageSums:

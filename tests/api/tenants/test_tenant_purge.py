@@ -126,7 +126,7 @@ def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
     key = platform.key(tenant)
     blobs = {upload(platform, key, f"a{number}", 100 + number) for number in range(2)}
     *path, name = step.split(".")
-    owner: Any = platform.services.tenant_life
+    owner: Any = platform.services.purges
     for part in path:
         owner = getattr(owner, part)
     real, calls = getattr(owner, name), []

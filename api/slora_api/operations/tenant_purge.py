@@ -1,4 +1,5 @@
-"""Purges tenants from the database, the stores and the engines. A purge deletes a tenant with everything that it has:
+"""POST /admin/tenants/{tenant}/purge: purges a tenant from the database, the stores and the
+engines. A purge deletes the tenant with everything that it has:
 
 | step | afterwards                                                                                               |
 |------|----------------------------------------------------------------------------------------------------------|
@@ -14,12 +15,24 @@ what is left to delete.
 """
 
 from dataclasses import asdict, dataclass
+from typing import Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from slora.client.client import EngineClient
 from slora.core.engine_state import TenantPurge as EnginePurge
 from slora.core.errors import EngineUnavailable
+from slora_adapters.errors import DiskFull
 from slora_adapters.registry.catalog import Catalog, PurgedBlobs
+from slora_api.core.errors import BadRequest, NotFound
 from slora_api.core.threads import HOUSEKEEPING, control_thread, tenant_thread
+from slora_api.http.field_types import STRICT
+from slora_api.http.openapi import errors
+from slora_api.http.wiring import Wired
+from slora_api.keys.authentication import Operator
+from slora_api.tenants.named_tenant import NamedTenant
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 
@@ -43,7 +56,7 @@ class PurgeReport:
     num_usage_records: int | None
 
 
-class TenantLife:
+class TenantPurges:
     """Purges tenants. Runs on one event loop."""
 
     def __init__(
@@ -83,3 +96,67 @@ class TenantLife:
             return await self._client.purge_tenant(tenant), self._client.info.full_page_bytes
         except EngineUnavailable:
             return EnginePurge(0, 0, 0), 0
+
+
+router = APIRouter(prefix="/admin", tags=["operator"])
+
+
+class PurgeRequest(BaseModel):
+    """POST /admin/tenants/{tenant}/purge. confirm: the name of the tenant. ledger: whether the tenant's usage is kept
+    or erased.
+    """
+
+    model_config = STRICT
+    confirm: str
+    ledger: Literal["keep", "erase"]
+
+
+class PurgeObject(TypedDict):
+    """What a purge deleted. blobs: how many stored weights were deleted. blobs_kept: how many stored weights were kept,
+    because other tenants or other databases may still use them. requests: how many requests the engine of this host
+    ended. pool_pages: how many pages this engine overwrote. usage_records: null if the usage was kept.
+    """
+
+    object: Literal["tenant.purge"]
+    tenant: str
+    tenant_id: str
+    keys: int
+    adapters: int
+    versions: int
+    blobs: int
+    blob_bytes: int
+    blobs_kept: int
+    requests: int
+    pool_pages: int
+    pool_bytes: int
+    usage_records: int | None
+
+
+@router.post("/tenants/{tenant}/purge", responses=errors(NotFound, DiskFull))
+async def purge_tenant(
+    tenant: NamedTenant, body: PurgeRequest, _operator: Operator, purges: Wired[TenantPurges]
+) -> PurgeObject:
+    """Deletes a tenant with everything that it has. Other hosts end its requests within a second. If a purge is
+    interrupted, repeat the request to complete the purge.
+    """
+    if body.confirm != tenant.name:
+        raise BadRequest(
+            f"`confirm` is {body.confirm[:140]!r}; repeat the name of the tenant to purge, {tenant.name!r}.",
+            "confirm",
+        )
+    report = await purges.purge(tenant.tenant_id, erase_usage=body.ledger == "erase")
+    return {
+        "object": "tenant.purge",
+        "tenant": tenant.name,
+        "tenant_id": tenant.tenant_id,
+        "keys": report.num_keys,
+        "adapters": report.num_names,
+        "versions": report.num_versions,
+        "blobs": report.blobs.num_deleted,
+        "blob_bytes": report.blobs.num_bytes,
+        "blobs_kept": report.blobs.num_kept,
+        "requests": report.num_requests,
+        "pool_pages": report.num_pages,
+        "pool_bytes": report.num_page_bytes,
+        "usage_records": report.num_usage_records,
+    }
