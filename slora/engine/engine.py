@@ -34,7 +34,7 @@ from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.runner.fault_isolation import FaultIsolation
 from slora.runner.learned_costs import LearnedCosts
-from slora.runner.rank import NO_GROUP, RankGroup
+from slora.runner.process_group import NO_GROUP, RankGroup
 from slora.runner.runner import PageTransferFailed, Runner, RunningStep
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence

@@ -5,23 +5,20 @@ and compute their parts of the model. They make the same calls to the collective
 command ends the rank, and with it the group.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from slora.core.engine_config import EngineConfig
 from slora.memory.device_memory import AdapterSlice, DeviceMemory
-from slora.models.collectives import ALONE, Collectives
+from slora.models.collectives import Collectives
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import LayerArrays, StepArrays, StepBatch
 from slora.runner.served_model import ServedModel
 from slora.scheduler.step_plan import StepPlan
-from slora_adapters.peft.packing import ByteArray
 from slora_kernels.batch import LoraTiles
 
 
@@ -140,46 +137,3 @@ class Rank:
         assert self._step is not None, "a step precedes its logits"
         hidden = self._step[1][first_row : first_row + num_rows]
         self._served.model.logits(hidden, LoraDeltas(tiles, memory, self._served.kernels))
-
-
-# The tensor-parallel group as its leader, rank 0, sees it.
-
-
-class RankGroup(Protocol):
-    """The other ranks. They run all commands in order."""
-
-    @property
-    def collectives(self) -> Collectives: ...
-
-    def send(self, make: Callable[[int], Command]) -> None:
-        """Sends each of the other ranks a command. make: makes the command of a rank.
-
-        Raises DeviceFailed if a rank has ended.
-        """
-
-    def share_arena(self, arena: ByteArray, descriptor: int) -> None:
-        """Lets the other ranks map the loader's arena before the next command. May be called from any thread.
-
-        descriptor: the memfd of the arena. The caller may close it afterwards.
-        """
-
-    def finish_loads(self) -> None:
-        """Waits until no other rank reads the host's copies of adapters. Raises DeviceFailed if a rank has ended."""
-
-    def close(self) -> None:
-        """Ends the other ranks."""
-
-
-class _NoGroup:
-    collectives = ALONE
-
-    def send(self, make: Callable[[int], Command]) -> None: ...
-
-    def share_arena(self, arena: ByteArray, descriptor: int) -> None: ...
-
-    def finish_loads(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-NO_GROUP: RankGroup = _NoGroup()

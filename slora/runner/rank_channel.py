@@ -26,7 +26,7 @@ from slora_adapters.peft.packing import ByteArray
 
 @dataclass(frozen=True, slots=True)
 class RankSettings:
-    """path: see `TorchCollectives`. num_threads: threads of torch on the CPU."""
+    """path: see `Collectives.connect`. num_threads: threads of torch on the CPU."""
 
     config: EngineConfig
     spec: ModelSpec

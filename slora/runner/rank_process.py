@@ -16,7 +16,7 @@ import torch
 
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import PageLockedMemory
-from slora.models.collectives import TorchCollectives
+from slora.models.collectives import Collectives
 from slora.runner.rank import FinishLoads, Rank
 from slora.runner.rank_channel import CommandChannel, RankSettings
 from slora.runner.served_model import find_device
@@ -35,7 +35,7 @@ def _serve(descriptor: int) -> None:
     config, spec, number = settings.config, settings.spec, settings.rank
     torch.set_num_threads(settings.num_threads)
     device = find_device(config, number)
-    collectives = TorchCollectives(number, config.tensor_parallel_size, device, settings.path)
+    collectives = Collectives.connect(number, config.tensor_parallel_size, device, settings.path)
     try:
         rank = Rank(config, spec, collectives)
     except ConfigError as error:

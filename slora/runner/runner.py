@@ -33,7 +33,8 @@ from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.learned_costs import LearnedCosts, bound_costs
-from slora.runner.rank import NO_GROUP, Allocate, Compute, ComputeLogits, RankGroup, ScoreRows, Transfer, Zero
+from slora.runner.process_group import NO_GROUP, RankGroup
+from slora.runner.rank import Allocate, Compute, ComputeLogits, ScoreRows, Transfer, Zero
 from slora.runner.served_model import ServedModel
 from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_rows import compute_prompt_logprobs, pool_hidden_states

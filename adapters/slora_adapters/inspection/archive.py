@@ -14,13 +14,12 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, BinaryIO, NoReturn, Protocol, cast
+from typing import IO, BinaryIO, NoReturn, cast
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.inspection.tar_archive import Readable, read_tar
+from slora_adapters.inspection.tar_archive import Member, read_tar
 from slora_adapters.peft.extras import max_extra_bytes
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, is_harmless, refuse_pickles
 
@@ -48,24 +47,6 @@ _BROKEN = (
 )
 
 
-class _Member(Protocol):
-    """One entry of an archive.
-
-    name: the name exactly as the archive spells it. oddity: why the member cannot be read as a file or directory, such
-    as "a symbolic link" or "encrypted"; None if it can.
-    """
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def is_directory(self) -> bool: ...
-    @property
-    def oddity(self) -> str | None: ...
-    def open(self) -> AbstractContextManager[Readable]: ...
-
-
 def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
     """Writes the adapter's files in `archive` to `directory`, which must exist and be empty.
 
@@ -81,7 +62,7 @@ def unpack(archive: Path, directory: Path, max_tensor_bytes: int) -> None:
             _refuse("archive_malformed", f"the archive is broken: {ascii(str(error))[1:-1][:200]}")
 
 
-def _members(file: BinaryIO, max_bytes: int) -> Iterator[_Member]:
+def _members(file: BinaryIO, max_bytes: int) -> Iterator[Member]:
     start = file.read(262)
     file.seek(0)
     if start[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
@@ -107,7 +88,7 @@ class _Unpacker:
         self._folder: tuple[str, ...] | None = None
         self._num_members = 0
 
-    def unpack_member(self, member: _Member) -> None:
+    def unpack_member(self, member: Member) -> None:
         self._num_members += 1
         if self._num_members > MAX_MEMBERS:
             _refuse(
@@ -148,14 +129,14 @@ class _Unpacker:
             )
         self._folder = folder
 
-    def _extract(self, member: _Member, name: str) -> None:
+    def _extract(self, member: Member, name: str) -> None:
         limit, setting = max_extra_bytes(name), "the limit for this file"
         if name == TENSORS_NAME:
             limit, setting = self._max_tensor_bytes, "max_upload_bytes"
         size, path = 0, self._directory / name
         path.parent.mkdir(exist_ok=True)
-        with member.open() as source, path.open("xb") as target:
-            while chunk := source.read(_CHUNK_BYTES):
+        with path.open("xb") as target:
+            for chunk in member.read():
                 size += len(chunk)
                 if size > limit:
                     _refuse("archive_too_large", f"{name} unpacks to more than {limit} bytes ({setting})")
@@ -210,44 +191,6 @@ def _check_case(name: str, file_name: str) -> None:
         _refuse("archive_name", f"the archive's member {_quote(name)} must be named {meant!r}")
 
 
-@dataclass(frozen=True, slots=True)
-class _ZipMember:
-    archive: zipfile.ZipFile
-    info: zipfile.ZipInfo
-
-    @property
-    def name(self) -> str:
-        # zipfile's `filename` may be truncated at a NUL, or replaced by the name in an extra field.
-        return self.info.orig_filename
-
-    @property
-    def size(self) -> int:
-        return self.info.file_size
-
-    @property
-    def is_directory(self) -> bool:
-        return self.info.is_dir()
-
-    @property
-    def oddity(self) -> str | None:
-        kind = (self.info.external_attr >> 16) & _S_IFMT
-        if kind not in (0, _S_IFREG, _S_IFDIR):
-            return "a symbolic link" if kind == _S_IFLNK else "a special file"
-        if self.info.flag_bits & _ENCRYPTED:
-            return "encrypted"
-        if self.info.compress_type not in _ZIP_METHODS:
-            return f"compressed by method {self.info.compress_type} instead of deflate"
-        if self.info.filename != self.info.orig_filename:
-            return "stored with a second name in another header field"
-        return None
-
-    def open(self) -> AbstractContextManager[Readable]:
-        # To each offset, zipfile adds the number of bytes that precede the archive, and does not check the sum.
-        if self.info.header_offset < 0:
-            raise zipfile.BadZipFile(f"file {self.name!r} starts before the archive")
-        return self.archive.open(self.info)
-
-
 class _BoundedReads:
     """A file for zipfile that limits the size of each read. zipfile reads the central directory in one read, whose size
     the untrusted archive states.
@@ -269,10 +212,36 @@ class _BoundedReads:
         return self._file.read(size)
 
 
-def _zip_members(file: BinaryIO) -> Iterator[_Member]:
+def _zip_members(file: BinaryIO) -> Iterator[Member]:
     with zipfile.ZipFile(cast(IO[bytes], _BoundedReads(file))) as archive:
         for info in archive.infolist():
-            yield _ZipMember(archive, info)
+            # zipfile's `filename` may be truncated at a NUL, or replaced by the name in an extra field.
+            name = info.orig_filename
+            yield Member(
+                name, info.file_size, info.is_dir(), _zip_oddity(info), partial(_read_zip, archive, info)
+            )
+
+
+def _zip_oddity(info: zipfile.ZipInfo) -> str | None:
+    kind = (info.external_attr >> 16) & _S_IFMT
+    if kind not in (0, _S_IFREG, _S_IFDIR):
+        return "a symbolic link" if kind == _S_IFLNK else "a special file"
+    if info.flag_bits & _ENCRYPTED:
+        return "encrypted"
+    if info.compress_type not in _ZIP_METHODS:
+        return f"compressed by method {info.compress_type} instead of deflate"
+    if info.filename != info.orig_filename:
+        return "stored with a second name in another header field"
+    return None
+
+
+def _read_zip(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
+    # To each offset, zipfile adds the number of bytes that precede the archive, and does not check the sum.
+    if info.header_offset < 0:
+        raise zipfile.BadZipFile(f"file {info.orig_filename!r} starts before the archive")
+    with archive.open(info) as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            yield chunk
 
 
 def _quote(name: str) -> str:

@@ -9,10 +9,11 @@ the content of the members.
 Sizes and names in headers are not trusted. The caller decides what a name means.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from functools import partial
+from gzip import GzipFile
+from typing import BinaryIO, NoReturn
 
 from slora_adapters.errors import AdapterInvalid, Reason
 
@@ -50,14 +51,10 @@ _ODDITIES = {
 }
 
 
-class Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
-
-
 class _Bytes:
     """The decompressed bytes of a tar, limited to `max_bytes`."""
 
-    def __init__(self, file: Readable, max_bytes: int) -> None:
+    def __init__(self, file: BinaryIO | GzipFile, max_bytes: int) -> None:
         self.position = 0
         self._file = file
         self._max_bytes = max_bytes
@@ -71,53 +68,33 @@ class _Bytes:
         return chunk
 
     def read_exactly(self, size: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < size:
-            chunk = self.read(size - len(parts))
-            if not chunk:
-                raise ValueError("unexpected end of data")
-            parts += chunk
-        return bytes(parts)
+        return b"".join(self.read_chunks(size))
 
-    def skip(self, size: int) -> None:
+    def read_chunks(self, size: int) -> Iterator[bytes]:
+        """Yields exactly `size` bytes. Raises ValueError if there are fewer."""
         while size:
             chunk = self.read(min(size, _CHUNK_BYTES))
             if not chunk:
                 raise ValueError("unexpected end of data")
             size -= len(chunk)
+            yield chunk
 
-
-class _Content:
-    """The content of one member. left: number of bytes that have not been read."""
-
-    def __init__(self, source: _Bytes, size: int) -> None:
-        self.size = size
-        self.left = size
-        self._source = source
-
-    def read(self, size: int, /) -> bytes:
-        if not self.left:
-            return b""
-        chunk = self._source.read(min(size, self.left))
-        if not chunk:
-            raise ValueError("unexpected end of data")
-        self.left -= len(chunk)
-        return chunk
+    def skip(self, size: int) -> None:
+        for _ in self.read_chunks(size):
+            pass
 
 
 @dataclass(frozen=True, slots=True)
-class TarMember:
-    """One member of a tar. Its content must be read before the next member is requested."""
+class Member:
+    """One entry of an archive. Its content must be read before the next entry is requested."""
 
-    name: str
-    size: int
+    name: str  # exactly as the archive spells it
+    size: int  # as the archive states it
     is_directory: bool
-    oddity: str | None  # the kind of a member that is neither a file nor a directory; None otherwise
-    content: _Content
-
-    @contextmanager
-    def open(self) -> Iterator[_Content]:
-        yield self.content
+    oddity: (
+        str | None
+    )  # why it can't be read as a file or directory, such as "a symbolic link"; None if it can
+    read: Callable[[], Iterator[bytes]]  # yields the content, in chunks
 
 
 @dataclass(slots=True)
@@ -129,7 +106,7 @@ class _Extension:
     is_sparse: bool = False
 
 
-def read_tar(file: Readable, max_bytes: int) -> Iterator[TarMember]:
+def read_tar(file: BinaryIO | GzipFile, max_bytes: int) -> Iterator[Member]:
     """Yields the members in `file`, which is only read forward.
 
     max_bytes: limit on the decompressed size of the whole tar. Raises ValueError if the file is not a tar or is
@@ -144,9 +121,10 @@ def read_tar(file: Readable, max_bytes: int) -> Iterator[TarMember]:
         if kind in _EXTENSIONS:
             extensions.read(kind, size)
             continue
-        member = _make_member(source, header, size, extensions.pop())
+        member, num_bytes = _make_member(source, header, size, extensions.pop())
+        end = source.position + num_bytes + -num_bytes % _BLOCK_BYTES
         yield member
-        source.skip(member.content.left + -member.content.size % _BLOCK_BYTES)
+        source.skip(end - source.position)
     _check_end(source)
 
 
@@ -238,7 +216,8 @@ def _raise_no_member(position: int) -> NoReturn:
     raise ValueError(f"there is neither a member nor the end of the archive at byte {position}")
 
 
-def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension) -> TarMember:
+def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension) -> tuple[Member, int]:
+    """Returns the member, and the number of bytes of its content in the tar."""
     kind = header[_TYPE]
     name = _decode(header[_NAME])
     if header[_MAGIC] == _POSIX_MAGIC and (prefix := _decode(header[_PREFIX])):
@@ -252,8 +231,8 @@ def _make_member(source: _Bytes, header: bytes, size: int, extension: _Extension
     elif not is_directory and kind not in _FILE_TYPES:
         oddity = _ODDITIES.get(kind, "of an unknown kind")
     # Only files have content, even if the header of another kind gives a size.
-    has_content = kind in _FILE_TYPES and not is_directory
-    return TarMember(name, size, is_directory, oddity, _Content(source, size if has_content else 0))
+    num_bytes = size if kind in _FILE_TYPES and not is_directory else 0
+    return Member(name, size, is_directory, oddity, partial(source.read_chunks, num_bytes)), num_bytes
 
 
 def _read_number(field: bytes) -> int:

@@ -7,11 +7,11 @@ this memory alive.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from slora_adapters.peft.module_names import ModuleId
 from slora_adapters.peft.peft_config import PeftConfig
-from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.tensor_file import Factor, StoredTensor
 from slora_kernels.layout import ModelShape
 
 
@@ -34,19 +34,6 @@ class AdapterLimits:
     # Digests of the tokenizers that an adapter may have, which are the base's as it is saved and as it is served; see
     # `digest_tokenizer`. Empty if tokenizers are not compared.
     tokenizer_digests: tuple[str, ...] = ()
-
-
-class Factor(Protocol):
-    """The description of a tensor, available before its bytes are read. dtype: the safetensors name."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 AnyFactor = TypeVar("AnyFactor", bound=Factor)

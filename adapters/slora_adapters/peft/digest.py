@@ -13,9 +13,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from slora_adapters.peft.adapter import Factor
 from slora_adapters.peft.peft_config import PeftConfig
-from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.tensor_file import Factor, StoredTensor
 
 DIGEST_VERSION = 1
 

@@ -78,6 +78,10 @@ class TensorSpan:
         return self.end - self.start
 
 
+# A tensor with its content, or as it is known before its bytes are read. Both have a name, a dtype and a shape.
+Factor = StoredTensor | TensorSpan
+
+
 def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
     """Returns all tensors of a safetensors file, by name, in the order of their bytes. Raises ValueError for an invalid
     file.

@@ -9,11 +9,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from slora_adapters.errors import Reason
-from slora_adapters.peft.adapter import AdapterLimits, AnyFactor, Factor, LoraPair
+from slora_adapters.peft.adapter import AdapterLimits, AnyFactor, LoraPair
 from slora_adapters.peft.module_names import ModuleId, parse_factor_name
 from slora_adapters.peft.number_format import fits, is_finite, largest_magnitude_bits
 from slora_adapters.peft.targeting import Target
-from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.tensor_file import Factor, StoredTensor
 from slora_kernels.layout import LinearShape, ModelShape
 
 # Parts of names that torch.compile, DDP, FSDP and activation checkpointing add.

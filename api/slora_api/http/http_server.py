@@ -29,9 +29,9 @@ _OTHER_DESCRIPTORS = 128
 
 
 class HttpServer(uvicorn.Server):
-    """Serves `app` until `should_exit` is set.
+    """Serves `app` until `stop` is called.
 
-    drain_s: how long requests in progress may continue after `should_exit` is set. board: None if this process is the
+    drain_s: how long requests in progress may continue after `stop`. board: None if this process is the
         only one that serves.
     """
 
@@ -59,6 +59,11 @@ class HttpServer(uvicorn.Server):
         self._connections = Connections(limits, board)
         self._acceptors: list[Acceptor] = []
         self._sweeping: asyncio.Task[None] | None = None
+
+    def stop(self, at_once: bool) -> None:
+        """Makes `serve` end. at_once: do not wait for requests in progress."""
+        self.force_exit = at_once
+        self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accepts connections from the listening `sockets`. uvicorn itself gets no sockets."""

@@ -41,7 +41,6 @@ from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
 from slora_api.serve.composition import background_work, build_services, make_batch_runner
 from slora_api.serve.http_front import (
-    HttpFront,
     connection_limits,
     limit_garbage_collection,
     prefer_event_loop,
@@ -78,11 +77,13 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
             HostState(services.generator, services.engines, board).follow,
             partial(heartbeat.run, lambda: WorkProgress(0, is_busy=False)),
         ]
+        server = HttpServer(app, limits, settings.drain_seconds, board)
         limit_garbage_collection()
         prefer_event_loop()
         heartbeat.begin_serving()
         await run_until_stopped(
-            HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener),
+            server.serve([listener]),
+            server.stop,
             services.generator.limiter,
             work,
         )

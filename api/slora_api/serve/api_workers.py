@@ -100,7 +100,7 @@ class ApiWorkers:
     async def run(self) -> None:
         await self._supervisor.run()
 
-    def stop(self, *, at_once: bool) -> None:
+    def stop(self, _at_once: bool) -> None:
         self._supervisor.stop()  # A second SIGTERM ends a worker at once.
 
     def _clear(self, name: str) -> None:

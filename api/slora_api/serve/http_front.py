@@ -3,45 +3,20 @@
 import asyncio
 import gc
 import signal
-import socket
 import sys
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 from slora_adapters.process.shortage import Work, run_despite_shortage
 from slora_api.core.settings import Settings
 from slora_api.http.http_protocol import ConnectionLimits
-from slora_api.http.http_server import HttpServer, fit_connections, raise_descriptor_limit
+from slora_api.http.http_server import fit_connections, raise_descriptor_limit
 from slora_api.http.request_limiter import RequestLimiter
 
 
-class Front(Protocol):
-    """The part of the server that answers HTTP requests: either this process or its API workers."""
-
-    async def run(self) -> None:
-        """Serves until `stop` is called and the requests in progress have ended."""
-
-    def stop(self, *, at_once: bool) -> None:
-        """Makes `run` end. at_once: do not wait for requests in progress."""
-
-
-class HttpFront:
-    """Answers the requests of `listener` in this process."""
-
-    def __init__(self, server: HttpServer, listener: socket.socket) -> None:
-        self._server = server
-        self._listener = listener
-
-    async def run(self) -> None:
-        await self._server.serve(sockets=[self._listener])
-
-    def stop(self, *, at_once: bool) -> None:
-        self._server.force_exit = at_once
-        self._server.should_exit = True
-
-
 async def run_until_stopped(
-    front: Front,
+    serve: Coroutine[Any, Any, None],
+    stop_serving: Callable[[bool], None],
     limiter: RequestLimiter,
     work: Sequence[Work],
     announce_start: Callable[[], None] = lambda: None,
@@ -49,6 +24,8 @@ async def run_until_stopped(
 ) -> None:
     """Serves until a signal arrives or a part of `work` fails. Raises the error of the failed part.
 
+    serve: answers requests, in this process or by API workers. It ends after `stop_serving` was called and the requests
+        in progress have ended; with True, it does not wait for them.
     work: starts again after a pause if the machine lacks a resource, such as threads.
     announce_start: called as soon as signals are handled. announce_stop: called at the first signal.
     """
@@ -57,7 +34,7 @@ async def run_until_stopped(
         # After a second signal, the server does not wait for requests in progress.
         is_second = limiter.stopping
         limiter.stop()
-        front.stop(at_once=is_second)
+        stop_serving(is_second)
         if not is_second:
             announce_stop()
 
@@ -67,7 +44,7 @@ async def run_until_stopped(
 
     # Twice, because uvicorn replaces the handlers.
     handle_signals()
-    serving = asyncio.create_task(front.run())
+    serving = asyncio.create_task(serve)
     await asyncio.sleep(0)
     handle_signals()
     announce_start()
@@ -80,7 +57,7 @@ async def run_until_stopped(
                 task.result()
     finally:
         if not serving.done():
-            front.stop(at_once=False)
+            stop_serving(False)
         await asyncio.gather(serving, return_exceptions=True)
         for task in tasks:
             task.cancel()

@@ -53,8 +53,6 @@ from slora_api.serve.demo import (
     set_up_demo,
 )
 from slora_api.serve.http_front import (
-    Front,
-    HttpFront,
     connection_limits,
     limit_garbage_collection,
     prefer_event_loop,
@@ -170,11 +168,12 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
             partial(_announce_ready, services, data, board, url),
             *([replicas.follow] if replicas else []),
         ]
-        front: Front
+        front: HttpServer | ApiWorkers
         if settings.api_workers == 1:
             app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
             work.append(make_batch_runner(services).run)
-            front = HttpFront(HttpServer(app, limits, settings.drain_seconds, board), listener)
+            front = HttpServer(app, limits, settings.drain_seconds, board)
+            serve = front.serve([listener])
         else:
             work.append(HostState(generator, services.engines, board).publish)
             metrics = open_metrics_files(stack, data, settings.api_workers)
@@ -182,10 +181,12 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
                 flags, model.started_at, metrics, sockets, listener, board,
                 settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
             )  # fmt: skip
+            serve = front.run()
         limit_garbage_collection()
         prefer_event_loop()
         await run_until_stopped(
-            front,
+            serve,
+            front.stop,
             generator.limiter,
             work,
             lambda: _announce_start(url, admin_key),

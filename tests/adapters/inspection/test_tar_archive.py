@@ -21,11 +21,7 @@ MAX_BYTES = 64 << 20
 def read_all(raw: bytes, max_bytes: int = MAX_BYTES) -> list[tuple[str, bytes]]:
     found = []
     for member in read_tar(io.BytesIO(raw), max_bytes):
-        with member.open() as content:
-            parts = []
-            while chunk := content.read(700):
-                parts.append(chunk)
-        found.append((member.name, b"".join(parts)))
+        found.append((member.name, b"".join(member.read())))
     return found
 
 

@@ -19,7 +19,7 @@ from slora.planning.model_size import measure_model
 from slora.planning.plan import Adapters, Load, Plan, Question, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import Roofline
-from slora.runner.rank import NO_GROUP, RankGroup
+from slora.runner.process_group import NO_GROUP, RankGroup
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
