@@ -30,9 +30,8 @@ from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main as run_slora
 from slora_api.core.data_dir import DataDir
-from slora_api.keys.api_key import Pepper
-from slora_api.keys.key_store import KeyStore
-from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.key_record import Pepper
+from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.processes.supervisor import Child
 from slora_api.serve import serve
 from slora_api.tenants.tenant_store import TenantStore

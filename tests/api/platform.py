@@ -55,10 +55,10 @@ from slora_api.core.settings import Settings
 from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.request_limiter import RequestLimiter
-from slora_api.keys.api_key import Pepper, open_admin_key
-from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import Pepper, open_admin_key
+from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.keys.key_use import KeyUse
-from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.routes import Keys, KeyServices
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.live_feed import LiveFeed, LiveServices
@@ -134,6 +134,7 @@ class Parts:
     reserve: DiskReserve
     tenant_store: TenantStore
     key_store: KeyStore
+    key_admin: KeyAdmin
     key_use: KeyUse
     running: RunningRequests
     catalog: ModelCatalog
@@ -182,7 +183,7 @@ class Platform:
         tenant_store = self.services.tenant_store
         if tenant not in [known.name for known in tenant_store.list_tenants()]:
             tenant_store.create_tenant(tenant)
-        return self.services.key_store.create_key(self.tenant_id(tenant), adapter)[1].secret
+        return self.services.key_admin.create_key(self.tenant_id(tenant), adapter)[1].secret
 
     def tenant_id(self, name: str) -> str:
         return self.services.tenant_store.find_named(name).tenant_id
@@ -279,7 +280,7 @@ def running_platform(
         Path(chosen.lora_root) if chosen.lora_root else None, quarantine, chosen.max_upload_bytes
     )
     follower = ChangeFollower(registry, key_store, quota_store, engine, pinning.refresh)
-    keys = Keys(pepper, key_store, KeyUse(database), RunningRequests(key_store))
+    keys = Keys(key_store, KeyAdmin(key_store), KeyUse(database), RunningRequests(key_store))
     quotas = QuotaMeter(quota_store, counters, ledger, limiter, metrics.quota_refused)
     shipper = UsageShipper(usage_journal, directory / "usage", ledger, chosen.usage_days)
     encoder = PromptEncoder(tokenizer, slots)
@@ -322,7 +323,7 @@ def running_platform(
             ),
             BatchServices(batches, limiter, chosen.max_file_bytes, quarantine),
             KeyServices(
-                key_store,
+                keys.admin,
                 lambda name: tenant_store.find_named(name).tenant_id,
                 catalog.check_key_adapter,
                 catalog.read_allow_list,
@@ -354,6 +355,7 @@ def running_platform(
         reserve=reserve,
         tenant_store=tenant_store,
         key_store=key_store,
+        key_admin=keys.admin,
         key_use=keys.use,
         running=keys.running,
         catalog=catalog,

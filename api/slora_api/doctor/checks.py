@@ -23,11 +23,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from slora.core.byte_text import format_bytes
-from slora.core.engine_config import (
-    CPU_POOL_SHARE,
-    GPU_POOL_SHARE,
-    SWAP_SHARE,
-)
+from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE
 from slora.core.errors import ConfigError, SloraError
 from slora.models.model_spec import ELEMENT_BYTES
 from slora.models.weights.checkpoint import Checkpoint
@@ -43,7 +39,7 @@ from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
 from slora_api.http.http_server import explain_few_descriptors, open_listener
-from slora_api.keys.api_key import Pepper, explain_weak_key
+from slora_api.keys.key_record import Pepper, explain_weak_key
 from slora_kernels.machine_limits import machine_limits, read_mounts
 
 if TYPE_CHECKING:

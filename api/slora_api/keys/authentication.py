@@ -37,8 +37,16 @@ from slora_api.core.errors import (
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.request_context import current_request
 from slora_api.core.threads import control_thread
-from slora_api.keys.api_key import BOOTSTRAP_KEY, AdminKey
-from slora_api.keys.key_record import OPERATOR_SCOPES, Caller, KeyRecord, OperatorKey, Scope, TenantStatus
+from slora_api.keys.key_record import (
+    BOOTSTRAP_KEY,
+    OPERATOR_SCOPES,
+    AdminKey,
+    Caller,
+    KeyRecord,
+    OperatorKey,
+    Scope,
+    TenantStatus,
+)
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.running_requests import RunningRequests

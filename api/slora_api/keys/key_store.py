@@ -1,6 +1,5 @@
-"""The API keys of tenants and operators. Keys are stored as hashes.
-
-A tenant's key may have a default adapter: a name, or `name@alias`, which is resolved at each request.
+"""Which API keys are valid now: the keys in the database, a cache of them, and revocations that are not in the database
+yet. Keys are stored as hashes. `key_admin.py` creates, rotates and revokes them.
 
 Each process caches the keys that it has seen, each with its tenant's share. On the host that makes a change, the change
 applies from the next request on. Other hosts apply the change within a second, when they read the feed of changes.
@@ -18,54 +17,39 @@ Methods block on the database, so an event loop must call them on a thread; see 
 not depend on HTTP.
 """
 
+import fcntl
 import logging
+import mmap
+import os
+import struct
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Generic, TypeVar
 
-from sqlalchemy import Select, insert, select, tuple_, update
+from sqlalchemy import select, update
 
-from slora.core.request import TenantShare
 from slora_adapters.database import schema
-from slora_adapters.database.audit_log import Actor, current_actor, record_change
-from slora_adapters.database.change_feed import Change, Changes, publish
+from slora_adapters.database.change_feed import Changes
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.errors import BadAdapterName, StoreUnavailable, StoreUnfit, TryAgain
-from slora_adapters.registry.record import parse_reference
-from slora_api.core.errors import ApiError, BadRequest, KeyConflict, KeyRevoked, NotFound, TenantSuspended
-from slora_api.keys.api_key import NewKey, Pepper, make_key, read_key_id
-from slora_api.keys.key_cache import KeyCache
+from slora_adapters.errors import StoreUnfit
+from slora_adapters.process.durable_file import create_durably
+from slora_api.core.errors import ApiError, KeyRevoked, TenantSuspended
 from slora_api.keys.key_record import (
-    BOOTSTRAP_KEY_ID,
-    KEY_EXISTS,
-    KEY_POSITION,
-    KEYS_OF_TENANT,
-    ONE_KEY,
-    OPERATOR_KEYS,
-    TENANT_SCOPES,
-    TERMS,
     VALID_KEY,
-    AllowList,
     Caller,
     KeyRecord,
-    OperatorKey,
-    Scope,
+    Pepper,
     TenantStatus,
-    copy_quota,
-    describe_grant,
     make_record,
-    make_row,
+    read_key_id,
 )
-from slora_api.keys.revocation_journal import RevocationJournal
 
 logger = logging.getLogger(__name__)
-
-_MAX_NAME_CHARS = 128
-# 30 days. A rotated key that is forgotten should not stay valid for longer.
-MAX_OVERLAP_S = 30 * 86_400
-# Year 9999. A larger number is most likely a time in milliseconds.
-_MAX_TIME = 253_402_300_799
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +59,9 @@ class _StoredKey:
     record: Caller
     digest: bytes = field(repr=False)
 
-    @property
-    def tenant(self) -> str | None:
-        return self.record.tenant
-
-
-_k = schema.api_keys.c
-
 
 class KeyStore:
-    """All keys in the shared database.
+    """The keys in the shared database, as requests see them.
 
     journal: the revocation journal of this host.
     max_stale_s: how long cached keys are used after the last `apply_changes`. After this time, keys are read from the
@@ -99,209 +76,24 @@ class KeyStore:
         self,
         database: Database,
         pepper: Pepper,
-        journal: RevocationJournal,
+        journal: "RevocationJournal",
         max_stale_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
         is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._database = database
-        self._pepper = pepper
-        self._journal = journal
+        self.database = database
+        self.pepper = pepper
+        self.journal = journal
+        self.wall_clock = wall_clock
         self._max_stale_s = max_stale_s
         self._clock = clock
-        self._wall_clock = wall_clock
-        self._cache = KeyCache[_StoredKey](is_behind=is_behind)
+        self._cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, is_behind=is_behind)
         self._current_at = clock()
-        # Key id -> the actor of a revocation that is not in the database yet.
-        self._revokers: dict[str, Actor] = {}
         # A key with an unknown id is compared with this digest, so that refusing it takes as long as refusing a wrong
         # secret.
         self._no_digest = pepper.digest("")
         self._check_pepper()
-
-    def create_key(
-        self,
-        tenant: str,
-        adapter: str | None = None,
-        *,
-        name: str = "",
-        scopes: Set[Scope] = TENANT_SCOPES,
-        models: AllowList | None = None,
-        expires_at: int | None = None,
-    ) -> tuple[KeyRecord, NewKey]:
-        """Creates a key of a tenant. Returns its record and its secret. Raises NotFound or BadRequest."""
-        if adapter is not None:
-            _check_reference(adapter)
-        _check_name(name)
-        self._check_expiry(expires_at)
-        key = make_key()
-        record = self._new_record(key.key_id, tenant, adapter)
-        record = replace(
-            record,
-            name=name,
-            scopes=frozenset(scopes),
-            models=models,
-            expires_at=expires_at,
-        )
-        self._insert("key.create", record, key.secret)
-        return record, key
-
-    def create_operator_key(
-        self, name: str, expires_at: int | None = None, scopes: Set[Scope] = frozenset({Scope.ADMIN})
-    ) -> tuple[OperatorKey, NewKey]:
-        """Creates a key of an operator. Returns its record and its secret. Raises BadRequest."""
-        if not name:
-            raise BadRequest("`name` is empty; name the person or program that gets the key.", "name")
-        _check_name(name)
-        self._check_expiry(expires_at)
-        key = make_key()
-        record = OperatorKey(key.key_id, name, self._now(), expires_at, scopes=frozenset(scopes))
-        self._insert("key.create", record, key.secret)
-        return record, key
-
-    def has_operator_key(self) -> bool:
-        """Whether there is a valid key with the scope `admin`, besides the bootstrap key."""
-        return bool(self._valid_operator_keys())
-
-    def import_key(self, tenant: str, adapter: str | None, secret: str) -> KeyRecord:
-        """Adds a key that was generated earlier. If the database already has the key, it stays unchanged, even if it is
-        revoked.
-
-        Raises NotFound for an unknown tenant, and BadRequest for a string that is not a key.
-        """
-        key_id = read_key_id(secret)
-        if key_id is None:
-            raise BadRequest("The text is not an API key of slora.")
-        record = self._new_record(key_id, tenant, adapter)
-        self._insert("key.import", record, secret)
-        return record
-
-    def rotate_key(self, key_id: str, overlap_s: int, expires_at: int | None = None) -> tuple[Caller, NewKey]:
-        """Creates a key with the same permissions and limits as `key_id`. The old key expires after `overlap_s`. Its
-        use does not count towards the limits of the new key. Returns the record and the secret of the new key.
-
-        expires_at: when the new key expires. None: the new key gets the same lifetime as the old key had when it was
-        created.
-
-        Raises NotFound, BadRequest, and KeyConflict for a key that is revoked, expired or rotated already.
-        """
-        if not 0 <= overlap_s <= MAX_OVERLAP_S:
-            raise BadRequest(
-                f"`overlap_seconds` is {overlap_s}; it must be from 0 to {MAX_OVERLAP_S}. To end a leaked key at once, "
-                "revoke it.",
-                "overlap_seconds",
-            )
-        self._check_expiry(expires_at)
-        _check_in_database(key_id)
-        key, now = make_key(), self._now()
-        with self._database.transaction(CHANGES) as connection:
-            rows = connection.execute(ONE_KEY, {"key_id": key_id}).fetchall()
-            if not rows:
-                raise NotFound.of_key(key_id)
-            old = make_record(rows[0])
-            self._check_rotatable(old)
-            if expires_at is None and old.expires_at is not None:
-                expires_at = now + old.expires_at - old.created_at
-            new = replace(old, key_id=key.key_id, created_at=now, expires_at=expires_at, last_used_at=None)
-            connection.execute(insert(schema.api_keys), make_row(new, self._pepper.digest(key.secret)))
-            copy_quota(connection, key_id, new.key_id)
-            end = now + overlap_s if old.expires_at is None else min(now + overlap_s, old.expires_at)
-            connection.execute(
-                update(schema.api_keys)
-                .where(_k.key_id == key_id)
-                .values(expires_at=end, replaced_by=new.key_id)
-            )
-            publish(connection, Change(old.tenant or "", key_id=key_id))
-            details = {"replaced_by": new.key_id, "overlap_seconds": overlap_s, **describe_grant(new)}
-            record_change(connection, "key.rotate", old.tenant or "", key_id, details)
-        self._cache.drop(key_id)
-        return new, key
-
-    def list_keys(
-        self, tenant: str, *, limit: int | None = None, after: str | None = None
-    ) -> Sequence[KeyRecord]:
-        """Lists the keys of a tenant, oldest first.
-
-        limit: None lists all. after: the id of the last key of the previous page. Raises BadRequest if no key has the
-        id `after`.
-        """
-        records = self._read_records(self._page(KEYS_OF_TENANT, limit, after), {"tenant": tenant})
-        return [record for record in records if isinstance(record, KeyRecord)]
-
-    def list_operator_keys(
-        self, *, limit: int | None = None, after: str | None = None
-    ) -> Sequence[OperatorKey]:
-        """Lists the operators' keys, oldest first, without the bootstrap key. See `list_keys`."""
-        records = self._read_records(self._page(OPERATOR_KEYS, limit, after))
-        return [record for record in records if isinstance(record, OperatorKey)]
-
-    def revoke_key(self, key_id: str, *, keeps_operator: bool = False) -> None:
-        """Revokes a key at once. Revoking a revoked key is a no-op.
-
-        keeps_operator: refuse to revoke the last valid key with the scope `admin`.
-
-        Raises NotFound and KeyConflict. Raises TryAgain if neither the database nor the journal could be written. The
-        revocation then applies only in this process, which tries to write it again. If the process restarts before this
-        write succeeds, the revocation is lost. Also raises TryAgain if a database that several hosts share could not be
-        written. The revocation then applies on this host, and on the other hosts as soon as the database answers again.
-        """
-        _check_in_database(key_id)
-        if not self._database.read(KEY_EXISTS, {"key_id": key_id}):
-            raise NotFound.of_key(key_id)
-        if keeps_operator and self._valid_operator_keys() == {key_id}:
-            raise KeyConflict(
-                f"Key `{key_id}` is the last valid key of an operator, and this server has no bootstrap key. Create "
-                "another operator's key first."
-            )
-        self._revokers[key_id] = current_actor()
-        is_kept = self._journal.add(key_id)
-        self._cache.drop(key_id)
-        try:
-            self._write_revocations((key_id,))
-        except StoreUnavailable as error:
-            logger.error(
-                "key %s is revoked, but the revocation is not in the database yet: %s", key_id, error
-            )
-            if not is_kept:
-                raise TryAgain(
-                    f"key {key_id} is revoked in this process, but the revocation could not be "
-                    f"written ({error}). A restart would make the key valid again, so revoke it again "
-                    "later."
-                ) from error
-            if self._database.path is None:
-                raise TryAgain(
-                    f"key {key_id} is revoked on this host, but other hosts accept it until the "
-                    "database answers again"
-                ) from error
-
-    def write_pending_revocations(self) -> None:
-        """Writes the journal's entries to the database. Raises StoreUnavailable."""
-        if pending := self._journal.pending():
-            self._write_revocations(sorted(pending))
-            logger.info("%d pending revocations were written to the database", len(pending))
-
-    def _write_revocations(self, key_ids: Sequence[str]) -> None:
-        self._mark_revoked(key_ids)
-        self._journal.remove(key_ids)
-        for key_id in key_ids:
-            self._revokers.pop(key_id, None)
-
-    def _mark_revoked(self, key_ids: Sequence[str]) -> None:
-        with self._database.transaction(CHANGES, even_if_full=True) as connection:
-            for key_id in key_ids:
-                revoked = (
-                    update(schema.api_keys)
-                    .where(_k.key_id == key_id, _k.revoked_at.is_(None))
-                    .values(revoked_at=self._now())
-                    .returning(_k.tenant)
-                )
-                for (tenant,) in connection.execute(revoked).fetchall():
-                    publish(connection, Change(tenant or "", key_id=key_id))
-                    actor = self._revokers.get(key_id)
-                    record_change(connection, "key.revoke", tenant or "", key_id, actor=actor)
-        for key_id in key_ids:
-            self._cache.drop(key_id)
 
     def authenticate(self, secret: str) -> Caller | None:
         """Returns the record of the key `secret`. Returns None if the key is malformed, unknown, revoked or expired.
@@ -309,7 +101,7 @@ class KeyStore:
         """
         key_id = read_key_id(secret)
         found = None if key_id is None or self._is_in_journal(key_id) else self._find_key(key_id)
-        matches = self._pepper.matches(secret, self._no_digest if found is None else found.digest)
+        matches = self.pepper.matches(secret, self._no_digest if found is None else found.digest)
         return found.record if found is not None and matches and self._is_unexpired(found.record) else None
 
     def is_lookup_local(self, secret: str) -> bool:
@@ -342,12 +134,9 @@ class KeyStore:
             return None
         return found.record if self._is_unexpired(found.record) else None
 
-    def _is_unexpired(self, record: Caller) -> bool:
-        return record.expires_at is None or self._wall_clock() < record.expires_at
-
     def is_key_local(self, key_id: str) -> bool:
         """Whether `find_refusal` needs no database for this key, so that an event loop may call it."""
-        if key_id in self._journal or self._cache.is_absent(key_id):
+        if key_id in self.journal or self._cache.is_absent(key_id):
             return True
         return self._is_current() and self._cache.get(key_id) is not None
 
@@ -356,18 +145,25 @@ class KeyStore:
         self._cache.apply_changes(changes)
         self._current_at = self._clock()
 
+    def drop_key(self, key_id: str) -> None:
+        """Drops a key that has changed from the cache."""
+        self._cache.drop(key_id)
+
     def drop_tenant(self, tenant: str) -> None:
         """Drops the cached keys of a tenant that has changed. The next request with each key reads it from the
         database.
         """
         self._cache.drop_tenant(tenant)
 
+    def _is_unexpired(self, record: Caller) -> bool:
+        return record.expires_at is None or self.wall_clock() < record.expires_at
+
     def _is_in_journal(self, key_id: str) -> bool:
         """Returns whether the journal revokes the key. If so, also drops the key from the cache, because the cached key
         could become valid again for a moment when another process moves the revocation from the journal to the
         database.
         """
-        if key_id not in self._journal:
+        if key_id not in self.journal:
             return False
         self._cache.drop(key_id)
         return True
@@ -379,7 +175,7 @@ class KeyStore:
         return self._cache.look_up(key_id, lambda: self._read_key(key_id)) if found is None else found
 
     def _read_key(self, key_id: str) -> _StoredKey | None:
-        rows = self._database.read(VALID_KEY, {"key_id": key_id})
+        rows = self.database.read(VALID_KEY, {"key_id": key_id})
         return _StoredKey(make_record(rows[0][:-1]), bytes(rows[0][-1])) if rows else None
 
     def _is_current(self) -> bool:
@@ -388,125 +184,256 @@ class KeyStore:
     def _check_pepper(self) -> None:
         query = select(schema.platform.c.pepper_check)
         check = self._no_digest
-        ((stored,),) = self._database.read(query)
+        ((stored,),) = self.database.read(query)
         if stored is None:
-            with self._database.transaction(CHANGES) as connection:
+            with self.database.transaction(CHANGES) as connection:
                 first = update(schema.platform).where(schema.platform.c.pepper_check.is_(None))
                 connection.execute(first.values(pepper_check=check))
-            ((stored,),) = self._database.read(query)
-        if not self._pepper.matches("", bytes(stored)):
+            ((stored,),) = self.database.read(query)
+        if not self.pepper.matches("", bytes(stored)):
             raise StoreUnfit(
                 "the API keys in the database were made with another pepper, so this server would refuse all of "
                 "them: copy the file `pepper` from the data directory of a server that uses the database"
             )
 
-    def _read_records(self, query: Select[Any], parameters: dict[str, Any] | None = None) -> list[Caller]:
-        """Reads keys from the database. Marks each key that the journal revokes as revoked now, because the journal has
-        no times.
+
+# An entry takes about one kilobyte.
+_MAX_KEYS = 100_000
+# The maximum number of unknown ids in the cache, and the seconds for which each id stays. A client that repeats a wrong
+# key causes only one lookup in this time. A client may send a key before another host creates it. The key is then
+# refused until the id has left the cache.
+_MAX_ABSENT, _ABSENT_S = 10_000, 1.0
+
+
+T = TypeVar("T")
+
+
+class KeyCache(Generic[T]):
+    """A thread-safe LRU cache in one process: key id -> a value about the key, such as its record or its quotas.
+
+    A key stays until the cache is full, or until it is dropped because the key or its tenant changed. If any key is
+    dropped during a lookup, the result of the lookup is not cached, because it may be outdated.
+
+    tenant_of: returns the id of the tenant that owns the key; None for an operator's key.
+    is_behind: whether entries may lack a change of another process. If so, `get` finds nothing. clock: monotonic
+    seconds.
+    """
+
+    def __init__(
+        self,
+        tenant_of: Callable[[T], str | None],
+        max_keys: int = _MAX_KEYS,
+        is_behind: Callable[[], bool] = lambda: False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._tenant_of = tenant_of
+        self._max_keys = max_keys
+        self._is_behind = is_behind
+        self._clock = clock
+        self._keys: OrderedDict[str, T] = OrderedDict()
+        # Unknown id -> when its entry expires.
+        self._absent: OrderedDict[str, float] = OrderedDict()
+        self._num_drops = 0
+        self._lock = Lock()
+
+    def get(self, key_id: str) -> T | None:
+        """Returns the value of a key; None if it is not cached."""
+        if self._is_behind():
+            return None
+        with self._lock:
+            found = self._keys.get(key_id)
+            if found is not None:
+                self._keys.move_to_end(key_id)
+            return found
+
+    def is_absent(self, key_id: str) -> bool:
+        """Whether a lookup has recently found no key with this id."""
+        if self._is_behind():
+            return False
+        with self._lock:
+            return self._absent.get(key_id, 0.0) > self._clock()
+
+    def look_up(self, key_id: str, find: Callable[[], T | None]) -> T | None:
+        """Calls `find`, caches its result and returns it. The result None is cached only briefly."""
+        num_drops = self._num_drops
+        found = find()
+        with self._lock:
+            if num_drops != self._num_drops:
+                return found
+            if found is None:
+                self._absent[key_id] = self._clock() + _ABSENT_S
+                self._absent.move_to_end(key_id)
+                if len(self._absent) > _MAX_ABSENT:
+                    self._absent.popitem(last=False)
+            else:
+                self._keys[key_id] = found
+                self._keys.move_to_end(key_id)
+                if len(self._keys) > self._max_keys:
+                    self._keys.popitem(last=False)
+        return found
+
+    def drop(self, key_id: str) -> None:
+        with self._lock:
+            self._num_drops += 1
+            self._keys.pop(key_id, None)
+            self._absent.pop(key_id, None)
+
+    def drop_tenant(self, tenant: str) -> None:
+        """Drops all keys of a tenant."""
+        with self._lock:
+            self._num_drops += 1
+            for key_id in [
+                key_id for key_id, found in self._keys.items() if self._tenant_of(found) == tenant
+            ]:
+                del self._keys[key_id]
+
+    def apply_changes(self, changes: Changes) -> None:
+        """Drops changed keys, and all keys of changed tenants."""
+        if changes.resync:
+            self.clear()
+        for change in changes.changes:
+            if change.key_id:
+                self.drop(change.key_id)
+            elif not change.name:
+                self.drop_tenant(change.tenant)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._num_drops += 1
+            self._keys.clear()
+            self._absent.clear()
+
+
+_HEADER, _NUMBER = struct.Struct("<QQ"), struct.Struct("<Q")
+_ENTRY_BYTES = 8
+MAX_ENTRIES = 1022
+_FILE_BYTES = _HEADER.size + MAX_ENTRIES * _ENTRY_BYTES
+
+
+class RevocationJournal:
+    """A journal of key revocations that could not yet be written to the database, in the file `path`. It is created
+    if necessary. If the disk has no room for the file, this process keeps the entries
+    in memory.
+
+    The file has a fixed size. Its space is allocated when it is created, so an entry needs no free space. Every process
+    of the host maps the file, so an entry takes effect in all processes at once and survives a restart. On a
+    copy-on-write file system an entry may still need free space. An entry that cannot be written takes effect only in
+    this process.
+
+    The file begins with a counter of changes and the number of entries, each as 8 bytes, little-endian. The key ids
+    follow, each as 8 bytes. Writers lock the file and write the counter last. A reader reads the entries again if the
+    counter has changed.
+
+    It may be used by several threads. Key ids have 8 ASCII characters.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = Lock()
+        # Entries that could not be written to the file.
+        self._own: frozenset[str] = frozenset()
+        self._seen_counter = -1
+        self._shared: frozenset[str] = frozenset()
+        self._descriptor = _open(path)
+        self._map = None
+        if self._descriptor is not None:
+            self._map = mmap.mmap(self._descriptor, _FILE_BYTES, prot=mmap.PROT_READ)
+
+    def __contains__(self, key_id: str) -> bool:
+        return key_id in self._own or key_id in self._read()
+
+    def pending(self) -> Set[str]:
+        """Returns all entries."""
+        return self._own | self._read()
+
+    def add(self, key_id: str) -> bool:
+        """Revokes the key at once. Returns True if the entry is in the file. It then survives a restart, and other
+        processes see it.
         """
-        records = [make_record(row) for row in self._database.read(query, parameters)]
-        pending = self._journal.pending()
-        return [
-            replace(record, revoked_at=record.revoked_at or self._now())
-            if record.key_id in pending
-            else record
-            for record in records
-        ]
-
-    def _page(self, query: Select[Any], limit: int | None, after: str | None) -> Select[Any]:
-        """Returns the query for one page of a list of keys. Raises BadRequest."""
-        if after is not None:
-            rows = self._database.read(KEY_POSITION, {"key_id": after})
-            if not rows:
-                raise BadRequest(
-                    f"`after` is {after[:140]!r}, which is not the id of a key; send the `last_id` of the previous "
-                    "page.",
-                    "after",
+        with self._lock:
+            try:
+                with self._writing() as entries:
+                    if len(entries) >= MAX_ENTRIES:
+                        raise OSError(
+                            f"the journal of revocations is full: it has {MAX_ENTRIES} entries; make the "
+                            "database writable, which empties it"
+                        )
+                    if key_id not in entries:
+                        self._write((*entries, key_id))
+                    return True
+            except OSError as error:
+                logger.error(
+                    "the revocation of key %s is in memory only, and a restart would lose it: %s",
+                    key_id,
+                    error,
                 )
-            query = query.where(tuple_(_k.created_at, _k.key_id) > tuple_(*rows[0]))
-        return query.limit(limit)
+                self._own |= {key_id}
+                return False
 
-    def _new_record(self, key_id: str, tenant: str, adapter: str | None) -> KeyRecord:
-        """Returns the record of a new key that may do everything a tenant may. Raises NotFound."""
-        rows = self._database.read(TERMS, {"tenant": tenant})
-        if not rows:
-            raise NotFound.of_tenant(tenant)
-        tenant_name, status, *share = rows[0]
-        times = (self._now(), None, None, None)
-        terms = (TenantShare(*share), TenantStatus(status))
-        return KeyRecord(key_id, tenant, tenant_name, "", TENANT_SCOPES, adapter, None, *times, None, *terms)
+    def remove(self, key_ids: Iterable[str]) -> None:
+        """Removes entries whose revocations are in the database now."""
+        gone = frozenset(key_ids)
+        with self._lock:
+            self._own -= gone
+            if self._descriptor is None:
+                return
+            with self._writing() as entries:
+                if not gone.isdisjoint(entries):
+                    self._write([one for one in entries if one not in gone])
 
-    def _check_expiry(self, expires_at: int | None) -> None:
-        if expires_at is None:
-            return
-        if expires_at <= (now := self._now()):
-            raise BadRequest(
-                f"`expires_at` is {expires_at}, which is in the past: the server's time is {now}. Send a later Unix "
-                "time in seconds, or omit `expires_at`.",
-                "expires_at",
-            )
-        if expires_at > _MAX_TIME:
-            raise BadRequest(
-                f"`expires_at` is {expires_at}; the limit is {_MAX_TIME} (the year 9999). Send a Unix time in "
-                "seconds, not in milliseconds.",
-                "expires_at",
-            )
+    def close(self) -> None:
+        if self._map is not None:
+            self._map.close()
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+        self._map = self._descriptor = None
 
-    def _now(self) -> int:
-        return int(self._wall_clock())
+    def _read(self) -> frozenset[str]:
+        if self._map is None:
+            return frozenset()
+        counter, count = _HEADER.unpack_from(self._map)
+        if counter != self._seen_counter:
+            end = _HEADER.size + min(count, MAX_ENTRIES) * _ENTRY_BYTES
+            raw = self._map[_HEADER.size : end]
+            self._shared = frozenset(_split(raw))
+            self._seen_counter = counter
+        return self._shared
 
-    def _valid_operator_keys(self) -> set[str]:
-        now = self._now()
-        return {
-            key.key_id
-            for key in self.list_operator_keys()
-            if Scope.ADMIN in key.scopes
-            and key.revoked_at is None
-            and (key.expires_at is None or now < key.expires_at)
-        }
+    @contextmanager
+    def _writing(self) -> Iterator[list[str]]:
+        """Locks the file and yields its entries. Raises OSError if there is no file."""
+        if self._descriptor is None:
+            raise OSError("there was no space to create the journal of revocations")
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            _, count = _HEADER.unpack(os.pread(self._descriptor, _HEADER.size, 0))
+            size = min(count, MAX_ENTRIES) * _ENTRY_BYTES
+            yield _split(os.pread(self._descriptor, size, _HEADER.size))
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
-    def _check_rotatable(self, key: Caller) -> None:
-        """Raises KeyConflict for a key that is revoked, expired or already rotated."""
-        if key.revoked_at is not None or key.key_id in self._journal:
-            raise KeyConflict(f"Key `{key.key_id}` is revoked, so it cannot be rotated; create a new key.")
-        if key.replaced_by is not None:
-            raise KeyConflict(
-                f"Key `{key.key_id}` was rotated already: key `{key.replaced_by}` replaces it. Rotate that one, or "
-                "revoke either."
-            )
-        if key.expires_at is not None and key.expires_at <= self._now():
-            raise KeyConflict(f"Key `{key.key_id}` has expired, so it cannot be rotated; create a new key.")
-
-    def _insert(self, action: str, record: Caller, secret: str) -> None:
-        with self._database.transaction(CHANGES) as connection:
-            if record.tenant is not None and not connection.execute(TERMS, {"tenant": record.tenant}).first():
-                raise NotFound.of_tenant(record.tenant)  # The tenant was purged in the meantime.
-            if connection.execute(KEY_EXISTS, {"key_id": record.key_id}).first() is None:
-                connection.execute(insert(schema.api_keys), make_row(record, self._pepper.digest(secret)))
-                record_change(connection, action, record.tenant or "", record.key_id, describe_grant(record))
-        self._cache.drop(record.key_id)  # The key may be cached as unknown.
+    def _write(self, entries: Iterable[str]) -> None:
+        """Replaces the entries. If a reader sees half-written entries, it reads them again, because the counter changes
+        last.
+        """
+        assert self._descriptor is not None
+        raw = b"".join(one.encode("ascii") for one in entries)
+        counter, _ = _HEADER.unpack(os.pread(self._descriptor, _HEADER.size, 0))
+        os.pwrite(self._descriptor, raw, _HEADER.size)
+        os.pwrite(self._descriptor, _NUMBER.pack(len(raw) // _ENTRY_BYTES), _NUMBER.size)
+        os.pwrite(self._descriptor, _NUMBER.pack(counter + 1), 0)
+        os.fsync(self._descriptor)
 
 
-def _check_reference(adapter: str) -> None:
-    """Raises BadRequest if `adapter` is not a reference to an adapter."""
+def _open(path: Path) -> int | None:
     try:
-        parse_reference(adapter)
-    except BadAdapterName as error:
-        raise BadRequest(f"`adapter`: {error}.", "adapter") from None
+        if not path.exists() or path.stat().st_size != _FILE_BYTES:
+            path.unlink(missing_ok=True)
+            create_durably(path, bytes(_FILE_BYTES))
+        return os.open(path, os.O_RDWR)
+    except OSError as error:
+        logger.error("the journal of revocations cannot be created: %s", error)
+        return None
 
 
-def _check_in_database(key_id: str) -> None:
-    """Raises KeyConflict for the bootstrap key, which is not in the database."""
-    if key_id == BOOTSTRAP_KEY_ID:
-        raise KeyConflict(
-            "The bootstrap key is not in the database. To end it, change or unset SLORA_ADMIN_KEY, delete the file "
-            "`admin-key.hmac` from the data directory of each host, and restart the servers."
-        )
-
-
-def _check_name(name: str) -> None:
-    if len(name) > _MAX_NAME_CHARS or not name.isprintable():
-        raise BadRequest(
-            f"`name` is {name[:140]!r}; the name of a key has at most {_MAX_NAME_CHARS} printable characters.",
-            "name",
-        )
+def _split(raw: bytes) -> list[str]:
+    return [raw[at : at + _ENTRY_BYTES].decode("ascii", "replace") for at in range(0, len(raw), _ENTRY_BYTES)]

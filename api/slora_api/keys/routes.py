@@ -15,20 +15,20 @@ from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import STRICT, Limit, Name
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
-from slora_api.keys.api_key import Pepper
 from slora_api.keys.authentication import AnyKey, Operator
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import (
     OPERATOR_SCOPES,
     TENANT_SCOPES,
     AllowList,
     Caller,
     KeyRecord,
+    Pepper,
     Scope,
     parse_scopes,
 )
-from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.keys.key_use import KeyUse
-from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.running_requests import RunningRequests
 
 router = APIRouter(prefix="/admin", tags=["operator"])
@@ -42,7 +42,7 @@ class KeyServices:
     check_adapter, read_allow_list: see `ModelCatalog`.
     """
 
-    key_store: KeyStore
+    key_admin: KeyAdmin
     find_tenant: Callable[[str], str]
     check_adapter: Callable[[str], None]
     read_allow_list: Callable[[str, Sequence[str], str | None], AllowList]
@@ -174,7 +174,7 @@ def create_key(
     models = None
     if wanted.models is not None:
         models = services.read_allow_list(tenant, wanted.models, wanted.adapter)
-    record, key = services.key_store.create_key(
+    record, key = services.key_admin.create_key(
         tenant,
         wanted.adapter,
         name=wanted.name,
@@ -194,7 +194,7 @@ def list_keys(
     after: str | None = None,
 ) -> PageObject[KeyObject]:
     """Lists the keys of a tenant, oldest first."""
-    found = services.key_store.list_keys(tenant, limit=limit + 1, after=after)
+    found = services.key_admin.list_keys(tenant, limit=limit + 1, after=after)
     return list_json([key_json(key) for key in found], "key_id", limit)
 
 
@@ -203,7 +203,7 @@ def create_operator_key(
     body: NewOperatorKeyRequest, _operator: Operator, services: Wired[KeyServices], response: Response
 ) -> NewKey:
     scopes = {Scope.ADMIN} if body.scopes is None else parse_scopes(body.scopes, "scopes", OPERATOR_SCOPES)
-    record, key = services.key_store.create_operator_key(body.name, body.expires_at, scopes)
+    record, key = services.key_admin.create_operator_key(body.name, body.expires_at, scopes)
     return _show_once(response, record, key.secret)
 
 
@@ -212,7 +212,7 @@ def list_operator_keys(
     _operator: Operator, services: Wired[KeyServices], limit: Limit = DEFAULT_LIMIT, after: str | None = None
 ) -> PageObject[KeyObject]:
     """Lists the operators' keys, oldest first, except the bootstrap key."""
-    found = services.key_store.list_operator_keys(limit=limit + 1, after=after)
+    found = services.key_admin.list_operator_keys(limit=limit + 1, after=after)
     return list_json([key_json(key) for key in found], "key_id", limit)
 
 
@@ -230,7 +230,7 @@ def rotate_key(
 ) -> NewKey:
     """Creates a key with the same permissions and limits. The old key expires at the end of the overlap."""
     wanted = body or RotateKeyRequest()
-    record, key = services.key_store.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
+    record, key = services.key_admin.rotate_key(key_id, wanted.overlap_seconds, wanted.expires_at)
     return _show_once(response, record, key.secret)
 
 
@@ -239,7 +239,7 @@ def revoke_key(
     request: Request, key_id: str, _operator: Operator, services: Wired[KeyServices]
 ) -> RevokedKey:
     has_bootstrap_key: bool = request.app.state.has_bootstrap_key
-    services.key_store.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
+    services.key_admin.revoke_key(key_id, keeps_operator=not has_bootstrap_key)
     return {"object": "api_key", "key_id": key_id, "revoked": True}
 
 
@@ -254,21 +254,20 @@ async def show_key(key: AnyKey) -> KeyObject:
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    pepper: Pepper
     store: KeyStore
+    admin: KeyAdmin
     use: KeyUse
     running: RunningRequests
 
 
 def build_keys(foundation: Foundation) -> Keys:
-    pepper = Pepper.from_file(foundation.data.pepper)
     journal = RevocationJournal(foundation.data.revocations)
     foundation.stack.callback(journal.close)
     store = KeyStore(
         foundation.database,
-        pepper,
+        Pepper.from_file(foundation.data.pepper),
         journal,
         foundation.settings.auth_stale_seconds,
         is_behind=foundation.changes.is_behind,
     )
-    return Keys(pepper, store, KeyUse(foundation.database), RunningRequests(store))
+    return Keys(store, KeyAdmin(store), KeyUse(foundation.database), RunningRequests(store))

@@ -26,8 +26,8 @@ from slora_api.core.errors import ErrorAnswer, ServerBusy, Stopping, TenantBusy
 from slora_api.http.openapi import errors, event_stream
 from slora_api.http.sse import EventStream
 from slora_api.http.wiring import Wired
-from slora_api.keys.api_key import BOOTSTRAP_KEY
 from slora_api.keys.authentication import Operator, UsageReader
+from slora_api.keys.key_record import BOOTSTRAP_KEY
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.metrics.frame import FrameMaker, FrameObject, Names
 from slora_api.metrics.names import ServerNames

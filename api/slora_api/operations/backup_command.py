@@ -18,9 +18,9 @@ from slora_adapters.database.database import Database
 from slora_adapters.store.store_url import open_store
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.core.data_dir import DataDir
-from slora_api.keys.api_key import Pepper
-from slora_api.keys.key_store import KeyStore
-from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import Pepper
+from slora_api.keys.key_store import KeyStore, RevocationJournal
 
 
 @explained
@@ -38,7 +38,8 @@ def backup(arguments: argparse.Namespace) -> None:
             )
             journal = stack.enter_context(closing(RevocationJournal(data.revocations)))
             # Without this, restoring the backup would revive keys whose revocation is not in the database yet.
-            KeyStore(database, Pepper.from_file(data.pepper), journal).write_pending_revocations()
+            keys = KeyStore(database, Pepper.from_file(data.pepper), journal)
+            KeyAdmin(keys).write_pending_revocations()
             manifest = make_backup(
                 database,
                 store,

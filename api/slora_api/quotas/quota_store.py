@@ -19,7 +19,7 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.peft.checked_adapter import CheckedAdapter
 from slora_adapters.registry.record import ExtrasSummary, StorageUsage
 from slora_api.core.errors import NotFound, QuotaExceeded
-from slora_api.keys.key_cache import KeyCache
+from slora_api.keys.key_store import KeyCache
 from slora_api.quotas.quota import NO_QUOTA, QUOTA_FIELDS, Quota
 from slora_api.quotas.quota_counters import Subject
 
@@ -56,7 +56,7 @@ class QuotaStore:
     ) -> None:
         self._database = database
         self._default = default
-        self._cache = KeyCache[KeyQuotas](is_behind=is_behind)
+        self._cache = KeyCache[KeyQuotas](lambda quotas: quotas.tenant, is_behind=is_behind)
 
     def find_cached(self, key_id: str) -> KeyQuotas | None:
         """Returns the quotas of a key if they are cached. Does not block."""

@@ -33,7 +33,7 @@ from slora_api.core.request_context import RequestFields
 from slora_api.core.settings import Settings, read_settings
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer
-from slora_api.keys.api_key import open_admin_key
+from slora_api.keys.key_record import open_admin_key
 from slora_api.metrics.metrics import share_metrics
 from slora_api.processes.replica_list import ReplicaList
 from slora_api.serve.api_workers import WorkerConfig
@@ -68,7 +68,7 @@ async def _serve(settings: Settings, config: WorkerConfig, heartbeat: Heartbeat)
         foundation = lay_foundation(stack, settings, data, client, board)
         services = build_services(foundation, model, config.metrics, replicas)
         # A worker never generates a key, because the main process has to print it.
-        admin_key = open_admin_key(settings.admin_key, data.path, services.keys.pepper, is_needed=False)
+        admin_key = open_admin_key(settings.admin_key, data.path, services.keys.store.pepper, is_needed=False)
         app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
         work: list[Work] = [
             *background_work(services),

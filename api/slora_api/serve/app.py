@@ -32,8 +32,8 @@ from slora_api.http.openapi import DocsPage, OpenApiDocument
 from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.http.wiring import wire
-from slora_api.keys.api_key import AdminKey
 from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator, required_scopes
+from slora_api.keys.key_record import AdminKey
 from slora_api.keys.routes import own_router as me
 from slora_api.keys.routes import router as keys
 from slora_api.messages.routes import router as messages

@@ -16,6 +16,7 @@ from slora_adapters.registry.registry import Registry
 from slora_api.completions.services import Generator
 from slora_api.core.host_board import HostBoard, HostChanges
 from slora_api.core.threads import control_thread
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_store import KeyStore
 from slora_api.operations.engines import Engines
 from slora_api.quotas.quota_store import QuotaStore
@@ -157,9 +158,9 @@ class DiskWatch:
 
     It watches while `run` is running. Without `run`, a read-only server never becomes writable again."""
 
-    def __init__(self, reserve: DiskReserve, key_store: KeyStore) -> None:
+    def __init__(self, reserve: DiskReserve, key_admin: KeyAdmin) -> None:
         self._reserve = reserve
-        self._key_store = key_store
+        self._key_admin = key_admin
         # The last logged error, so that a lasting error is logged only once.
         self._trouble = ""
 
@@ -176,7 +177,7 @@ class DiskWatch:
         trouble = ""
         try:
             self._reserve.watch()
-            self._key_store.write_pending_revocations()
+            self._key_admin.write_pending_revocations()
         except DiskFull:
             pass  # `DiskReserve` has logged the error.
         except (OSError, StoreUnavailable) as error:

@@ -92,7 +92,7 @@ def build_services(
             adapters.services,
             batches,
             KeyServices(
-                keys.store,
+                keys.admin,
                 lambda name: tenant_store.find_named(name).tenant_id,
                 catalog.check_key_adapter,
                 catalog.read_allow_list,
@@ -113,7 +113,7 @@ def build_services(
             keys.use.run,
             quotas.meter.run,
             usage.shipper.run,
-            DiskWatch(foundation.reserve, keys.store).run,
+            DiskWatch(foundation.reserve, keys.admin).run,
         ],
     )
 

@@ -20,8 +20,8 @@ from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
 from slora_api.core.errors import Conflict
 from slora_api.core.threads import control_thread
-from slora_api.keys.api_key import make_key
-from slora_api.keys.key_store import KeyStore
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import make_key
 from slora_api.tenants.tenant_store import TenantStore
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _make_tenants(
-    tenant_store: TenantStore, key_store: KeyStore, keys_path: Path, adapters: Iterable[str]
+    tenant_store: TenantStore, key_admin: KeyAdmin, keys_path: Path, adapters: Iterable[str]
 ) -> list[DemoTenant]:
     wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
     keys = _read_keys(keys_path)
@@ -89,7 +89,7 @@ def _make_tenants(
         with suppress(Conflict):  # An earlier start has created the tenant.
             tenant_store.create_tenant(name)
         tenant_id = tenant_store.find_named(name).tenant_id
-        key_store.import_key(tenant_id, adapter, keys[name])
+        key_admin.import_key(tenant_id, adapter, keys[name])
         tenants.append(DemoTenant(tenant_id, name, adapter, keys[name]))
     return tenants
 
@@ -97,7 +97,7 @@ def _make_tenants(
 async def set_up_demo(
     adapters: Sequence[Path],
     tenant_store: TenantStore,
-    key_store: KeyStore,
+    key_admin: KeyAdmin,
     publisher: Publisher,
     keys_path: Path,
 ) -> list[DemoTenant]:
@@ -105,7 +105,7 @@ async def set_up_demo(
     all uploads do.
     """
     names = [path.name for path in adapters]
-    tenants = await control_thread(_make_tenants, tenant_store, key_store, keys_path, names)
+    tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, names)
     ids = {tenant.name: tenant.tenant_id for tenant in tenants}
     for path in adapters:
         await _publish(ids[path.name], path, publisher)

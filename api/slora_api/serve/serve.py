@@ -35,7 +35,7 @@ from slora_api.core.settings import Settings, explain_unknown_variables, read_se
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter
-from slora_api.keys.api_key import AdminKey, open_admin_key
+from slora_api.keys.key_record import AdminKey, open_admin_key
 from slora_api.metrics.metrics import open_metrics_files
 from slora_api.processes.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
 from slora_api.processes.device import check_num_gpus
@@ -84,7 +84,7 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     if adapters:
         try:
             tenants = await set_up_demo(
-                adapters, services.tenant_store, services.keys.store, services.publisher, data.demo_keys
+                adapters, services.tenant_store, services.keys.admin, services.publisher, data.demo_keys
             )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
@@ -145,8 +145,10 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
             services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
         # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
         # it.
-        is_needed = not services.keys.store.has_operator_key()
-        admin_key = open_admin_key(settings.admin_key, data.path, services.keys.pepper, is_needed=is_needed)
+        is_needed = not services.keys.admin.has_operator_key()
+        admin_key = open_admin_key(
+            settings.admin_key, data.path, services.keys.store.pepper, is_needed=is_needed
+        )
         url = _url(listener)
         data.advertise(url)
         services.generator.readiness.unfinished[SANDBOXES] = (

@@ -16,9 +16,9 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.keys.api_key import Pepper
-from slora_api.keys.key_store import KeyStore
-from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import Pepper
+from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
 from tests.support.forked_program import ForkedProgram
 from tests.support.migrated_file import NEXT, write_next_release
@@ -58,12 +58,12 @@ def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
         keys = KeyStore(older, Pepper(b"p" * 32), journal)
         tenants, registry = TenantStore(older, keys), Registry(older)
         acme = tenants.create_tenant("acme").tenant_id
-        _, before = keys.create_key(acme)
+        _, before = KeyAdmin(keys).create_key(acme)
         monkeypatch.setattr(migration, "SCRIPTS", next_release)
         with closing(Database(empty_database)) as newer:
             assert newer.read(text("SELECT name FROM regions")) == [("everywhere",)]
             beta = tenants.create_tenant("beta").tenant_id
-            _, after = keys.create_key(beta)
+            _, after = KeyAdmin(keys).create_key(beta)
             registry.put("voice", AdapterVersion(beta, "1" * 64), AdapterDetails(8, ("q_proj",), 1))
             rows = newer.read(text("SELECT name, region FROM tenants ORDER BY name"))
             assert rows == [("acme", "everywhere"), ("beta", "everywhere")]

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from slora_api.cli.main import main
-from slora_api.keys.api_key import Pepper, open_admin_key
+from slora_api.keys.key_record import Pepper, open_admin_key
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for

@@ -374,7 +374,7 @@ def test_a_batch_that_expires_names_the_lines_without_an_answer(platform: Platfo
 def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
     client, revoked = platform.sdk(platform.key("acme")), platform.key("acme")
     file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
-    platform.services.key_store.revoke_key(revoked.split("_")[1])
+    platform.services.key_admin.revoke_key(revoked.split("_")[1])
     created = platform.services.batches.create(
         platform.tenant_id("acme"), revoked.split("_")[1], PATH, file.id, None
     )

@@ -12,6 +12,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.keys.key_admin import KeyAdmin
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -171,7 +172,7 @@ def test_a_key_with_an_allow_list_needs_every_adapter_and_the_base_model(platfor
 
     def key_for(*models: str) -> str:
         allowed = catalog.read_allow_list(platform.tenant_id("acme"), models, None)
-        return store.create_key(platform.tenant_id("acme"), None, models=allowed)[1].secret
+        return KeyAdmin(store).create_key(platform.tenant_id("acme"), None, models=allowed)[1].secret
 
     adapters = [{"name": "formal"}, {"name": "brief"}]
     assert ask(platform, key_for("base", "formal", "brief"), adapters).status_code == 200

@@ -13,6 +13,7 @@ from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.cli.main import main
+from slora_api.keys.key_admin import KeyAdmin
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -129,8 +130,8 @@ def test_pins_of_all_tenants_come_in_pages(
 def test_keys_come_in_pages_oldest_first(platform: Platform, admin: httpx.Client) -> None:
     store = platform.services.key_store
     keyed = platform.services.tenant_store.create_tenant("keyed").tenant_id
-    own = [store.create_key(keyed, None)[0] for _ in range(5)]
-    operators = [store.create_operator_key(f"operator {number}")[0] for number in range(3)]
+    own = [KeyAdmin(store).create_key(keyed, None)[0] for _ in range(5)]
+    operators = [KeyAdmin(store).create_operator_key(f"operator {number}")[0] for number in range(3)]
     for path, keys in (("/admin/tenants/keyed/keys", own), ("/admin/keys", operators)):
         # Keys that are made in the same second are sorted by id.
         everything = [key.key_id for key in sorted(keys, key=lambda key: (key.created_at, key.key_id))]
@@ -143,7 +144,7 @@ def test_keys_come_in_pages_oldest_first(platform: Platform, admin: httpx.Client
         refused = admin.get(path, params={"after": "nothing0"})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
     for key in operators:
-        store.revoke_key(key.key_id)
+        KeyAdmin(store).revoke_key(key.key_id)
 
 
 def test_versions_come_in_pages_newest_first_with_their_aliases(client: httpx.Client) -> None:

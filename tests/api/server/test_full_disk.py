@@ -48,11 +48,11 @@ def test_a_key_revoked_on_a_full_disk_is_refused_from_then_on(platform: Platform
         assert [status_of(platform, key) for key in (kept, revoked)] == [200, 401]
         assert [key["revoked"] for key in admin.get("/admin/tenants/revoked/keys").json()["data"]] == [True]
         assert admin.delete("/admin/keys/nothing1").status_code == 404
-    database = platform.services.key_store._database
+    database = platform.services.key_store.database
     query = text(f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'")
     assert database.read(query) == [(1,)], "it waits in the journal"
-    DiskWatch(platform.services.reserve, platform.services.key_store).check()
-    assert database.read(query) == [(0,)] and not platform.services.key_store._journal.pending()
+    DiskWatch(platform.services.reserve, platform.services.key_admin).check()
+    assert database.read(query) == [(0,)] and not platform.services.key_store.journal.pending()
     assert status_of(platform, revoked) == 401
 
 
@@ -68,14 +68,14 @@ def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restar
         assert status_of(platform, revoked) == 401
     with platform.client(ADMIN_KEY) as admin:
         assert admin.delete(f"/admin/keys/{key_id}").status_code == 200
-    assert not platform.services.key_store._journal.pending()
+    assert not platform.services.key_store.journal.pending()
 
 
 def test_the_reserve_makes_room_for_the_revocation_in_the_database(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoked = platform.key("revoked")
-    free, journal = DiskReserve.free, platform.services.key_store._journal
+    free, journal = DiskReserve.free, platform.services.key_store.journal
     with largest_file(LIMIT) as lift:
 
         def free_and_record(reserve: DiskReserve) -> bool:
@@ -83,7 +83,7 @@ def test_the_reserve_makes_room_for_the_revocation_in_the_database(
             return free(reserve)
 
         monkeypatch.setattr(DiskReserve, "free", free_and_record)
-        platform.services.key_store.revoke_key(revoked.split("_")[1])
+        platform.services.key_admin.revoke_key(revoked.split("_")[1])
         assert not journal.pending() and not (platform.directory / "reserve").exists()
     assert platform.services.reserve.is_full, "its room is for revocations alone"
     assert status_of(platform, revoked) == 401
@@ -93,7 +93,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
     key = platform.key("acme")
     other = make_members(tensors=make_tensors(seed=3))
     assert platform.upload(key, "a").status_code == 201
-    check = DiskWatch(platform.services.reserve, platform.services.key_store).check
+    check = DiskWatch(platform.services.reserve, platform.services.key_admin).check
     with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
         assert not is_read_only(admin)
         with largest_file(LIMIT):

@@ -17,7 +17,7 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.keys.api_key import PEPPER_BYTES
+from slora_api.keys.key_record import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post, running_platform

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_api.keys.api_key import Pepper, make_key, open_admin_key, read_key_id
+from slora_api.keys.key_record import Pepper, make_key, open_admin_key, read_key_id
 from tests.support.file_limit import largest_file
 
 

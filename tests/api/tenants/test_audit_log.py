@@ -23,6 +23,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, open_tenant_store, post, running_platform
@@ -265,7 +266,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     keys, registry = open_key_store(database, tmp_path), Registry(database)
     store = TenantStore(database, keys)
     a = store.create_tenant("a").tenant_id
-    _, key = keys.create_key(a)
+    _, key = KeyAdmin(keys).create_key(a)
 
     def refuse(_connection: object, _cursor: object, statement: str, *_: object) -> None:
         if "INSERT INTO audit_log" in statement:
@@ -276,7 +277,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     for change in (
         lambda: store.create_tenant("b"),
         lambda: store.suspend(a),
-        lambda: keys.create_key(a),
+        lambda: KeyAdmin(keys).create_key(a),
         lambda: store.change_share(a, ShareChanges(weight=2)),
         lambda: registry.put("voice", AdapterVersion(a, "1" * 64), details),
     ):
@@ -285,7 +286,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     event.remove(database._engine, "before_cursor_execute", refuse)
     (tenant,) = store.list_tenants()
     assert (tenant.name, tenant.share.weight, tenant.status) == ("a", 1.0, "active")
-    assert len(keys.list_keys(a)) == 1 and registry.list(a) == []
+    assert len(KeyAdmin(keys).list_keys(a)) == 1 and registry.list(a) == []
     assert [entry.action for entry in AuditLog(database).read(ALL, 10)] == ["key.create", "tenant.create"]
     assert keys.authenticate(key.secret) is not None
 

@@ -7,9 +7,9 @@ import pytest
 from fastapi import APIRouter
 from fastapi.routing import APIRoute
 
-from slora_api.keys.api_key import make_key
 from slora_api.keys.authentication import PUBLIC_PATHS, check_routes, is_public, required_scopes
-from slora_api.keys.key_record import TENANT_SCOPES, Scope
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import TENANT_SCOPES, Scope, make_key
 from slora_api.serve.app import make_router
 from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -90,10 +90,14 @@ def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> Non
     platform.key("walker")
 
     def key_with(*scopes: Scope) -> dict[str, str]:
-        return bearer(key_store.create_key(platform.tenant_id("walker"), scopes=frozenset(scopes))[1].secret)
+        return bearer(
+            KeyAdmin(key_store).create_key(platform.tenant_id("walker"), scopes=frozenset(scopes))[1].secret
+        )
 
-    operator = bearer(key_store.create_operator_key("walker")[1].secret)
-    scraper = bearer(key_store.create_operator_key("scraper", scopes={Scope.METRICS_READ})[1].secret)
+    operator = bearer(KeyAdmin(key_store).create_operator_key("walker")[1].secret)
+    scraper = bearer(
+        KeyAdmin(key_store).create_operator_key("scraper", scopes={Scope.METRICS_READ})[1].secret
+    )
     for method, path, needed in needs(platform):
         others = [] if needed is None else [key_with(*TENANT_SCOPES - {needed})]
         if needed is None:
@@ -118,7 +122,7 @@ def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> Non
 def test_a_refusal_names_the_missing_scope_and_the_scopes_of_the_key(platform: Platform) -> None:
     platform.key("narrow")
     scopes = frozenset({Scope.ADAPTERS_READ, Scope.USAGE_READ})
-    key = platform.services.key_store.create_key(platform.tenant_id("narrow"), scopes=scopes)[1].secret
+    key = platform.services.key_admin.create_key(platform.tenant_id("narrow"), scopes=scopes)[1].secret
     refused = post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"})
     assert refused.status_code == 403
     assert refused.json()["error"] == {
@@ -163,9 +167,13 @@ def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     valid, key_store = platform.key("closed"), platform.services.key_store
-    expired = key_store.create_key(platform.tenant_id("closed"), expires_at=int(time.time()) + 3600)[1].secret
-    monkeypatch.setattr(key_store, "_wall_clock", lambda: time.time() + 7200)
-    key_store.revoke_key(valid.split("_")[1])
+    expired = (
+        KeyAdmin(key_store)
+        .create_key(platform.tenant_id("closed"), expires_at=int(time.time()) + 3600)[1]
+        .secret
+    )
+    monkeypatch.setattr(key_store, "wall_clock", lambda: time.time() + 7200)
+    KeyAdmin(key_store).revoke_key(valid.split("_")[1])
     other = platform.key("closed")
     unknown = other[:-1] + ("1" if other.endswith("0") else "0")
     headers = [
@@ -230,10 +238,10 @@ def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) ->
     key_store, secret = platform.services.key_store, make_key().secret
     adopting = platform.services.tenant_store.create_tenant("adopting").tenant_id
     for _ in range(2):
-        key_store.import_key(adopting, None, secret)
+        KeyAdmin(key_store).import_key(adopting, None, secret)
     assert key_store.authenticate(secret) is not None
-    key_store.revoke_key(secret.split("_")[1])
-    key_store.import_key(adopting, None, secret)
+    KeyAdmin(key_store).revoke_key(secret.split("_")[1])
+    KeyAdmin(key_store).import_key(adopting, None, secret)
     assert key_store.authenticate(secret) is None
 
 

@@ -23,13 +23,22 @@ from slora_adapters.database.change_feed import Changes, read_changes
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_api.core.errors import ServerBusy
-from slora_api.keys.api_key import PEPPER_BYTES, Pepper, _checksum, make_key, open_admin_key
 from slora_api.keys.authentication import AuthenticationMiddleware
-from slora_api.keys.key_cache import KeyCache
-from slora_api.keys.key_record import TENANT_SCOPES, AllowList, Caller, KeyRecord, Scope
-from slora_api.keys.key_store import KeyStore, _StoredKey
+from slora_api.keys.key_admin import KeyAdmin
+from slora_api.keys.key_record import (
+    PEPPER_BYTES,
+    TENANT_SCOPES,
+    AllowList,
+    Caller,
+    KeyRecord,
+    Pepper,
+    Scope,
+    _checksum,
+    make_key,
+    open_admin_key,
+)
+from slora_api.keys.key_store import KeyCache, KeyStore, RevocationJournal, _StoredKey
 from slora_api.keys.key_use import KeyUse
-from slora_api.keys.revocation_journal import RevocationJournal
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.quotas.quota import NO_QUOTA
 from slora_api.quotas.quota_store import QuotaStore
@@ -65,7 +74,7 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
         tenants = TenantStore(far, other)
         acme = tenants.create_tenant("acme").tenant_id
         cursor = read_changes(database, None).cursor
-        made, key = store.create_key(acme, "voice")
+        made, key = KeyAdmin(store).create_key(acme, "voice")
         assert not store.is_lookup_local(key.secret)
         found = store.authenticate(key.secret)
         assert found == made and store.is_lookup_local(key.secret)
@@ -76,7 +85,7 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
         assert not store.is_lookup_local(key.secret)
         found = store.authenticate(key.secret)
         assert isinstance(found, KeyRecord) and found.share == TenantShare(2)
-        other.revoke_key(key.key_id)
+        KeyAdmin(other).revoke_key(key.key_id)
         store.apply_changes(read_changes(database, changes.cursor))
         assert store.authenticate(key.secret) is None and other.authenticate(key.secret) is None
 
@@ -85,7 +94,7 @@ def test_after_a_resync_every_key_is_read_again(database_place: str, tmp_path: P
     with closing(Database(database_place)) as database:
         store = open_key_store(database, tmp_path)
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        _, key = store.create_key(acme)
+        _, key = KeyAdmin(store).create_key(acme)
         assert store.authenticate(key.secret) is not None and store.is_lookup_local(key.secret)
         store.apply_changes(Changes("0/", resync=True))
         assert not store.is_lookup_local(key.secret) and store.authenticate(key.secret) is not None
@@ -99,7 +108,7 @@ def test_a_cached_key_is_valid_for_a_while_without_the_database(
         pepper, journal = Pepper(b"p" * PEPPER_BYTES), RevocationJournal(tmp_path / "revocations")
         store = KeyStore(database, pepper, journal, 60.0, clock)
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        (_, key), (_, unseen) = store.create_key(acme), store.create_key(acme)
+        (_, key), (_, unseen) = KeyAdmin(store).create_key(acme), KeyAdmin(store).create_key(acme)
         clock.now = 10.0
         store.apply_changes(read_changes(database, None))
         assert store.authenticate(key.secret) is not None
@@ -113,13 +122,13 @@ def test_a_cached_key_is_valid_for_a_while_without_the_database(
         with pytest.raises(StoreUnavailable):
             store.authenticate(key.secret)
         with pytest.raises(StoreUnavailable):
-            store.revoke_key(key.key_id)
+            KeyAdmin(store).revoke_key(key.key_id)
         assert store.authenticate("no key at all") is None
         journal.close()
 
 
 def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
-    cache = KeyCache[_StoredKey]()
+    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant)
     key = _StoredKey(make_record("k"), b"")
 
     def find() -> _StoredKey:
@@ -135,7 +144,7 @@ def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
 
 
 def test_the_least_recently_used_keys_are_evicted() -> None:
-    cache = KeyCache[_StoredKey](max_keys=2)
+    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, max_keys=2)
     for key_id in ("a", "b", "c"):
         cache.look_up(key_id, lambda key_id=key_id: _StoredKey(make_record(key_id), b""))
         cache.get("a")
@@ -206,8 +215,8 @@ def test_a_key_is_valid_until_it_expires_also_while_it_is_cached(database_place:
     with closing(Database(database_place)) as database, closing(journal):
         store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        _, key = store.create_key(acme, expires_at=1060)
-        _, operators = store.create_operator_key("ada", expires_at=1060)
+        _, key = KeyAdmin(store).create_key(acme, expires_at=1060)
+        _, operators = KeyAdmin(store).create_operator_key("ada", expires_at=1060)
         for clock.now in (1000.5, 1059.9):
             assert store.authenticate(key.secret) and store.authenticate(operators.secret)
         assert store.is_lookup_local(key.secret)
@@ -241,17 +250,19 @@ def test_a_rotated_key_and_its_successor_are_both_valid_during_the_overlap(
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
         models = AllowList(frozenset({"voice"}))
         quotas = QuotaStore(database, NO_QUOTA)
-        old, first = store.create_key(acme, "voice", name="ci", scopes={Scope.INFERENCE}, models=models)
+        old, first = KeyAdmin(store).create_key(
+            acme, "voice", name="ci", scopes={Scope.INFERENCE}, models=models
+        )
         assert store.authenticate(first.secret) == old
         quotas.change_key_quota(first.key_id, {"tokens_per_day": 9})
-        new, second = store.rotate_key(first.key_id, 60)
+        new, second = KeyAdmin(store).rotate_key(first.key_id, 60)
         assert quotas.find_key_subject(second.key_id).quota.tokens_per_day == 9
         assert isinstance(new, KeyRecord) and new.key_id == second.key_id != first.key_id
         assert (new.tenant, new.name, new.scopes) == (acme, "ci", {Scope.INFERENCE})
         assert (new.adapter, new.models, new.expires_at) == ("voice", models, None)
         assert store.authenticate(second.secret) == new
         assert store.authenticate(first.secret) is not None
-        listed = {key.key_id: key for key in store.list_keys(acme)}
+        listed = {key.key_id: key for key in KeyAdmin(store).list_keys(acme)}
         assert (listed[first.key_id].expires_at, listed[first.key_id].replaced_by) == (1060, second.key_id)
         clock.now = 1060.0
         assert store.authenticate(first.secret) is None
@@ -266,16 +277,16 @@ def test_a_rotation_keeps_the_lifetime_of_a_key_and_never_prolongs_the_old_one(
     journal = RevocationJournal(tmp_path / "revocations")
     with closing(Database(database_place)) as database, closing(journal):
         store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        _, key = store.create_operator_key("ada", expires_at=1500)
+        _, key = KeyAdmin(store).create_operator_key("ada", expires_at=1500)
         clock.now = 1400.0
-        new, secret = store.rotate_key(key.key_id, 3600)
+        new, secret = KeyAdmin(store).rotate_key(key.key_id, 3600)
         assert (new.expires_at, new.name) == (1900, "ada")
         assert store.authenticate(secret.secret) == new
-        assert {one.key_id: one.expires_at for one in store.list_operator_keys()} == {
+        assert {one.key_id: one.expires_at for one in KeyAdmin(store).list_operator_keys()} == {
             key.key_id: 1500,
             secret.key_id: 1900,
         }
-        again, _ = store.rotate_key(secret.key_id, 0, expires_at=5000)
+        again, _ = KeyAdmin(store).rotate_key(secret.key_id, 0, expires_at=5000)
         assert again.expires_at == 5000 and store.authenticate(secret.secret) is None
 
 
@@ -320,11 +331,14 @@ def test_without_a_bootstrap_key_the_last_valid_key_of_an_operator_is_kept(
     platform: Platform, tmp_path: Path
 ) -> None:
     store = platform.services.key_store
-    for key in store.list_operator_keys():
-        store.revoke_key(key.key_id)
-    assert not store.has_operator_key()
-    (_, ada), (_, bob) = store.create_operator_key("ada"), store.create_operator_key("bob")
-    store.create_operator_key("scraper", scopes={Scope.METRICS_READ})
+    for key in KeyAdmin(store).list_operator_keys():
+        KeyAdmin(store).revoke_key(key.key_id)
+    assert not KeyAdmin(store).has_operator_key()
+    (_, ada), (_, bob) = (
+        KeyAdmin(store).create_operator_key("ada"),
+        KeyAdmin(store).create_operator_key("bob"),
+    )
+    KeyAdmin(store).create_operator_key("scraper", scopes={Scope.METRICS_READ})
     app = make_app(platform.services.all, None)
     with (
         live_server(app) as url,
@@ -359,10 +373,13 @@ def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
         pepper = Pepper(b"p" * PEPPER_BYTES)
         store = KeyStore(database, pepper, journal, clock=lambda: 0.0, wall_clock=clock)
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        _, known = store.create_key(acme)
-        (_, expired), (_, revoked) = store.create_key(acme, expires_at=1010), store.create_key(acme)
+        _, known = KeyAdmin(store).create_key(acme)
+        (_, expired), (_, revoked) = (
+            KeyAdmin(store).create_key(acme, expires_at=1010),
+            KeyAdmin(store).create_key(acme),
+        )
         body = f"slora_{known.key_id}_{'0' * 43}"
-        store.revoke_key(revoked.key_id)
+        KeyAdmin(store).revoke_key(revoked.key_id)
         secrets = {
             "unknown": make_key().secret,
             "wrong": f"{body}_{_checksum(body)}",
@@ -403,7 +420,7 @@ def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
 
 def test_a_repeated_unknown_key_is_looked_up_once_a_second(tmp_path: Path) -> None:
     clock, lookups = Clock(), []
-    cache = KeyCache[_StoredKey](clock=clock)
+    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, clock=clock)
     for clock.now in (0.0, 0.1, 0.9, 1.1):
         if not cache.is_absent("k"):
             cache.look_up("k", lambda: lookups.append(clock.now))  # type: ignore[func-returns-value]
@@ -421,7 +438,7 @@ def test_a_key_that_was_sent_before_it_was_created_is_accepted_at_once(
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
         secret = make_key().secret
         assert store.authenticate(secret) is None
-        store.import_key(acme, None, secret)
+        KeyAdmin(store).import_key(acme, None, secret)
         assert store.authenticate(secret) is not None
 
 
@@ -516,7 +533,7 @@ def test_requests_that_waited_for_a_lookup_are_not_answered_with_an_outdated_one
         )  # fmt: skip
         early = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
         await asyncio.to_thread(is_reading.wait, 60)
-        await asyncio.to_thread(key_store.revoke_key, key_id)
+        await asyncio.to_thread(KeyAdmin(key_store).revoke_key, key_id)
         late = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
         await asyncio.sleep(0)
         is_revoked.set()
@@ -544,19 +561,19 @@ def test_no_log_and_no_repr_has_a_secret(
             for path in ("/v1/models", f"/v1/models/{secret}", f"/v1/adapters/{secret}", "/admin/keys"):
                 texts.append(client.get(path, headers={"x-request-id": "r"}).text)
     key_store = platform.services.key_store
-    key_store.revoke_key(made["key_id"])
+    KeyAdmin(key_store).revoke_key(made["key_id"])
     cached = [repr(key_store._cache.get(one["key_id"])) for one in (made, rotated, operators)]
-    admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store._pepper)
+    admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store.pepper)
     texts += [record.getMessage() for record in caplog.records if not record.name.startswith("http")]
     texts += [
         *cached,
         repr(key_store),
         repr(admin_key),
-        repr(key_store.list_keys(platform.tenant_id("quiet"))),
+        repr(KeyAdmin(key_store).list_keys(platform.tenant_id("quiet"))),
     ]
     for hidden in (ADMIN_KEY, *(secret.split("_")[2] for secret in secrets)):
         assert not any(hidden in text for text in texts)
-    digest = key_store._pepper.digest(rotated["key"])
+    digest = key_store.pepper.digest(rotated["key"])
     assert not any(repr(digest)[2:-1] in text for text in texts)
 
 

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import event
 
 from slora_adapters.database.database import Database
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import Caller
 from slora_api.keys.key_store import KeyStore
 from slora_api.keys.key_use import KeyUse
@@ -35,13 +36,13 @@ def database(database_place: str) -> Iterator[Database]:
 def make_keys(database: Database, folder: Path, count: int) -> tuple[KeyStore, list[Caller]]:
     store = open_key_store(database, folder)
     tenant = TenantStore(database, store).create_tenant("acme").tenant_id
-    return store, [store.create_key(tenant)[0] for _ in range(count)]
+    return store, [KeyAdmin(store).create_key(tenant)[0] for _ in range(count)]
 
 
 def read_times(store: KeyStore, key: Caller) -> list[int | None]:
     """Returns when each key of the tenant was used."""
     assert key.tenant is not None
-    return [key.last_used_at for key in store.list_keys(key.tenant)]
+    return [key.last_used_at for key in KeyAdmin(store).list_keys(key.tenant)]
 
 
 def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path: Path) -> None:
@@ -116,6 +117,6 @@ def test_a_request_notes_the_use_of_its_key(tmp_path: Path) -> None:
         key, idle = platform.key("acme"), platform.key("acme")
         assert post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
         asyncio.run(platform.services.key_use.write())
-        keys = platform.services.key_store.list_keys(platform.tenant_id("acme"))
+        keys = platform.services.key_admin.list_keys(platform.tenant_id("acme"))
         used = {one.key_id: one.last_used_at for one in keys}
         assert used[key.split("_")[1]] is not None and used[idle.split("_")[1]] is None

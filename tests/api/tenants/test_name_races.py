@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from slora_api.keys.api_key import PEPPER_BYTES
+from slora_api.keys.key_record import PEPPER_BYTES
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, bearer, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of

@@ -15,6 +15,7 @@ from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.core.errors import NotFound
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members
@@ -148,7 +149,7 @@ def test_a_rename_changes_one_row_on_both_databases(database_place: str, tmp_pat
         keys = open_key_store(database, tmp_path)
         store, registry = TenantStore(database, keys), Registry(database)
         tenant = store.create_tenant("old", ShareChanges(weight=2)).tenant_id
-        _, key = keys.create_key(tenant)
+        _, key = KeyAdmin(keys).create_key(tenant)
         assert keys.authenticate(key.secret) is not None
         registry.put("voice", AdapterVersion(tenant, "1" * 64), AdapterDetails(2, ("q_proj",), 1))
         cursor = registry.changes().cursor

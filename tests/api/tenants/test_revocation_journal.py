@@ -4,14 +4,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slora_api.keys.revocation_journal import MAX_ENTRIES, RevocationJournal
+from slora_api.keys.key_store import MAX_ENTRIES, RevocationJournal
 from tests.support.file_limit import largest_file
 
 # For each key id on its input, prints whether it is revoked.
 READER = """
 import sys
 from pathlib import Path
-from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.key_store import RevocationJournal
 journal = RevocationJournal(Path(sys.argv[1]))
 print("ready", flush=True)
 for line in sys.stdin:

@@ -13,8 +13,7 @@ import httpx
 import openai
 import pytest
 
-from slora_api.keys.api_key import PEPPER_BYTES
-from slora_api.keys.key_record import KeyRecord
+from slora_api.keys.key_record import PEPPER_BYTES, KeyRecord
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import wait_for
@@ -95,7 +94,7 @@ def test_a_revocation_at_one_server_ends_the_streams_of_another(
         wait_for(lambda: len(second.engine.aborted) == num_aborted + 1 or None)
         assert not unharmed.ended_at
         assert post(second, key, COMPLETIONS, PROMPT).status_code == 401
-        first.services.key_store.revoke_key(other.split("_")[1])
+        first.services.key_admin.revoke_key(other.split("_")[1])
     wait_for(lambda: not second.services.running._by_key or None)
 
 
@@ -109,7 +108,7 @@ def test_a_request_without_a_stream_is_answered_401_when_its_key_is_revoked(
     num_requests = len(second.engine.requests)
     asking.start()
     wait_for(lambda: len(second.engine.requests) > num_requests or None)
-    first.services.key_store.revoke_key(key.split("_")[1])
+    first.services.key_admin.revoke_key(key.split("_")[1])
     asking.join(300)
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["message"]) == (401, REVOKED)
@@ -124,7 +123,7 @@ def test_a_suspension_ends_the_streams_of_the_tenants_keys(servers: tuple[Platfo
             first.services.tenant_store.suspend(first.tenant_id("paused"))
         assert stream.events[-1]["error"]["code"] == "tenant_suspended"
         assert not unharmed.ended_at
-        first.services.key_store.revoke_key(other.split("_")[1])
+        first.services.key_admin.revoke_key(other.split("_")[1])
 
 
 def test_a_change_of_the_tenants_share_ends_no_stream(servers: tuple[Platform, Platform]) -> None:
@@ -142,7 +141,7 @@ def test_a_change_of_the_tenants_share_ends_no_stream(servers: tuple[Platform, P
 
         wait_for(has_new_share)
         assert not stream.ended_at
-        first.services.key_store.revoke_key(key_id)
+        first.services.key_admin.revoke_key(key_id)
 
 
 def test_a_key_in_the_revocation_journal_ends_its_streams(servers: tuple[Platform, Platform]) -> None:
@@ -150,7 +149,7 @@ def test_a_key_in_the_revocation_journal_ends_its_streams(servers: tuple[Platfor
     _, second = servers
     key = second.key("journalled")
     with streaming(second, key) as stream:
-        second.services.key_store._journal.add(key.split("_")[1])
+        second.services.key_store.journal.add(key.split("_")[1])
     assert stream.events[-1]["error"]["message"] == REVOKED
 
 
@@ -163,10 +162,10 @@ def test_the_openai_client_raises_an_error_when_its_key_is_revoked(
     with pytest.raises(openai.APIError, match="was revoked"):
         for number, _ in enumerate(client.completions.create(**PROMPT, stream=True, max_tokens=50)):  # type: ignore
             if number == 0:
-                first.services.key_store.revoke_key(key.split("_")[1])
+                first.services.key_admin.revoke_key(key.split("_")[1])
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
-    narrow = first.services.key_store.create_key(first.tenant_id("sdk"), scopes=frozenset())[1].secret
+    narrow = first.services.key_admin.create_key(first.tenant_id("sdk"), scopes=frozenset())[1].secret
     with pytest.raises(openai.PermissionDeniedError):
         client.with_options(api_key=narrow).models.list()
 
@@ -175,9 +174,9 @@ def test_an_expired_key_finishes_its_stream(tmp_path: Path) -> None:
     now = [time.time()]
     engine = ScriptedEngine([deltas_of(b"ok" * 20)])
     with running_platform(tmp_path, engine, follows=True) as platform:
-        platform.services.key_store._wall_clock = lambda: now[0]
+        platform.services.key_store.wall_clock = lambda: now[0]
         platform.key("acme")
-        key = platform.services.key_store.create_key(platform.tenant_id("acme"), expires_at=int(now[0]) + 60)[
+        key = platform.services.key_admin.create_key(platform.tenant_id("acme"), expires_at=int(now[0]) + 60)[
             1
         ].secret
         engine.on_request = lambda _: now.__setitem__(0, now[0] + 120)

@@ -9,6 +9,7 @@ import pytest
 from slora_adapters.database.change_feed import read_changes
 from slora_adapters.database.database import Database
 from slora_api.core.errors import NotFound, TenantSuspended
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import KeyRecord, TenantStatus
 from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import make_members
@@ -89,7 +90,7 @@ def test_a_suspension_reaches_other_processes_through_the_feed(database_place: s
         tenant.check_active()
         acme = tenant.tenant_id
         cursor = read_changes(database, None).cursor
-        _, key = keys.create_key(acme)
+        _, key = KeyAdmin(keys).create_key(acme)
 
         def status() -> TenantStatus:
             found = keys.authenticate(key.secret)

@@ -35,7 +35,7 @@ def slora(
 
 def test_the_life_of_a_tenant(platform: Platform, slora: Callable[..., str]) -> None:
     slora("tenant", "create", "acme", "--weight", "2")
-    key = platform.services.key_store.create_key(platform.tenant_id("acme"))[1].secret
+    key = platform.services.key_admin.create_key(platform.tenant_id("acme"))[1].secret
     assert "`slora tenant resume acme` serves it again" in slora("tenant", "suspend", "acme")
     assert "suspended" in slora("tenant", "list")
     assert post(platform, key, "/v1/completions", PROMPT).status_code == 403

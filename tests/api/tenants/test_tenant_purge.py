@@ -17,6 +17,7 @@ from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
@@ -169,7 +170,7 @@ def test_a_purge_deletes_the_same_rows_on_both_databases(database_place: str, tm
         store = TenantStore(database, keys)
         leaver, stayer = (store.create_tenant(name).tenant_id for name in ("leaver", "stayer"))
         for tenant in (leaver, stayer):
-            keys.create_key(tenant)
+            KeyAdmin(keys).create_key(tenant)
             ledger.add([record_of(tenant, f"{tenant}{number}") for number in range(3)])
         store.begin_purge(leaver)
         assert ledger.erase(leaver) == 3 and ledger.erase(leaver) == 0
@@ -216,7 +217,7 @@ def test_erased_usage_does_not_come_back_with_what_journals_still_have(
         keys, ledger = open_key_store(database, tmp_path), UsageLedger(database)
         store = TenantStore(database, keys)
         erased, kept = (store.create_tenant(name).tenant_id for name in ("erased", "kept"))
-        (_, gone), (_, other) = keys.create_key(erased), keys.create_key(kept)
+        (_, gone), (_, other) = KeyAdmin(keys).create_key(erased), KeyAdmin(keys).create_key(kept)
         store.begin_purge(erased)
         ledger.erase(erased)
         store.finish_purge(erased, {})
@@ -224,7 +225,7 @@ def test_erased_usage_does_not_come_back_with_what_journals_still_have(
         assert ledger.add(late) == 1 and ledger.add(late[:1]) == 0
         assert rows_with(database, erased) == {"audit_log", "changes", "former_tenants"}
         again = store.create_tenant("erased").tenant_id
-        _, key = keys.create_key(again)
+        _, key = KeyAdmin(keys).create_key(again)
         assert ledger.add([record_of(again, "r3", key.key_id)]) == 1, "a new tenant of that name"
 
 
@@ -238,9 +239,9 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
-from slora_api.keys.api_key import Pepper
+from slora_api.keys.key_record import Pepper
 from slora_api.keys.key_store import KeyStore
-from slora_api.keys.revocation_journal import RevocationJournal
+from slora_api.keys.key_store import RevocationJournal
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 
@@ -286,7 +287,7 @@ def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
         tenants, ledger = TenantStore(database, keys), UsageLedger(database)
         leaver, stayer = (tenants.create_tenant(name).tenant_id for name in ("leaver", "stayer"))
         for tenant, blobs in ((leaver, "123"), (stayer, "3")):
-            keys.create_key(tenant)
+            KeyAdmin(keys).create_key(tenant)
             ledger.add([record_of(tenant, tenant)])
             for blob in blobs:
                 store.put(blob * 64, {"weights": b"w"})
