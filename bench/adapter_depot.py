@@ -14,8 +14,8 @@ import torch
 from bench.workload import ModelSize, make_adapter, write_model
 from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.peft_directory import TENSORS_NAME, parse_adapter
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterLimits
+from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore

@@ -42,8 +42,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
-from slora_adapters.peft.hub_reference import HubReference
-from slora_adapters.peft.hub_snapshot import download
+from slora_adapters.peft.hub import HubReference, download
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
@@ -322,7 +321,7 @@ def read_content(
 ) -> Adapter:
     """Reads an adapter and validates it like an upload to the server.
 
-    Raises AdapterNotFound, AdapterInvalid, and the errors of `hub_snapshot.download`.
+    Raises AdapterNotFound, AdapterInvalid, and the errors of `hub.download`.
     """
     if isinstance(content, HubReference):
         content = download(content).directory

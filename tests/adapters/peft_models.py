@@ -7,7 +7,7 @@ import torch
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.adapter import ModuleId
 from slora_kernels.layout import llama_shape
 from tests.support import peft_adapters
 

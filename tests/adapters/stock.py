@@ -7,8 +7,7 @@ from threading import Event, Lock
 
 import numpy as np
 
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import bundle
+from slora_adapters.peft.adapter import AdapterLimits, bundle
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.store.file_store import FileStore

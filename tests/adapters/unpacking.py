@@ -4,7 +4,7 @@ packing code."""
 import numpy as np
 import numpy.typing as npt
 
-from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.adapter import ModuleId
 from slora_adapters.peft.packing import PackedAdapter
 from slora_kernels.layout import SEGMENT_BYTES, ModelShape
 

@@ -23,24 +23,18 @@ from slora.text.generation_defaults import GenerationDefaults
 from slora_adapters.database.audit_log import AuditLog
 from slora_adapters.database.database import Database
 from slora_adapters.inspection.inspection_process import inspect
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.peft.adapter import AdapterLimits, CheckedAdapter
 from slora_adapters.process.full_disk import DiskReserve
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.store_url import open_store
-from slora_api.adapters.aliases import Aliases
 from slora_api.adapters.base_model import BaseIdentity, BaseModelInfo
-from slora_api.adapters.canary import Canary
-from slora_api.adapters.inspector import InspectionBounds, Inspector
-from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pin_routes import PinServices
 from slora_api.adapters.pinning import Pinning
-from slora_api.adapters.publisher import Publisher
-from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.publisher import Canary, InspectionBounds, Inspector, Publisher
+from slora_api.adapters.quarantine import LocalAdapters, Quarantine, Uploads
 from slora_api.adapters.routes import AdapterServices
-from slora_api.adapters.uploads import Uploads
 from slora_api.batches.batches import Batches
 from slora_api.batches.files import Files, file_limits
 from slora_api.batches.routes import BatchServices
@@ -316,7 +310,6 @@ def running_platform(
                 uploads,
                 publisher,
                 catalog,
-                Aliases(registry, pinning),
                 local_adapters,
                 tenant_store,
                 limits_of,

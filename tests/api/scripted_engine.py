@@ -39,7 +39,7 @@ from slora.core.request import (
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.canary import CANARY_TENANT
+from slora_api.adapters.publisher import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256

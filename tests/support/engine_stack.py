@@ -20,8 +20,7 @@ from slora.core.messages import Message, unpack
 from slora.core.request import TokenDelta
 from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.loader_process import LoaderConfig
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import bundle
+from slora_adapters.peft.adapter import AdapterLimits, bundle
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.process.wire import encode
 from slora_adapters.store.file_store import FileStore

@@ -17,13 +17,12 @@ from typing import Any
 
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.inspection.archive import unpack
-from slora_adapters.peft.adapter import Adapter, AdapterLimits
-from slora_adapters.peft.checked_adapter import CheckedAdapter, summarise
-from slora_adapters.peft.number_format import largest_magnitude_bits
+from slora_adapters.peft.adapter import Adapter, AdapterLimits, CheckedAdapter, summarise
 from slora_adapters.peft.pattern_process import die_with
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.strict_json import parse_object
+from slora_adapters.peft.tensor_file import largest_magnitude_bits
 from slora_adapters.process.full_disk import is_full
 from slora_kernels.layout import ModelShape
 

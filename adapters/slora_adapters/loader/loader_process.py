@@ -34,7 +34,7 @@ from slora_adapters.loader.loader_messages import (
 )
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.number_format import STORAGE
+from slora_adapters.peft.tensor_file import STORAGE
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging

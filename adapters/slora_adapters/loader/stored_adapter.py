@@ -19,11 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
-from slora_adapters.peft.adapter import AdapterLimits, list_ranks
-from slora_adapters.peft.digest import AdapterHash
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits, list_ranks
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
-from slora_adapters.peft.peft_directory import TENSORS_NAME
 from slora_adapters.peft.targeting import resolve_targets
 from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, measure_header, parse_spans
 from slora_adapters.peft.validation import validate

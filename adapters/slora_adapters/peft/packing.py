@@ -16,10 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.adapter import Adapter, LoraPair
-from slora_adapters.peft.module_names import ModuleId
-from slora_adapters.peft.number_format import STORAGE, convert, fits, largest_magnitude_bits, may_overflow
-from slora_adapters.peft.tensor_file import Factor
+from slora_adapters.peft.adapter import Adapter, LoraPair, ModuleId
+from slora_adapters.peft.tensor_file import (
+    STORAGE,
+    Factor,
+    convert,
+    fits,
+    largest_magnitude_bits,
+    may_overflow,
+)
 from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
 from slora_kernels.partition import Partition
 

@@ -16,21 +16,20 @@ from typing import Self
 import numpy as np
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
-from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
-from slora_adapters.peft.digest import adapter_digest
+from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, AdapterLimits, adapter_digest
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
-from slora_adapters.peft.module_names import (
+from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
+from slora_adapters.peft.targeting import resolve_targets, spell_out
+from slora_adapters.peft.tensor_file import StoredTensor, convert, map_file, read_shaped, read_tensors
+from slora_adapters.peft.validation import (
+    check_values,
     find_image_part,
     find_other_names,
     list_spellings,
     parse_copy_name,
     rename_module,
+    validate,
 )
-from slora_adapters.peft.number_format import convert
-from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
-from slora_adapters.peft.targeting import resolve_targets, spell_out
-from slora_adapters.peft.tensor_file import StoredTensor, map_file, read_shaped, read_tensors
-from slora_adapters.peft.validation import check_values, validate
 from slora_kernels.layout import ModelShape
 
 _INDEX = "model.safetensors.index.json"
@@ -154,7 +153,6 @@ def _equal(tensor: StoredTensor, own: StoredTensor, served: str, rounded: str | 
     return True
 
 
-TENSORS_NAME = "adapter_model.safetensors"
 # All files that an upload of an adapter may contain.
 MEMBER_NAMES = (CONFIG_NAME, TENSORS_NAME, *EXTRA_NAMES)
 # Names of files and folders that training leaves beside an adapter. They do not change what the adapter answers, or, as

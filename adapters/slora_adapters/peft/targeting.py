@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from slora_adapters.errors import Reason
 from slora_adapters.peft import pattern_process
-from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.adapter import ModuleId
 from slora_adapters.peft.pattern_process import CPU_SECONDS, find_first_matches
 from slora_adapters.peft.peft_config import (
     ALL_LINEAR,

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from slora_adapters.errors import StoreUnavailable
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.peft.adapter import CheckedAdapter
 from slora_adapters.registry.record import AdapterDetails, Publication, Removal
 from slora_adapters.registry.registry import Registry, StorageCheck
 from slora_adapters.store.store import Store

@@ -2,7 +2,7 @@
 that determines an adapter's results.
 
 A store does not know tenants, names or PEFT. The registry tracks which versions refer to a blob and decides when it is
-deleted. All blobs with the same digest are interchangeable (`checked_adapter.py`). So a second put of a digest is never
+deleted. All blobs with the same digest are interchangeable (`peft/adapter.py`). So a second put of a digest is never
 a conflict: the put writes all members again, and replaces the existing blob.
 
 A blob is read in pieces into the reader's memory, so no store holds a whole blob in memory. Stores do not verify what

@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import TypedDict
 
-from slora_adapters.peft.checked_adapter import ModuleSummary
+from slora_adapters.peft.adapter import ModuleSummary
 from slora_adapters.registry.record import AdapterRecord, Rollout
 from slora_api.adapters.base_model import BaseMatch
 

@@ -6,19 +6,26 @@
 - name-matched: the adapter's config names a base model with the same name as the served model.
 - unverified: neither the fingerprint nor the name identifies the base model. The shapes of the adapter fit, but they
 also fit every fine-tune of the same base model.
+
+`BaseModelFiles` reads the facts about it from the model's directory, without the engine.
 """
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from slora.core.errors import ConfigError
+from slora.models.model_spec import read_model_spec
 from slora.models.weights.checkpoint import fingerprint
-from slora.text.generation_defaults import GenerationDefaults
+from slora.text.generation_defaults import GenerationDefaults, read_model_defaults
+from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
+from slora_adapters.peft.adapter import AdapterLimits
+from slora_api.core.settings import Settings
 from slora_api.core.threads import control_thread
 
 # A request with this model name uses the default adapter of its API key.
@@ -85,3 +92,37 @@ class BaseModelInfo:
     identity: BaseIdentity
     defaults: GenerationDefaults
     created_at: int
+
+
+class BaseModelFiles:
+    """Reads the files of the base model. The constructor raises ConfigError.
+
+    started_at: Unix time of the server's start, which /v1/models shows.
+    """
+
+    def __init__(self, settings: Settings, started_at: int | None = None) -> None:
+        self.started_at = int(time.time()) if started_at is None else started_at
+        self.directory = settings.engine.model
+        self.config = read_model_spec(self.directory, settings.engine.model_impl)
+        self.dtype = self.config.resolve_dtype(settings.engine.dtype)
+        # The server refuses a number of ranks that does not divide the model before it starts any process.
+        self.shape = self.config.partition(self.dtype, settings.engine.tensor_parallel_size).shape
+        self.name = settings.engine.model_name or self.directory.resolve().name
+        if self.name == DEFAULT_MODEL:
+            raise ConfigError(
+                f"the base model is named {DEFAULT_MODEL!r}, but that name selects the default adapter of the "
+                "request's API key; set another --model-name"
+            )
+        self.tokenizer = Tokenizer.from_directory(self.directory)
+        self.limits = AdapterLimits(
+            max_lora_rank=settings.engine.max_lora_rank,
+            max_tensor_bytes=settings.max_upload_bytes,
+            served_dtype=self.dtype,
+            vocab_size=self.config.vocab_size,
+            base_directory=self.directory,
+            tokenizer_digests=self.tokenizer.digests,
+        )
+
+    def base(self) -> BaseModelInfo:
+        identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
+        return BaseModelInfo(self.name, identity, read_model_defaults(self.directory), self.started_at)

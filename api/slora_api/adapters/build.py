@@ -6,17 +6,12 @@ from pathlib import Path
 from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.store_url import open_store
-from slora_api.adapters.aliases import Aliases
-from slora_api.adapters.base_model_files import BaseModelFiles
-from slora_api.adapters.canary import Canary
-from slora_api.adapters.inspector import InspectionBounds, Inspector
-from slora_api.adapters.local_adapters import LocalAdapters
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
-from slora_api.adapters.publisher import CheckQuota, Publisher
-from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.publisher import Canary, CheckQuota, InspectionBounds, Inspector, Publisher
+from slora_api.adapters.quarantine import LocalAdapters, Quarantine, Uploads
 from slora_api.adapters.routes import AdapterServices
-from slora_api.adapters.uploads import Uploads
 from slora_api.core.data_dir import store_url
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
@@ -77,7 +72,6 @@ def build_adapters(foundation: Foundation, needs: AdapterNeeds) -> Adapters:
             pinning,
         ),
         catalog=ModelCatalog(base, stored, client, pinning),
-        aliases=Aliases(registry, pinning),
         local_adapters=LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
         ),

@@ -19,8 +19,7 @@ from slora.core.errors import ConfigError
 from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.extras import EXTRA_FIELDS
-from slora_adapters.peft.hub_reference import HubReference
-from slora_adapters.peft.hub_snapshot import HubSnapshot, download
+from slora_adapters.peft.hub import HubReference, HubSnapshot, download
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.process.progress_bar import count_reads, show_progress
 from slora_adapters.registry.record import suggest_adapter_name

@@ -12,6 +12,7 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import partial
 from typing import Literal
 
 from typing_extensions import TypedDict
@@ -24,11 +25,13 @@ from slora.text.generation_defaults import read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.catalog import Catalog
-from slora_adapters.registry.record import AdapterRecord, Rollout, parse_reference
+from slora_adapters.registry.record import LATEST, AdapterRecord, Rollout, Targets, parse_reference
 from slora_api.adapters.adapter_json import (
     AdapterObject,
+    AliasObject,
     VersionObject,
     adapter_json,
+    alias_json,
     digest_text,
     version_json,
 )
@@ -328,6 +331,47 @@ class ModelCatalog:
                 await self._client.remove_adapter(version)
         if removal.moved_pin:
             self._pinning.refresh()
+
+    def list_aliases(self, tenant: str, name: str) -> list[AliasObject]:
+        """Lists the aliases of a name. Raises AdapterNotFound, like all methods for aliases."""
+        registry = self._adapters.registry
+        registry.rollout(tenant, f"{name}@{LATEST}")  # Raises AdapterNotFound for an unknown name.
+        return [alias_json(rollout) for rollout in registry.aliases(tenant, name)]
+
+    def describe_alias(self, tenant: str, name: str, alias: str) -> AliasObject:
+        return alias_json(self._adapters.registry.rollout(tenant, f"{name}@{alias}"))
+
+    async def move_alias(
+        self,
+        tenant: str,
+        name: str,
+        alias: str,
+        targets: Targets,
+        *,
+        expected: Targets | None,
+        follows_pushes: bool,
+    ) -> AliasObject:
+        """Moves or creates an alias, in one transaction. So a request is served either by the old targets or by the new
+        ones. Raises the errors of `Registry.move`.
+        """
+        move = partial(self._adapters.registry.move, expected=expected, follows_pushes=follows_pushes)
+        return self._moved(await tenant_thread(tenant, move, tenant, name, alias, targets))
+
+    async def roll_back_alias(self, tenant: str, name: str, alias: str) -> AliasObject:
+        """Moves the alias back to its previous targets. Raises AliasConflict if it has none."""
+        return self._moved(
+            await tenant_thread(tenant, self._adapters.registry.roll_back, tenant, name, alias)
+        )
+
+    async def delete_alias(self, tenant: str, name: str, alias: str) -> None:
+        """Deletes the alias. Raises BadAlias for `latest`."""
+        self._moved(await tenant_thread(tenant, self._adapters.registry.delete_alias, tenant, name, alias))
+
+    def _moved(self, rollout: Rollout) -> AliasObject:
+        """A pin moves with its alias."""
+        if rollout.pinned:
+            self._pinning.refresh()
+        return alias_json(rollout)
 
     async def prewarm(self, key: KeyRecord, reference: str) -> PrewarmObject:
         """Starts to load all versions that the reference stands for, and returns where each version is now.

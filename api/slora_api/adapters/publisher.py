@@ -20,33 +20,286 @@ versions for uploads, so that a slow store leaves threads for everything else. N
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+import math
+import os
+import signal
+import sys
+import uuid
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 from weakref import WeakValueDictionary
 
 from starlette.types import Receive
 
 from slora.client.client import EngineClient
-from slora.core.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable, RequestFailed, RequestRefused
+from slora.core.request import EngineRequest, TokenLogprobs, single_adapter
+from slora.core.sampling_params import MAX_LOGPROBS, SamplingParams
 from slora.text.generation_defaults import find_unsupported_fields
-from slora_adapters.errors import AdapterInvalid, StoreUnavailable
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora.text.tokenizer import Tokenizer
+from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
+from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
+from slora_adapters.peft.adapter import AdapterLimits, CheckedAdapter
+from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
-from slora_api.adapters.canary import Canary
-from slora_api.adapters.inspector import Inspector
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
-from slora_api.core.errors import BadRequest
+from slora_api.core.errors import BadRequest, InspectionFailed
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_api.core.threads import HOUSEKEEPING, tenant_thread
 from slora_api.http.sse import unless_disconnected
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
+from slora_kernels.layout import ModelShape
+
+# One thread per inspection, because the other cores serve requests.
+_ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+# The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
+# JSON.
+_MAX_ANSWER_BYTES = 16 << 20
+# Two inspectors are reserved for tenants without an inspector, so that two tenants never hold all inspectors.
+_NUM_INSPECTORS, _NUM_RESERVED = 4, 2
+# `RequestLimiter` refuses a tenant's uploads before this limit is reached.
+_MAX_WAITING = 64
+
+
+@dataclass(frozen=True, slots=True)
+class InspectionBounds:
+    """The limits of one inspection: private memory, and CPU time that grows with the size of the upload.
+
+    To end a process that hangs, the wall-clock time is limited to `wall_time_factor` times the CPU time. The factor is
+    large, because an inspection of one CPU second can take minutes on a busy machine.
+
+    Worked example: an upload of 80 MiB may use 5 + 10 s of CPU time; reading and checking it takes about one second.
+    """
+
+    memory_bytes: int = 512 << 20
+    cpu_seconds: int = 5
+    bytes_per_cpu_second: int = 8 << 20
+    wall_time_factor: float = 120.0
+
+    def cpu_seconds_for(self, source: Path) -> int:
+        files = source.iterdir() if source.is_dir() else [source]
+        return self.cpu_seconds + sum(file.stat().st_size for file in files) // self.bytes_per_cpu_second
+
+
+class Inspector:
+    """Inspects adapters for a base model of `shape` within `limits`, each in a process of its own.
+
+    If the process crashes, hangs or exceeds a limit, only its upload is refused, with the reason. All tenants share a
+    few such processes in fair order. An upload that is cancelled while it waits is never inspected.
+
+    num_processes: number of API processes of the host, which share the inspectors.
+    """
+
+    def __init__(
+        self, shape: ModelShape, limits: AdapterLimits, bounds: InspectionBounds, num_processes: int = 1
+    ) -> None:
+        self._shape = shape
+        self._limits = limits
+        self._bounds = bounds
+        num_inspectors = slots_of_process(_NUM_INSPECTORS, _NUM_RESERVED, num_processes)
+        self._slots = FairSlots(
+            num_inspectors, _MAX_WAITING, "uploads to inspect", num_reserved=_NUM_RESERVED
+        )
+
+    async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:
+        """Inspects the adapter in `source`, which is a PEFT directory or an archive of one. Writes only to the empty
+        folder `scratch`. The adapter's tensor file may be there afterwards.
+
+        Raises AdapterInvalid with every reason, InspectionFailed, DiskFull, or TenantBusy.
+        """
+        async with self._slots.hold(tenant):
+            return await self._inspect(source, scratch)
+
+    async def _inspect(self, source: Path, scratch: Path) -> CheckedAdapter:
+        bounds = self._bounds
+        cpu_seconds = bounds.cpu_seconds_for(source)
+        wall_seconds = bounds.wall_time_factor * cpu_seconds
+        task = InspectionTask(
+            source,
+            scratch,
+            self._shape,
+            self._limits,
+            bounds.memory_bytes,
+            cpu_seconds,
+            parent=os.getpid(),
+        )
+        process = await _start(task)
+        try:
+            async with asyncio.timeout(wall_seconds):
+                line = await _read_line(process)
+                exit_code = await process.wait()
+        except TimeoutError:
+            raise InspectionFailed(
+                f"The check of the adapter did not finish within {wall_seconds:g} s, because the "
+                "server is too busy. Try again."
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if exit_code == -signal.SIGXCPU:
+            raise _over_limit(f"over {cpu_seconds} s of CPU time")
+        try:
+            return decode_answer(line)
+        except OutOfMemory:
+            raise _over_limit(f"over {bounds.memory_bytes} bytes of memory") from None
+        except ValueError:
+            raise InspectionFailed(
+                f"The process that checked the adapter ended with {_describe(exit_code)} before it "
+                "had a result. The server's log has the reason."
+            ) from None
+
+
+async def _start(task: InspectionTask) -> Process:
+    arguments = ("-P", "-m", "slora_adapters.inspection.inspection_process", task.to_json())
+    environment = pass_on(os.environ, BASE_VARIABLES) | _ENVIRONMENT
+    return await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES, env=environment
+    )
+
+
+async def _read_line(process: Process) -> bytes:
+    """Returns the process's answer; empty if it is longer than any valid answer."""
+    assert process.stdout is not None
+    try:
+        return await process.stdout.readline()
+    except ValueError:
+        return b""
+
+
+def _over_limit(what: str) -> AdapterInvalid:
+    message = (
+        f"the check of the adapter takes {what}, which is more than any valid adapter of this size needs"
+    )
+    return AdapterInvalid((Reason("inspection_limit", message),))
+
+
+def _describe(exit_code: int) -> str:
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+# A tenant's name cannot contain a colon.
+CANARY_TENANT = "slora:canary"
+# The prompt is shorter than a default KV block of 16 tokens, so that the prefix cache keeps nothing of it.
+_PROMPT_TOKENS = 10
+_TIMEOUT_S = 120.0
+
+
+class Canary:
+    """Runs a new adapter once before any request can use it: its output must be finite and differ from the base's.
+
+    The canary sends the engine two requests with the same short prompt: one with the adapter, and one without it. It
+    compares the log-probabilities of the prompt's tokens and of the most probable tokens at each position. Both
+    requests belong to an internal tenant that is never charged. They are scheduled like other requests, so a busy
+    server delays an upload. An upload costs the engine about twenty tokens of compute.
+
+    The prompt is made of token ids rather than of text, because a vocabulary need not contain any given text.
+
+    On GPUs the rounding depends on the batch, so even two runs of the base model may differ in the last digits. An
+    adapter without a real effect may therefore pass on a GPU. The inspection has already refused adapters whose LoRA
+    factors are zero.
+
+    timeout_s: time limit for the two requests together.
+    """
+
+    def __init__(self, client: EngineClient, tokenizer: Tokenizer, timeout_s: float = _TIMEOUT_S) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._timeout_s = timeout_s
+
+    async def try_out(self, version: AdapterVersion, embedded_tokens: Sequence[int]) -> float:
+        """Returns the largest absolute change of a log-probability that the adapter causes.
+
+        embedded_tokens: some tokens whose embedding the adapter changes.
+
+        Raises AdapterInvalid if a log-probability is not finite, or if all log-probabilities equal those of the base
+        model. Raises InspectionFailed if no answer arrives in time. Raises the engine's own errors if the engine is
+        unavailable or cannot load the adapter.
+        """
+        prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *embedded_tokens]
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                base = await self._score(None, prompt)
+                own = await self._score_adapter(version, prompt)
+        except TimeoutError:
+            raise InspectionFailed(
+                f"The trial run of the adapter did not finish within {self._timeout_s:g} s, because "
+                "the server is too busy. Try again."
+            ) from None
+        if own == base:
+            raise _refused(
+                "no_effect",
+                f"the adapter has no effect: for a prompt of {len(prompt)} tokens, all {len(own)} "
+                "log-probabilities equal those of the base model; save the adapter after training",
+            )
+        # The two runs may sample different last tokens, whose log-probabilities cannot be compared.
+        return max(abs(own[key] - base[key]) for key in own.keys() & base.keys())
+
+    async def _score_adapter(self, version: AdapterVersion, prompt: list[int]) -> "_Scores":
+        try:
+            scores = await self._score(version, prompt)
+        except RequestRefused as error:
+            raise _refused("not_servable", f"the adapter cannot be served here: {error}") from None
+        except RequestFailed as error:
+            raise _refused(
+                "not_finite", f"the adapter makes the model's outputs NaN or infinite: {error}"
+            ) from None
+        if not all(map(math.isfinite, scores.values())):
+            raise _refused("not_finite", "the adapter causes log-probabilities that are NaN or infinite")
+        return scores
+
+    async def _score(self, version: AdapterVersion | None, prompt: list[int]) -> "_Scores":
+        sampling = SamplingParams(
+            max_tokens=1, temperature=0, ignore_eos=True, logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS
+        )
+        request = EngineRequest(uuid.uuid4().hex, CANARY_TENANT, prompt, single_adapter(version), sampling)
+        entries: list[TokenLogprobs | None] = []
+        async with aclosing(self._client.generate(request)) as deltas:
+            async for arrived in deltas:
+                for delta in arrived:
+                    entries += [*delta.prompt_logprobs, *(delta.logprobs or ())]
+        return dict(_list_scores(entries))
+
+
+def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Returns at most ten token ids, spread evenly over the model's vocabulary. They are the same in each call.
+
+    Added tokens are avoided where possible, because many have embeddings that were never trained.
+    """
+    limit, added = min(vocab_size, tokenizer.vocab_size), tokenizer.added_token_ids
+    starts = (limit * position // _PROMPT_TOKENS for position in range(_PROMPT_TOKENS))
+    plain = (
+        next((token_id for token_id in range(start, limit) if token_id not in added), 0) for start in starts
+    )
+    return list(dict.fromkeys(plain))
+
+
+# (position, token id) -> log-probability. The token id -1 stands for the token of the prompt or answer at that
+# position.
+_Scores = dict[tuple[int, int], float]
+
+
+def _list_scores(entries: Sequence[TokenLogprobs | None]) -> Iterator[tuple[tuple[int, int], float]]:
+    for position, entry in enumerate(entries):
+        if entry is not None:
+            yield (position, -1), entry.logprob
+            yield from (((position, token_id), logprob) for token_id, logprob in entry.top)
+
+
+def _refused(code: str, message: str) -> AdapterInvalid:
+    return AdapterInvalid((Reason(code, message),))
+
 
 _log = logging.getLogger(__name__)
 

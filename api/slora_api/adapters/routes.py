@@ -14,11 +14,9 @@ from typing_extensions import TypedDict
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
-from slora_api.adapters.aliases import Aliases
-from slora_api.adapters.local_adapters import LocalAdapters
 from slora_api.adapters.model_catalog import ModelCatalog, PrewarmObject
 from slora_api.adapters.publisher import Publisher
-from slora_api.adapters.uploads import Uploads
+from slora_api.adapters.quarantine import LocalAdapters, Uploads
 from slora_api.core.errors import (
     BadRequest,
     Forbidden,
@@ -55,7 +53,6 @@ class AdapterServices:
     uploads: Uploads
     publisher: Publisher
     catalog: ModelCatalog
-    aliases: Aliases
     local_adapters: LocalAdapters
     tenant_store: TenantStore
     bounds: ServerBounds
@@ -215,13 +212,13 @@ def list_versions(
 @router.get("/v1/adapters/{name}/aliases", responses=errors(AdapterNotFound))
 def list_aliases(name: str, key: AdapterReader, services: Wired[AdapterServices]) -> ListObject[AliasObject]:
     key.check_adapter(name)
-    return {"object": "list", "data": services.aliases.list(key.tenant, name)}
+    return {"object": "list", "data": services.catalog.list_aliases(key.tenant, name)}
 
 
 @router.get("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound))
 def get_alias(name: str, alias: str, key: AdapterReader, services: Wired[AdapterServices]) -> AliasObject:
     key.check_model(f"{name}@{alias}")
-    return services.aliases.describe(key.tenant, name, alias)
+    return services.catalog.describe_alias(key.tenant, name, alias)
 
 
 @router.put("/v1/adapters/{name}/aliases/{alias}", responses=errors(AdapterNotFound, AliasConflict, DiskFull))
@@ -229,7 +226,7 @@ async def move_alias(
     name: str, alias: str, body: AliasMove, key: AdapterWriter, services: Wired[AdapterServices]
 ) -> AliasObject:
     key.check_adapter(name)
-    return await services.aliases.move(
+    return await services.catalog.move_alias(
         key.tenant,
         name,
         alias,
@@ -244,7 +241,7 @@ async def delete_alias(
     name: str, alias: str, key: AdapterWriter, services: Wired[AdapterServices]
 ) -> DeletedAlias:
     key.check_adapter(name)
-    await services.aliases.delete(key.tenant, name, alias)
+    await services.catalog.delete_alias(key.tenant, name, alias)
     return {"name": name, "alias": alias, "object": "adapter.alias", "deleted": True}
 
 
@@ -256,7 +253,7 @@ async def roll_back_alias(
     name: str, alias: str, key: AdapterWriter, services: Wired[AdapterServices]
 ) -> AliasObject:
     key.check_adapter(name)
-    return await services.aliases.roll_back(key.tenant, name, alias)
+    return await services.catalog.roll_back_alias(key.tenant, name, alias)
 
 
 # /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.

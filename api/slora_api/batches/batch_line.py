@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from slora_api.batches.batches import BatchProblem
 from slora_api.core.errors import BadRequest
-from slora_api.http.json_structure import JsonStructure
+from slora_api.http.json_body import JsonStructure
 from slora_api.http.request_bounds import CHAT_VALUES, COMPLETION_VALUES, JsonBounds
 
 _T = TypeVar("_T")

@@ -17,7 +17,7 @@ from slora.client.router import ReplicaState, RoutedWork, Router
 from slora.core.errors import ConfigError, SloraError
 from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.cluster.cluster_config import ClusterConfig, read_secret
 from slora_api.cluster.replica import EngineReplica, ReplicaSpec, choose_num_replicas
 from slora_api.cluster.replica_registry import ReplicaRegistry

@@ -35,7 +35,7 @@ from slora.core.request import EngineRequest, TokenDelta
 from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.database import Database
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, read_settings

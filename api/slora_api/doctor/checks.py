@@ -33,7 +33,7 @@ from slora_adapters.errors import StoreUnavailable
 from slora_adapters.process.full_disk import RESERVE_BYTES, has_space
 from slora_adapters.store.store import Store
 from slora_adapters.store.store_url import FILE_SCHEMES, check_redis_url, load_optional, open_store
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, find_lock_holder, store_url
 from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url

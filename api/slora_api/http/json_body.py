@@ -1,11 +1,19 @@
 """Reads the JSON body of a generation request within bounds.
 
-FastAPI would parse and validate a body of any structure in one go, which blocks the event loop. This module checks the
-structure while the bytes arrive, and other requests can run between its steps.
+FastAPI would parse and validate a body of any structure in one go, which blocks the event loop. This module counts the
+values of a body while its bytes arrive, and other requests can run between its steps.
+
+Parsing holds the interpreter lock until it ends, even on another thread. The time that parsing takes depends on the
+number of values and on the length of numbers, so both are bounded here. Strings are cheap: parsing 4 MB of strings
+takes 10 ms.
+
+Worked example: `{"a": [1, "x,y"]}` counts as 4 values: one for each opening bracket, one for each comma outside
+strings, and one for the whole body.
 """
 
 import asyncio
 import json
+import re
 from collections.abc import Callable
 from email.message import Message
 from typing import Any, TypeVar
@@ -14,11 +22,107 @@ from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
+from slora.core.errors import describe_context
 from slora_api.core.errors import BadRequest
 from slora_api.core.threads import tenant_thread
 from slora_api.http.field_types import IgnoredFields
-from slora_api.http.json_structure import JsonStructure
 from slora_api.http.request_bounds import JsonBounds, RequestBounds
+
+# The pattern also matches an unterminated string at the end of the searched bytes. Otherwise, the search would try the
+# pattern again at each later quote.
+_TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
+# The search for the name of the largest field covers this many bytes from the start of a body. It takes 1 ms.
+_NAMING_BYTES = 1 << 14
+_SHOWN_BYTES = 128
+# The fields that hold a prompt.
+_PROMPTS = ("prompt", "input", "messages")
+
+
+class JsonStructure:
+    """The counts of one body. num_bare_bytes: bytes outside strings."""
+
+    def __init__(self, bounds: JsonBounds) -> None:
+        self.num_values = 1
+        self.num_members = 0
+        self.num_bare_bytes = 0
+        self._bounds = bounds
+        self._long_number = re.compile(rb"[0-9.eE+-]{%d}" % (bounds.number_chars + 1))
+        self._begin = b""
+        self._in_string = False
+        # A backslash at the end of a part, which may escape the first byte of the next part.
+        self._held = b""
+        # The end of the previous part. A number may continue in the next part.
+        self._tail = b""
+
+    def add(self, part: bytes) -> None:
+        """Counts the values in the next part of the body. A part should have at most 64 KiB, which takes 1.5 ms. Raises
+        BadRequest.
+        """
+        if len(self._begin) < _NAMING_BYTES:
+            self._begin += part[: _NAMING_BYTES - len(self._begin)]
+        bare = self._outside_strings(part)
+        self.num_values += bare.count(b",") + bare.count(b"[") + bare.count(b"{")
+        self.num_members += bare.count(b":")
+        self.num_bare_bytes += len(bare)
+        if self.num_values > self._bounds.values:
+            raise self._refusal(
+                f"has more than {self._bounds.values} values (strings, numbers, arrays and objects), this server's "
+                "limit. Send fewer items, and a long prompt as text instead of token ids"
+            )
+        if self.num_members > self._bounds.members:
+            raise self._refusal(
+                f"has objects with more than {self._bounds.members} fields in all, this server's limit. Send fewer "
+                "items"
+            )
+        if self.num_bare_bytes > self._bounds.bare_bytes:
+            raise self._refusal(
+                f"has more than {self._bounds.bare_bytes} bytes outside strings, this server's limit. Send fewer "
+                "items, and less white space between them"
+            )
+        tail = self._tail + bare
+        if self._long_number.search(tail):
+            raise self._refusal(
+                f"contains a number of more than {self._bounds.number_chars} characters, this "
+                "server's limit. Round the number"
+            )
+        self._tail = b"" if self._in_string else tail[-self._bounds.number_chars :]
+
+    def _outside_strings(self, part: bytes) -> bytes:
+        part = self._held + part
+        num_backslashes = len(part) - len(part.rstrip(b"\\"))
+        self._held = part[len(part) - num_backslashes % 2 :]
+        part = part[: len(part) - num_backslashes % 2]
+        if b"\\" in part:  # This check takes a hundredth of the time of the replacements.
+            # Remove escaped backslashes, then escaped quotes. Each remaining quote begins or ends a string.
+            part = part.replace(b"\\\\", b"").replace(b'\\"', b"")
+        pieces = part.split(b'"')
+        bare = b'"'.join(pieces[int(self._in_string) :: 2])
+        self._in_string ^= len(pieces) % 2 == 0
+        return bare
+
+    def _refusal(self, reason: str) -> BadRequest:
+        param, context = self._largest_field(), ""
+        if param in _PROMPTS and self._bounds.max_model_len is not None:
+            context = f" {describe_context(self._bounds.max_model_len)}"
+        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.{context}", param)
+
+    def _largest_field(self) -> str | None:
+        """Returns the top-level field with the most values in the first `_NAMING_BYTES` of the body."""
+        counts: dict[bytes, int] = {}
+        depth, field = 0, b""
+        for match in _TOKEN.finditer(self._begin):
+            token = match[0]
+            if token[:1] == b'"':
+                field = match[1] if depth == 1 else field
+            elif token in b"[{":
+                depth += 1
+            elif token in b"]}":
+                depth -= 1
+            elif depth > 1:
+                counts[field] = counts.get(field, 0) + 1
+        largest = max(counts, key=lambda name: counts[name], default=b"")
+        return largest[:_SHOWN_BYTES].decode(errors="replace") or None
+
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.process.children import BASE_VARIABLES, ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_adapters.process.durable_file import replace_durably
 from slora_adapters.process.full_disk import is_full
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, choose_host_cache_bytes
 from slora_api.processes.supervisor import Child

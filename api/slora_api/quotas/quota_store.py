@@ -16,7 +16,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, Changes, publish
 from slora_adapters.database.database import CHANGES, Database
-from slora_adapters.peft.checked_adapter import CheckedAdapter
+from slora_adapters.peft.adapter import CheckedAdapter
 from slora_adapters.registry.record import ExtrasSummary, StorageUsage
 from slora_api.core.errors import NotFound, QuotaExceeded
 from slora_api.keys.key_store import KeyCache

@@ -24,7 +24,7 @@ from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.heartbeat import Heartbeat, WorkProgress
 from slora_adapters.process.logs import set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir
 from slora_api.core.foundation import lay_foundation
 from slora_api.core.host_board import HostBoard

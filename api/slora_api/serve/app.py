@@ -20,9 +20,9 @@ from slora_api.adapters.routes import router as adapters
 from slora_api.adapters.routes import vllm_router as vllm_adapters
 from slora_api.batches.file_routes import router as files
 from slora_api.batches.routes import router as batches
+from slora_api.completions.routes import limits_router as limits
 from slora_api.completions.routes import router as completions
-from slora_api.completions.token_routes import limits_router as limits
-from slora_api.completions.token_routes import router as tokens
+from slora_api.completions.routes import token_router as tokens
 from slora_api.console.routes import router as console
 from slora_api.core.errors import error_response
 from slora_api.core.host_board import HostBoard

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 
 from slora_adapters.process.shortage import Work
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.build import AdapterNeeds, build_adapters
 from slora_api.adapters.pin_routes import PinServices
 from slora_api.batches.batch_runner import BatchRunner

@@ -24,7 +24,7 @@ from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.core.foundation import lay_foundation
 from slora_api.core.host_board import BoardSize, HostBoard

@@ -7,11 +7,9 @@ import pytest
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.inspection.inspection_process import inspect
-from slora_adapters.peft.adapter import AdapterLimits, LoraPair
-from slora_adapters.peft.checked_adapter import delta_norm
-from slora_adapters.peft.number_format import convert
+from slora_adapters.peft.adapter import AdapterLimits, LoraPair, delta_norm
 from slora_adapters.peft.peft_directory import read_adapter
-from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.tensor_file import StoredTensor, convert
 from tests.adapters.hand_made import (
     SHAPE,
     make_config,

@@ -11,9 +11,8 @@ from slora_adapters.loader import stored_adapter
 from slora_adapters.loader.host_cache import CachedAdapter, HostCache
 from slora_adapters.loader.loader import Loader, ServedFormat
 from slora_adapters.loader.source import FetchFailed
-from slora_adapters.peft.adapter import AdapterLimits
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterLimits
 from slora_adapters.peft.packing import PackedAdapter
-from slora_adapters.peft.peft_directory import TENSORS_NAME
 from slora_adapters.store import redis_store
 from slora_adapters.store.redis_store import open_redis_store
 from slora_adapters.store.store import Blob, Store

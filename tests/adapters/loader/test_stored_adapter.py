@@ -10,8 +10,7 @@ import pytest
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound
 from slora_adapters.loader import stored_adapter
 from slora_adapters.loader.stored_adapter import NUM_BUFFERS, StoredAdapter, make_buffers
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.digest import adapter_digest
+from slora_adapters.peft.adapter import AdapterLimits, adapter_digest
 from slora_adapters.peft.packing import Packer, pack
 from slora_adapters.peft.peft_config import parse_peft_config
 from slora_adapters.peft.peft_directory import parse_adapter

@@ -11,9 +11,8 @@ from safetensors.torch import save_file
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
-from slora_adapters.peft.adapter import Adapter, AdapterLimits
-from slora_adapters.peft.checked_adapter import bundle
-from slora_adapters.peft.peft_directory import TENSORS_NAME, read_adapter
+from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterLimits, bundle
+from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import StoredTensor, read_tensors, tensor_file_parts
 from slora_adapters.store.file_store import LocalBlob
 from tests.adapters.peft_models import SHAPE, base_model, make_adapter

@@ -8,8 +8,7 @@ import pytest
 from huggingface_hub import constants
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.peft.hub_reference import HubReference
-from slora_adapters.peft.hub_snapshot import download
+from slora_adapters.peft.hub import HubReference, download
 from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub
 
 REPO = "org/my-adapter"

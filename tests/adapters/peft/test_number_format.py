@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from slora_adapters.peft.number_format import convert, fits, is_finite, largest_magnitude_bits
+from slora_adapters.peft.tensor_file import convert, fits, is_finite, largest_magnitude_bits
 
 TORCH = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SERVED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -26,8 +26,7 @@ from transformers import (
 from slora.models.model_spec import read_model_spec
 from slora.models.model_structure import read_transformers_spec
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import bundle
+from slora_adapters.peft.adapter import AdapterLimits, bundle
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import parse_adapter, read_adapter
 from slora_kernels.layout import ModelShape

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import Adapter, AdapterExtras, LoraPair
-from slora_adapters.peft.module_names import ModuleId
+from slora_adapters.peft.adapter import Adapter, AdapterExtras, LoraPair, ModuleId
 from slora_adapters.peft.packing import pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.tensor_file import StoredTensor

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME, DirectoryState
+from slora_adapters.peft.adapter import TENSORS_NAME
+from slora_adapters.peft.peft_directory import MEMBER_NAMES, DirectoryState
 from tests.adapters.hand_made import make_members, write_directory
 
 LONG_NS = 10**10

@@ -9,9 +9,8 @@ import pytest
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft import pattern_process, targeting
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import bundle
-from slora_adapters.peft.peft_directory import CONFIG_NAME, TENSORS_NAME, parse_adapter, read_adapter
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterLimits, bundle
+from slora_adapters.peft.peft_directory import CONFIG_NAME, parse_adapter, read_adapter
 from slora_adapters.peft.targeting import PatternField, match_fields
 from tests.adapters.hand_made import SHAPE, make_config, make_members, reason_codes, write_directory
 

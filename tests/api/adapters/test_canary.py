@@ -28,8 +28,7 @@ from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.canary import CANARY_TENANT, Canary, choose_prompt
-from slora_api.adapters.publisher import _MAX_WRITERS
+from slora_api.adapters.publisher import _MAX_WRITERS, CANARY_TENANT, Canary, choose_prompt
 from slora_api.core.errors import InspectionFailed
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.adapters.hostile_uploads import as_parts

@@ -19,9 +19,8 @@ import psutil
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import AdapterLimits
-from slora_adapters.peft.checked_adapter import CheckedAdapter
-from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_adapters.peft.adapter import AdapterLimits, CheckedAdapter
+from slora_api.adapters.publisher import InspectionBounds, Inspector
 from slora_api.core.errors import InspectionFailed
 from tests.adapters.hand_made import SHAPE, make_members, write_directory
 from tests.api.platform import running_platform
@@ -212,7 +211,7 @@ import asyncio, sys
 from pathlib import Path
 import psutil
 from slora_adapters.peft.adapter import AdapterLimits
-from slora_api.adapters.inspector import InspectionBounds, Inspector
+from slora_api.adapters.publisher import InspectionBounds, Inspector
 from tests.adapters.hand_made import SHAPE
 
 async def run():

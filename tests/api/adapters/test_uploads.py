@@ -20,7 +20,7 @@ from slora.core.request import EngineRequest, TokenDelta
 from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.peft.adapter import AdapterLimits
-from slora_api.adapters.inspector import InspectionBounds
+from slora_api.adapters.publisher import InspectionBounds
 from slora_api.adapters.quarantine import Quarantine
 from slora_api.http.body_limit import BodyLimits
 from slora_api.serve import app

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_api.core.errors import BadRequest
-from slora_api.http.json_structure import JsonStructure
+from slora_api.http.json_body import JsonStructure
 from slora_api.http.request_bounds import JsonBounds
 
 TEXTS = st.text(st.sampled_from('ab,:[]{}"\\\n é\U0001f600'), max_size=12)

@@ -10,8 +10,7 @@ import httpx
 import pytest
 
 from slora.core.errors import ConfigError
-from slora_api.adapters.local_adapters import LocalAdapters
-from slora_api.adapters.quarantine import Quarantine
+from slora_api.adapters.quarantine import LocalAdapters, Quarantine
 from tests.adapters.hand_made import make_members, make_tensors, write_directory
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of

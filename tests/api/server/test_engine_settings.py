@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import open_data_dir
 from slora_api.core.settings import Settings, read_settings
 from slora_api.processes.children import Sockets, engines_and_loader

@@ -15,7 +15,7 @@ import pytest
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora_api.adapters.base_model_files import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.completions.services import Readiness
 from slora_api.core.data_dir import open_data_dir
 from slora_api.core.settings import Settings

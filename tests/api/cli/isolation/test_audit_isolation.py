@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta
-from slora_api.adapters.canary import CANARY_TENANT
 from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.publisher import CANARY_TENANT
 from slora_api.adapters.served_model import ServedModel
 from slora_api.cli.main import main
 from slora_api.core import errors

@@ -2,12 +2,16 @@
 
 The client reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as usual. Only the files of an adapter are
 requested, so pickles are never downloaded. The package huggingface_hub is a dependency of transformers.
+
+A reference is hf://ORG/REPO[@REVISION][/FOLDER].
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import unquote
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -19,9 +23,50 @@ from huggingface_hub.errors import (
 )
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.adapter import TENSORS_NAME
 from slora_adapters.peft.peft_config import CONFIG_NAME
-from slora_adapters.peft.peft_directory import MEMBER_NAMES, TENSORS_NAME
+from slora_adapters.peft.peft_directory import MEMBER_NAMES
+
+_PREFIX = "hf://"
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
+# A revision such as refs/pr/1 is written refs%2Fpr%2F1.
+_REFERENCE = re.compile(rf"({_WORD}/{_WORD})(?:@([^/@]+))?(?:/({_WORD}(?:/{_WORD})*))?/?", re.ASCII)
+_REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """A reference to an adapter on the hub."""
+
+    repo: str
+    revision: str | None = None  # a branch, a tag or a commit; None is the main branch
+    folder: str | None = None  # the adapter's folder in the repository
+
+    @staticmethod
+    def parse(text: str) -> "HubReference | None":
+        """Parses a reference. Returns None if the text does not begin with hf://. Raises ValueError if the text begins
+        with hf:// but is not a valid reference.
+        """
+        if not text.startswith(_PREFIX):
+            return None
+        match = _REFERENCE.fullmatch(text.removeprefix(_PREFIX))
+        revision = unquote(match[2]) if match and match[2] else None
+        if match is None or (revision is not None and not _REVISION.fullmatch(revision)):
+            raise ValueError(
+                f"{text[:200]!r} is not a reference to an adapter on the hub; write "
+                "hf://ORG/REPO[@REVISION][/FOLDER]"
+            )
+        return HubReference(match[1], revision, match[3])
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else "@" + self.revision.replace("/", "%2F")
+        folder = "" if self.folder is None else "/" + self.folder
+        return f"{_PREFIX}{self.repo}{revision}{folder}"
+
+    @property
+    def name(self) -> str:
+        """The default name of the adapter: the last part of its folder, or of its repository."""
+        return (self.folder or self.repo).rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True, slots=True)
