@@ -273,14 +273,15 @@ class Supervisor:
                 return _Exit(exit_code, page.reason, page.read().is_serving)
             finally:
                 watching.cancel()
-                await asyncio.gather(watching, return_exceptions=True)
                 is_stalled = self._stalls.pop(child.name, None) is not None
                 del self._processes[child.name]
                 # A child that is still starting has nothing to finish. It would not notice the end of its input until
                 # it is ready.
                 can_finish = page.read().is_serving and not is_stalled
-                await _stop(process, _STOP_S if can_finish else 0)
-                _kill_group(process.pid)
+                try:
+                    await _stop(process, _STOP_S if can_finish else 0)
+                finally:
+                    _kill_group(process.pid)
         finally:
             page.close()
 

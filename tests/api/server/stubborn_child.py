@@ -55,7 +55,9 @@ def main() -> None:
     if arguments.behaviour == "computes":
         threading.Thread(target=compute_a_little, daemon=True).start()
     if arguments.behaviour == "parent":
-        child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+        # Otherwise the kernel's hang-up could end it when its parent dies.
+        ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.pause()"
+        child = subprocess.Popen([sys.executable, "-c", ignoring])
         arguments.told.with_name("child").write_text(str(child.pid), encoding="utf-8")
     if arguments.behaviour in ("idle", "parent", "hangs", "computes"):
         asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour not in ("idle", "parent")))

@@ -127,9 +127,26 @@ def test_the_processes_that_a_child_leaves_behind_are_killed(tmp_path: Path) -> 
         async with watched.running():
             pid = await watched.wait_until_ready()
             left = psutil.Process(int((tmp_path / "child").read_text(encoding="utf-8")))
-            left.suspend()
             os.kill(pid, signal.SIGKILL)
             await wait_until(lambda: not left.is_running() or left.status() == psutil.STATUS_ZOMBIE)
+
+    asyncio.run(main())
+
+
+def test_a_stop_while_an_ended_child_is_cleaned_up_after_kills_what_it_left(tmp_path: Path) -> None:
+    """Born from a fault: the stop cancelled the clean-up."""
+    watched = SupervisedChild("parent", tmp_path)
+
+    async def main() -> None:
+        async with watched.running():
+            pid = await watched.wait_until_ready()
+            os.kill(pid, signal.SIGKILL)
+            while not any(task.cancelling() for task in asyncio.all_tasks()):
+                await asyncio.sleep(0)
+        left = int((tmp_path / "child").read_text(encoding="utf-8"))
+        await wait_until(
+            lambda: not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+        )
 
     asyncio.run(main())
 
