@@ -23,6 +23,7 @@ from slora_adapters.peft.hub import HubReference, HubSnapshot, download
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.process.progress_bar import count_reads, show_progress
 from slora_adapters.registry.record import suggest_adapter_name
+from slora_api.cli.declaration import JSON, argument, command, read_positive, run_later
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import (
     CommandFailed,
@@ -131,6 +132,63 @@ def _fingerprint(directory: Path) -> str:
         raise CommandFailed(str(error)) from None
 
 
+@command(
+    "adapter verify",
+    "compare the answers of slora with those of peft for an adapter; needs no server",
+    argument("directory", help="holds adapter_config.json and adapter_model.safetensors"),
+    argument("--model", metavar="DIR", required=True, help="the base model"),
+    argument(
+        "--prompt",
+        metavar="TEXT",
+        action="append",
+        help="prompt to compare; can be given several times (default: random tokens)",
+    ),
+    argument(
+        "--max-tokens",
+        type=read_positive,
+        default=16,
+        metavar="N",
+        help="largest number of tokens of each answer (default 16)",
+    ),
+    argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        default="float32",
+        help="dtype of both sides (default float32, where a difference is more than rounding)",
+    ),
+    argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default auto"),
+    argument(
+        "--max-lora-rank",
+        type=read_positive,
+        default=128,
+        metavar="N",
+        help="largest rank that the server accepts (default 128)",
+    ),
+    JSON,
+    epilog="The exit code is 0 if they are equal, 1 if they differ, and 2 if the adapter cannot be served.",
+)
+def verify(arguments: argparse.Namespace) -> int:
+    """The module is imported only now, because it computes a model with torch and peft."""
+    return run_later("slora_api.adapters.verify_command", "verify", arguments, "adapter verify", "verify")
+
+
+@command(
+    "adapter push",
+    "upload an adapter as the next version of a name; requests can use it at once",
+    argument(
+        "source",
+        help="where adapter_config.json and adapter_model.safetensors are: a directory; a .zip, .tar or "
+        ".tar.gz of a directory; or hf://ORG/REPO[@REVISION][/FOLDER], which is downloaded to this "
+        "machine first",
+    ),
+    argument("--name", help="name of the adapter (default: the name of the source)"),
+    argument(
+        "--base",
+        metavar="DIR",
+        help="the base model that the adapter was trained on; the server refuses the upload if it serves another",
+    ),
+    has_json=True,
+)
 @explained
 def push(arguments: argparse.Namespace) -> None:
     fields = {"base_fingerprint": _fingerprint(Path(arguments.base))} if arguments.base else {}
@@ -157,12 +215,19 @@ def push(arguments: argparse.Namespace) -> None:
         print(f"The adapter was downloaded from {snapshot.reference}.")
 
 
+@command("adapter list", "list your adapters with the version that each name serves", has_json=True)
 @explained
 def show(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         print_records(walk(client, "/v1/adapters"), _COLUMNS, as_json=arguments.json)
 
 
+@command(
+    "adapter rm",
+    "remove a version, or an adapter with all of its versions",
+    argument("name", metavar="NAME[@N]"),
+    argument("--force", action="store_true", help="remove it even if aliases point at it"),
+)
 @explained
 def remove(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
@@ -175,51 +240,6 @@ def remove(arguments: argparse.Namespace) -> None:
             )
         check(answer)
     print(f"removed {arguments.name}")
-
-
-_PLACE_COLUMNS = {
-    "VERSION": lambda version: str(version["version"]),
-    "PLACE": lambda version: version["place"],
-}
-
-
-@explained
-def prewarm(arguments: argparse.Namespace) -> None:
-    with tenant_client() as client:
-        answer = check(client.post(f"/v1/adapters/{quote(arguments.name, safe='')}/prewarm"))
-    print_records(answer["versions"], _PLACE_COLUMNS, as_json=arguments.json)
-
-
-def _pin_path(arguments: argparse.Namespace) -> str:
-    return f"/admin/tenants/{quote(arguments.tenant, safe='')}/adapters/{quote(arguments.name, safe='')}/pin"
-
-
-@explained
-def pin(arguments: argparse.Namespace) -> None:
-    with admin_client() as client:
-        print_records([check(client.put(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)
-
-
-_PIN_COLUMNS = {
-    "TENANT": lambda pin: pin["tenant"],
-    "ALIAS": lambda pin: f"{pin['name']}@{pin['alias']}",
-    "VERSIONS": lambda pin: " ".join(f"{number}={percent}" for number, percent in pin["versions"].items()),
-}
-
-
-@explained
-def pins(arguments: argparse.Namespace) -> None:
-    with admin_client() as client:
-        found = sorted(
-            walk(client, "/admin/pins"), key=lambda pin: (pin["tenant"], pin["name"], pin["alias"])
-        )
-        print_records(found, _PIN_COLUMNS, as_json=arguments.json)
-
-
-@explained
-def unpin(arguments: argparse.Namespace) -> None:
-    with admin_client() as client:
-        print_records([check(client.delete(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)
 
 
 def _read_targets(words: Sequence[str]) -> dict[str, int]:
@@ -265,6 +285,7 @@ _VERSION_COLUMNS = {
 }
 
 
+@command("adapter versions", "list the versions of an adapter, newest first", argument("name"), has_json=True)
 @explained
 def versions(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
@@ -272,6 +293,23 @@ def versions(arguments: argparse.Namespace) -> None:
         print_records(found, _VERSION_COLUMNS, as_json=arguments.json)
 
 
+@command(
+    "adapter alias",
+    "point NAME@ALIAS at a version, or split its requests between versions; without versions, show the alias",
+    argument("name"),
+    argument("alias"),
+    argument("versions", nargs="*", metavar="VERSION[=PERCENT]", help="3, or 3=90 4=10"),
+    argument(
+        "--expect",
+        nargs="*",
+        metavar="VERSION[=PERCENT]",
+        help="change the alias only if it points at these versions now (none: only if it does not exist)",
+    ),
+    argument("--follow", action="store_true", help="each later push moves the alias to the new version"),
+    argument("--delete", action="store_true", help="delete the alias, but not its versions"),
+    epilog="`latest` is the alias that the bare name serves. Each push moves it, unless it was set without --follow.",
+    has_json=True,
+)
 @explained
 def move(arguments: argparse.Namespace) -> None:
     """Moves or deletes an alias. Shows the alias if the user gives neither versions nor `--delete`."""
@@ -293,7 +331,79 @@ def move(arguments: argparse.Namespace) -> None:
             _print_alias(check(client.get(_path(arguments))), as_json=arguments.json)
 
 
+@command(
+    "adapter rollback",
+    "undo the last move of NAME@ALIAS",
+    argument("name"),
+    argument("alias", nargs="?", default="latest", help="default latest, which the bare name serves"),
+    has_json=True,
+)
 @explained
 def roll_back(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         _print_alias(check(client.post(_path(arguments) + "/rollback")), as_json=arguments.json)
+
+
+_PLACE_COLUMNS = {
+    "VERSION": lambda version: str(version["version"]),
+    "PLACE": lambda version: version["place"],
+}
+
+
+@command(
+    "adapter prewarm",
+    "load an adapter before its first request, and show where it is",
+    argument("name", metavar="NAME[@N|@ALIAS]"),
+    has_json=True,
+)
+@explained
+def prewarm(arguments: argparse.Namespace) -> None:
+    with tenant_client() as client:
+        answer = check(client.post(f"/v1/adapters/{quote(arguments.name, safe='')}/prewarm"))
+    print_records(answer["versions"], _PLACE_COLUMNS, as_json=arguments.json)
+
+
+_PIN = (
+    argument("name", metavar="NAME[@ALIAS]"),
+    argument("--tenant", required=True, metavar="T", help="the tenant that owns the adapter"),
+)
+
+
+def _pin_path(arguments: argparse.Namespace) -> str:
+    return f"/admin/tenants/{quote(arguments.tenant, safe='')}/adapters/{quote(arguments.name, safe='')}/pin"
+
+
+@command("adapter pin", "keep a tenant's adapter in the page pool (operator)", *_PIN, has_json=True)
+@explained
+def pin(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        print_records([check(client.put(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)
+
+
+@command(
+    "adapter unpin",
+    "allow the page pool to evict a pinned adapter again (operator)",
+    *_PIN,
+    has_json=True,
+)
+@explained
+def unpin(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        print_records([check(client.delete(_pin_path(arguments)))], _COLUMNS, as_json=arguments.json)
+
+
+_PIN_COLUMNS = {
+    "TENANT": lambda pin: pin["tenant"],
+    "ALIAS": lambda pin: f"{pin['name']}@{pin['alias']}",
+    "VERSIONS": lambda pin: " ".join(f"{number}={percent}" for number, percent in pin["versions"].items()),
+}
+
+
+@command("adapter pins", "list the pins of all tenants (operator)", has_json=True)
+@explained
+def pins(arguments: argparse.Namespace) -> None:
+    with admin_client() as client:
+        found = sorted(
+            walk(client, "/admin/pins"), key=lambda pin: (pin["tenant"], pin["name"], pin["alias"])
+        )
+        print_records(found, _PIN_COLUMNS, as_json=arguments.json)

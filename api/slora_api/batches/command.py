@@ -11,6 +11,7 @@ from urllib.parse import quote
 import httpx
 
 from slora_adapters.process.progress_bar import count_reads, show_progress
+from slora_api.cli.declaration import argument, command
 from slora_api.cli.output import Columns, Record, print_json, print_records
 from slora_api.cli.remote import CommandFailed, check, explained, tenant_client, walk
 
@@ -34,6 +35,19 @@ _COLUMNS: Columns = {
 }
 
 
+@command(
+    "batch submit",
+    "upload a file with one request in each line and start a batch",
+    argument("file", metavar="FILE"),
+    argument(
+        "--endpoint",
+        metavar="PATH",
+        default="/v1/chat/completions",
+        help="the route that answers the requests (default /v1/chat/completions)",
+    ),
+    argument("--wait", action="store_true", help="wait until the batch has ended"),
+    has_json=True,
+)
 @explained
 def submit(arguments: argparse.Namespace) -> None:
     path = Path(arguments.file)
@@ -52,24 +66,36 @@ def submit(arguments: argparse.Namespace) -> None:
     _print(batch, as_json=arguments.json)
 
 
+@command("batch list", "list the batches of your tenant, newest first", has_json=True)
 @explained
 def show_all(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         print_records(walk(client, "/v1/batches", limit=_PAGE), _COLUMNS, as_json=arguments.json)
 
 
+_BATCH = argument("batch", metavar="BATCH_ID")
+
+
+@command("batch show", "show the state of a batch, and why it failed", _BATCH, has_json=True)
 @explained
 def show(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         _print(_find(client, arguments.batch), as_json=arguments.json)
 
 
+@command("batch cancel", "cancel a batch; its answers so far are kept", _BATCH, has_json=True)
 @explained
 def cancel(arguments: argparse.Namespace) -> None:
     with tenant_client() as client:
         _print(check(client.post(f"{_path(arguments.batch)}/cancel")), as_json=arguments.json)
 
 
+@command(
+    "batch output",
+    "print the answers of a batch, one JSON object in each line",
+    _BATCH,
+    argument("--errors", action="store_true", help="print the lines that failed instead"),
+)
 @explained
 def output(arguments: argparse.Namespace) -> None:
     """Prints the answers, or with `--errors` the lines that failed."""

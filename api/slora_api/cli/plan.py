@@ -17,8 +17,9 @@ from slora.planning.devices import Device, cut_device, find_device
 from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import EFFICIENCIES
+from slora_api.cli.declaration import argument, command
 from slora_api.cli.output import print_json, print_records
-from slora_api.core.settings import AUTO_HOST_CACHE_BYTES
+from slora_api.core.settings import AUTO_HOST_CACHE_BYTES, server_setting_specs
 
 # Settings of the engine that the plan's flags always contain.
 _STATED = ("model", "pool_bytes", "max_model_len")
@@ -26,6 +27,79 @@ _HOST_BANDWIDTH = 24e9
 _MIB = 1 << 20
 
 
+# Settings of the engine that affect a plan.
+_PLANNED = (
+    *(
+        "dtype",
+        "tensor_parallel_size",
+        "model_impl",
+        "quantization",
+        "kv_cache_dtype",
+        "pool_bytes",
+        "block_tokens",
+    ),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens", "swap_bytes"),
+)
+
+
+@command(
+    "plan",
+    None,
+    argument(
+        "--model", metavar="DIR", required=True, help="directory of the base model; config.json suffices"
+    ),
+    argument(
+        "--device",
+        metavar="NAME",
+        help="L4, A10G, RTX-4090, A100-40, L40S, A100-80, H100, H200 or B200; the next options describe another "
+        "device, or change one",
+    ),
+    argument("--device-memory", metavar="SIZE", help="memory of the device, such as 80GiB"),
+    argument("--bandwidth", metavar="SIZE", help="memory bandwidth in bytes per second, such as 3350GB"),
+    argument("--flops", type=float, metavar="X", help="FLOP/s of dense 16-bit products, such as 989e12"),
+    argument(
+        "--host-bandwidth", metavar="SIZE", help="bytes per second from the host, such as 24GB (default 24GB)"
+    ),
+    argument(
+        "--slice",
+        metavar="NAME",
+        help="one slice of the device: a MIG profile such as 1g.10gb, or an MPS share such as 50%%",
+    ),
+    argument(
+        "--compare", action="store_true", help="compare MIG profiles and MPS shares with the whole device"
+    ),
+    argument("--adapters", type=int, default=100, metavar="N", help="number of adapters (default 100)"),
+    argument(
+        "--rank",
+        default="16",
+        metavar="R[,R...]",
+        help="rank of the adapters, or several in turn (default 16)",
+    ),
+    argument(
+        "--targets",
+        default="all-linear",
+        metavar="NAMES",
+        help="modules that adapters change: all-linear, attention, or names such as q_proj,v_proj (default all-linear)",
+    ),
+    argument(
+        "--popularity", default="zipf:1", metavar="FORM", help="uniform, or zipf:ALPHA (default zipf:1)"
+    ),
+    argument("--rate", type=float, default=1.0, metavar="X", help="requests per second (default 1)"),
+    argument(
+        "--prompt-tokens", type=int, default=512, metavar="N", help="mean length of prompts (default 512)"
+    ),
+    argument(
+        "--output-tokens", type=int, default=256, metavar="N", help="mean length of answers (default 256)"
+    ),
+    *(
+        argument(spec.flag, dest=spec.name, metavar=spec.metavar, help=spec.help_text)
+        for spec in server_setting_specs()
+        if spec.name in _PLANNED
+    ),
+    epilog="Memory is computed as the engine computes it. Times are estimated from the device's data sheet. "
+    "The exit code is 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned.",
+    has_json=True,
+)
 def plan(arguments: argparse.Namespace) -> int:
     """Prints the plan. Returns 0 if the load fits, 1 if it does not, and 2 for values that cannot be planned."""
     try:
@@ -70,7 +144,7 @@ def _read_config(arguments: argparse.Namespace) -> EngineConfig:
     given = {
         spec.name: spec.parse(getattr(arguments, spec.name), spec.flag)
         for spec in setting_specs(EngineConfig)
-        if spec.name in arguments.settings and getattr(arguments, spec.name) is not None
+        if spec.name in ("model", *_PLANNED) and getattr(arguments, spec.name) is not None
     }
     config = EngineConfig(**given)
     ranks = _read_ranks(arguments.rank)

@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from slora_api.cli.declaration import argument, command
 from slora_api.cli.output import print_json
 from slora_api.cli.remote import CommandFailed, check, error_code, error_text, explained, tenant_client
 
@@ -62,6 +63,29 @@ def _text(chunk: dict[str, Any]) -> str:
     return text or ""
 
 
+_PROMPT = (
+    argument("prompt"),
+    argument("--raw", action="store_true", help="complete the prompt as it is, without a chat template"),
+    argument("--system", metavar="TEXT", help="system message before the prompt"),
+    argument(
+        "--max-tokens", type=int, metavar="N", help="largest number of tokens of the answer (default 256)"
+    ),
+    argument(
+        "--temperature",
+        type=float,
+        metavar="X",
+        help="sampling temperature; 0 always takes the most probable token",
+    ),
+    argument("--seed", type=int, metavar="N"),
+)
+
+
+@command(
+    "complete",
+    None,
+    argument("--model", default="default", help="name of an adapter or of the base model, or default"),
+    *_PROMPT,
+)
 @explained
 def complete(arguments: argparse.Namespace) -> None:
     body = {"model": arguments.model, "stream": True, **prompt_fields(arguments)}
@@ -92,6 +116,21 @@ _MIN_COLUMN_CHARS = 24
 _GAP = " | "
 
 
+@command(
+    "compare",
+    None,
+    argument(
+        "--models",
+        nargs="+",
+        required=True,
+        metavar="MODEL",
+        help="names of adapters or of the base model, or default",
+    ),
+    *_PROMPT,
+    # argparse would put the prompt last, where `--models` takes it as a name.
+    usage="slora compare PROMPT --models MODEL [MODEL ...] [options]",
+    has_json=True,
+)
 @explained
 def compare(arguments: argparse.Namespace) -> None:
     path, fields = answer_path(arguments), prompt_fields(arguments)

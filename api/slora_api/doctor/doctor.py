@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
+from slora_api.cli.declaration import VARIABLES, command, setting_flags
 from slora_api.core.key_masking import mask_keys, mask_passwords
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
@@ -63,6 +64,13 @@ class Result:
         return "; ".join(finding.remedy for finding in self.findings if finding.remedy)
 
 
+@command(
+    "doctor",
+    None,
+    setting_flags(server_setting_specs()),
+    epilog=f"{VARIABLES} Give the flags and variables of `slora serve`. The exit code is 1 only if a check fails.",
+    has_json=True,
+)
 def diagnose(arguments: argparse.Namespace) -> int:
     flags = vars(arguments)
     texts = {

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
+from slora_api.cli.declaration import Declare, argument, command, read_duration
 from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained, walk
 
@@ -64,33 +65,106 @@ def _show(path: str, columns: Columns, arguments: argparse.Namespace) -> None:
         print_records(walk(client, path), columns, as_json=arguments.json)
 
 
+def _expiry(default: str = "until it is revoked") -> Declare:
+    return argument(
+        "--expires",
+        type=read_duration,
+        metavar="TIME",
+        dest="expires_s",
+        help=f"how long the key is valid: a number and s, m, h or d, such as 30d (default: {default})",
+    )
+
+
+_KEY_ID = argument("key_id", help="as in slora_KEYID_..._...")
+
+
+@command(
+    "key create",
+    "create an API key for a tenant and print it; it cannot be shown again",
+    argument("tenant"),
+    argument("--name", metavar="TEXT", help="a label for people, such as the program that gets the key"),
+    argument("--adapter", metavar="NAME[@ALIAS]", help="the adapter that this key uses for model=default"),
+    argument(
+        "--scope",
+        metavar="SCOPE",
+        action="append",
+        dest="scopes",
+        help="what the key may do: inference, adapters:read, adapters:write or usage:read; can be given several times "
+        "(default: all of them)",
+    ),
+    argument(
+        "--model",
+        metavar="NAME[@ALIAS]",
+        action="append",
+        dest="models",
+        help="a model that the key may use: an adapter, an alias or the base model; can be given several times "
+        "(default: all models of the tenant)",
+    ),
+    _expiry(),
+    has_json=True,
+)
 @explained
 def create(arguments: argparse.Namespace) -> None:
     wanted = {name: getattr(arguments, name) for name in ("name", "adapter", "scopes", "models")}
     _create(_keys_path(arguments.tenant), wanted, arguments)
 
 
+@command(
+    "admin-key create",
+    "create a key for an operator and print it; it cannot be shown again",
+    argument("name", help="the person or program that gets the key"),
+    argument(
+        "--scope",
+        metavar="SCOPE",
+        action="append",
+        dest="scopes",
+        help="what the key may do: admin (all that an operator may do) or metrics:read (only GET /metrics) "
+        "(default: admin)",
+    ),
+    _expiry(),
+    has_json=True,
+)
 @explained
 def create_operator_key(arguments: argparse.Namespace) -> None:
     _create(_OPERATOR_KEYS, {"name": arguments.name, "scopes": arguments.scopes}, arguments)
 
 
-@explained
-def show(arguments: argparse.Namespace) -> None:
-    _show(_keys_path(arguments.tenant), _COLUMNS, arguments)
+_ROTATE = (
+    "create a key with the same permissions and limits, and let the old one expire after an overlap",
+    _KEY_ID,
+    argument(
+        "--overlap",
+        type=read_duration,
+        metavar="TIME",
+        dest="overlap_s",
+        help="how long the old key stays valid, at most 30d (default 1d)",
+    ),
+    _expiry("the lifetime of the old key"),
+)
 
 
-@explained
-def show_operator_keys(arguments: argparse.Namespace) -> None:
-    _show(_OPERATOR_KEYS, _OPERATOR_COLUMNS, arguments)
-
-
+@command("key rotate", *_ROTATE, has_json=True)
+@command("admin-key rotate", *_ROTATE, has_json=True)
 @explained
 def rotate(arguments: argparse.Namespace) -> None:
     path = f"/admin/keys/{quote(arguments.key_id, safe='')}/rotate"
     _create(path, {"overlap_seconds": arguments.overlap_s}, arguments)
 
 
+@command("key list", "list a tenant's keys, without the secrets", argument("tenant"), has_json=True)
+@explained
+def show(arguments: argparse.Namespace) -> None:
+    _show(_keys_path(arguments.tenant), _COLUMNS, arguments)
+
+
+@command("admin-key list", "list the operators' keys, without the secrets", has_json=True)
+@explained
+def show_operator_keys(arguments: argparse.Namespace) -> None:
+    _show(_OPERATOR_KEYS, _OPERATOR_COLUMNS, arguments)
+
+
+@command("key revoke", "revoke a key immediately", _KEY_ID)
+@command("admin-key revoke", "revoke a key immediately", _KEY_ID)
 @explained
 def revoke(arguments: argparse.Namespace) -> None:
     with admin_client() as client:

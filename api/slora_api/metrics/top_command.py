@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 
 import httpx
 
+from slora_api.cli.declaration import argument, command
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, server_url, tenant_client
 
 # The first part reads the feed, the second draws frames as lines of text, the third shows these lines. A line is never
@@ -362,6 +363,13 @@ def _clip(line: Line, width: int) -> Line:
 NUM_FIRST_FRAMES = 6
 
 
+@command(
+    "top",
+    None,
+    argument("--once", action="store_true", help="print one table after a few seconds"),
+    argument("--json", action="store_true", help="print each frame as a line of JSON"),
+    epilog="q or Ctrl-C ends it. Without a terminal, it prints one table, as with --once.",
+)
 @explained
 def watch(arguments: argparse.Namespace) -> None:
     is_operator = bool(os.environ.get("SLORA_ADMIN_KEY"))

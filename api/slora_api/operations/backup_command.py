@@ -16,6 +16,7 @@ from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database.audit_log import acting_as, command_actor
 from slora_adapters.database.database import Database
 from slora_adapters.store.store_url import open_store
+from slora_api.cli.declaration import argument, command
 from slora_api.cli.remote import CommandFailed, explained
 from slora_api.core.data_dir import DataDir
 from slora_api.keys.key_admin import KeyAdmin
@@ -23,6 +24,20 @@ from slora_api.keys.key_record import Pepper
 from slora_api.keys.key_store import KeyStore, RevocationJournal
 
 
+@command(
+    "backup",
+    None,
+    argument("directory", metavar="DIR", help="the backup; it must not exist"),
+    argument(
+        "--previous",
+        metavar="BACKUP",
+        help="an earlier backup; weights that it has are linked instead of copied",
+    ),
+    argument("--data-dir", metavar="DIR", help="data directory of a server (SLORA_DATA_DIR; default data)"),
+    argument("--database", metavar="URL", help="as in slora serve (SLORA_DATABASE)"),
+    argument("--store", metavar="URL", help="as in slora serve (SLORA_STORE)"),
+    epilog="The directory contains the pepper of all API keys. Keep it as safe as the servers.",
+)
 @explained
 def backup(arguments: argparse.Namespace) -> None:
     data = DataDir(Path(read_local_setting(arguments, "data_dir") or "data").resolve())
@@ -54,6 +69,19 @@ def backup(arguments: argparse.Namespace) -> None:
     print(f"{target} contains the pepper of all API keys: keep it as safe as the servers", file=sys.stderr)
 
 
+@command(
+    "restore",
+    None,
+    argument("directory", metavar="BACKUP"),
+    argument(
+        "--data-dir",
+        required=True,
+        metavar="DIR",
+        help="the data directory to make; if it exists, it must be empty",
+    ),
+    argument("--database", metavar="URL", help="an empty PostgreSQL database for tenants, keys and names"),
+    argument("--store", metavar="URL", help="a store for the adapters, as in slora serve"),
+)
 @explained
 def restore(arguments: argparse.Namespace) -> None:
     if arguments.database and not arguments.store:

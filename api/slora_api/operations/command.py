@@ -16,6 +16,7 @@ from urllib.parse import quote
 
 import httpx
 
+from slora_api.cli.declaration import argument, command, read_duration, read_positive
 from slora_api.cli.output import Columns, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, open_client, walk
 
@@ -49,12 +50,34 @@ def _list(client: httpx.Client) -> Sequence[dict[str, Any]]:
     return found
 
 
+@command("engine list", "list the engines, whether they serve, and what they compute", has_json=True)
 @explained
 def show(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
         print_records(_list(client), _COLUMNS, as_json=arguments.json)
 
 
+@command(
+    "engine restart",
+    "restart an engine without a refused request, and wait until it serves again",
+    argument("name", nargs="?", metavar="NAME", help="as in `slora engine list`"),
+    argument("--rolling", action="store_true", help="restart all engines, one after the other"),
+    argument(
+        "--allow-outage",
+        action="store_true",
+        help="restart the engine even if no other engine serves: new requests are refused until it serves again",
+    ),
+    argument(
+        "--timeout",
+        type=read_duration,
+        default=1800,
+        metavar="TIME",
+        dest="timeout_s",
+        help="how long to wait for each engine: a number and s, m, h or d (default 30m)",
+    ),
+    epilog="The engine gets no new requests, and the other engines continue its answers. If no other engine serves, "
+    "the restart is refused.",
+)
 @explained
 def restart(arguments: argparse.Namespace) -> None:
     if bool(arguments.name) == arguments.rolling:
@@ -86,6 +109,11 @@ def _restart(client: httpx.Client, name: str, timeout_s: float, *, allow_outage:
             )
 
 
+@command(
+    "health",
+    None,
+    argument("--ready", action="store_true", help="check whether the server can serve requests now"),
+)
 @explained
 def health(arguments: argparse.Namespace) -> None:
     with open_client({}) as client:
@@ -109,6 +137,32 @@ def _filter(arguments: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
+def _read_time(text: str) -> datetime:
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time such as 2026-11-23T14:00") from None
+
+
+@command(
+    "audit log",
+    "list changes of tenants, keys and adapters, newest first",
+    argument("--tenant", metavar="T", help="only changes of this tenant"),
+    argument("--actor", metavar="KEY_ID", help="only changes made with this key; bootstrap is the admin key"),
+    argument("--action", metavar="NAME", help="only this action, such as key.revoke, or key for all on keys"),
+    argument(
+        "--since", type=_read_time, metavar="TIME", help="only from this time on, such as 2026-11-23T14:00"
+    ),
+    argument("--until", type=_read_time, metavar="TIME", help="only before this time"),
+    argument(
+        "--limit",
+        type=read_positive,
+        default=100,
+        metavar="N",
+        help="largest number of entries (default 100)",
+    ),
+    has_json=True,
+)
 @explained
 def log(arguments: argparse.Namespace) -> None:
     with admin_client() as client:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
+from slora_api.cli.declaration import VARIABLES, argument, command, setting_flags
 from slora_api.cluster.cluster_config import (
     ClusterConfig,
     FollowerConfig,
@@ -65,6 +66,26 @@ def _explained(command: _Command) -> _Command:
     return run
 
 
+_FILE = argument(
+    "file", nargs="?", metavar="FILE", help="cluster file: YAML with settings, which flags override"
+)
+_SPECS = (*cluster_setting_specs(), *server_setting_specs())
+# Settings by which a command finds a running cluster.
+_PLACE = setting_flags([spec for spec in _SPECS if spec.name in ("cluster_name", "ray_address", "data_dir")])
+
+
+@command(
+    "deploy",
+    None,
+    argument(
+        "--local",
+        action="store_true",
+        help="start Ray, the engines and an API server on this machine; if they run on --data-dir already, change them",
+    ),
+    _FILE,
+    setting_flags(_SPECS),
+    epilog=VARIABLES,
+)
 @_explained
 def deploy(arguments: argparse.Namespace) -> int:
     texts = _read_texts(arguments)
@@ -78,6 +99,13 @@ def deploy(arguments: argparse.Namespace) -> int:
     return exit_code
 
 
+@command(
+    "cluster serve",
+    "run an API server that uses the engines of a cluster",
+    _FILE,
+    setting_flags(_SPECS),
+    epilog=VARIABLES,
+)
 @_explained
 def serve(arguments: argparse.Namespace) -> int:
     texts = _read_texts(arguments)
@@ -86,12 +114,14 @@ def serve(arguments: argparse.Namespace) -> int:
     return _run_server(config, [], os.environ, config.cluster.ray_address, None)
 
 
+@command("cluster status", "show the replicas of a cluster", _FILE, _PLACE, epilog=VARIABLES, has_json=True)
 @_explained
 def show(arguments: argparse.Namespace) -> int:
     texts = _read_texts(arguments)
     return _call_ray("status", texts, _find_local(texts), as_json=arguments.json)
 
 
+@command("cluster stop", "drain and end all replicas of a cluster", _FILE, _PLACE, epilog=VARIABLES)
 @_explained
 def stop(arguments: argparse.Namespace) -> int:
     texts = _read_texts(arguments)
@@ -101,7 +131,7 @@ def stop(arguments: argparse.Namespace) -> int:
 def _read_texts(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns the settings of the cluster file and the flags. A flag takes precedence."""
     texts = read_cluster_file(Path(arguments.file)) if arguments.file else {}
-    for spec in (*cluster_setting_specs(), *server_setting_specs()):
+    for spec in _SPECS:
         if (text := getattr(arguments, spec.name, None)) is not None:
             texts[spec.name] = text
     return texts

@@ -25,13 +25,14 @@ from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
 from slora_api.adapters.base_model import BaseModelFiles
+from slora_api.cli.declaration import VARIABLES, argument, command, setting_flags
 from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.core.foundation import lay_foundation
 from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
-from slora_api.core.settings import Settings, explain_unknown_variables, read_settings
+from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter
@@ -196,6 +197,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         )
 
 
+@command("serve", None, setting_flags(server_setting_specs()), epilog=VARIABLES)
 def main(arguments: argparse.Namespace) -> int:
     """Runs a server until a signal stops it. Returns the exit code."""
     try:
@@ -219,6 +221,15 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
     return 0
 
 
+@command(
+    "demo",
+    None,
+    argument(
+        "demo", nargs="?", metavar="DIR", help="another demo: a directory with model/ and adapters/NAME"
+    ),
+    setting_flags(server_setting_specs()),
+    epilog=VARIABLES,
+)
 def serve_demo(arguments: argparse.Namespace) -> int:
     """Runs a server like `main`, with a demo: the one that is part of slora, unless another is given."""
     try:

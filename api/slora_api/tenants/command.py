@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 from urllib.parse import quote
 
+from slora_api.cli.declaration import Declare, argument, command
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import admin_client, check, explained, nothing_to_change, walk
 
@@ -29,6 +30,41 @@ _COLUMNS = {
 }
 
 
+def _share_arguments(*defaults: object) -> tuple[Declare, ...]:
+    """defaults: of the weight, the shares and the priority, as the help shows them; none if they stay unchanged."""
+    shown = [f" (default {default})" for default in defaults] or [""] * len(_SHARE)
+    weight, min_share, max_share, priority = shown
+    return (
+        argument("name"),
+        argument(
+            "--weight",
+            type=float,
+            metavar="X",
+            help="share of the served tokens, relative to other tenants' weights" + weight,
+        ),
+        argument(
+            "--min-pool-share",
+            type=float,
+            metavar="X",
+            help="fraction of the page pool that other tenants cannot take from this tenant once it uses it"
+            + min_share,
+        ),
+        argument(
+            "--max-pool-share",
+            type=float,
+            metavar="X",
+            help="largest fraction of the page pool that this tenant may hold" + max_share,
+        ),
+        argument(
+            "--priority",
+            type=int,
+            metavar="N",
+            help="priority class of the tenant; the scheduler serves lower numbers first" + priority,
+        ),
+    )
+
+
+@command("tenant create", "create a tenant", *_share_arguments(1, 0, 1, 0))
 @explained
 def create(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
@@ -36,6 +72,12 @@ def create(arguments: argparse.Namespace) -> None:
     print(tenant["name"])
 
 
+@command(
+    "tenant set",
+    "change a tenant's share; it applies from the next request",
+    *_share_arguments(),
+    has_json=True,
+)
 @explained
 def change(arguments: argparse.Namespace) -> None:
     share = _share(arguments)
@@ -46,6 +88,12 @@ def change(arguments: argparse.Namespace) -> None:
     print_records([tenant], _COLUMNS, as_json=arguments.json)
 
 
+@command(
+    "tenant rename",
+    "rename a tenant; its keys, adapters and usage stay",
+    argument("name"),
+    argument("new_name", metavar="NEW"),
+)
 @explained
 def rename(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
@@ -53,6 +101,7 @@ def rename(arguments: argparse.Namespace) -> None:
     print(f"tenant {arguments.name} is now {arguments.new_name}")
 
 
+@command("tenant suspend", "refuse a tenant's requests, and end those in progress", argument("name"))
 @explained
 def suspend(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
@@ -60,6 +109,7 @@ def suspend(arguments: argparse.Namespace) -> None:
     print(f"tenant {arguments.name} is suspended; `slora tenant resume {arguments.name}` serves it again")
 
 
+@command("tenant resume", "serve a suspended tenant again", argument("name"))
 @explained
 def resume(arguments: argparse.Namespace) -> None:
     with admin_client() as client:
@@ -67,6 +117,19 @@ def resume(arguments: argparse.Namespace) -> None:
     print(f"tenant {arguments.name} is active")
 
 
+@command(
+    "tenant purge",
+    "delete a tenant with its keys, adapters and stored bytes, for ever",
+    argument("name"),
+    argument(
+        "--confirm", required=True, metavar="NAME", help="the name again, because a purge cannot be undone"
+    ),
+    argument(
+        "--ledger", required=True, choices=("keep", "erase"), help="keep or erase what the tenant has used"
+    ),
+    epilog="Repeat a purge that was interrupted.",
+    has_json=True,
+)
 @explained
 def purge(arguments: argparse.Namespace) -> None:
     body = {"confirm": arguments.confirm, "ledger": arguments.ledger}
@@ -83,6 +146,7 @@ def purge(arguments: argparse.Namespace) -> None:
     )
 
 
+@command("tenant list", "list the tenants with their status and share", has_json=True)
 @explained
 def show(arguments: argparse.Namespace) -> None:
     with admin_client() as client:

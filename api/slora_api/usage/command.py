@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 
 import httpx
 
+from slora_api.cli.declaration import JSON, argument, command, one_of
 from slora_api.cli.output import Columns, Record, print_records
 from slora_api.cli.remote import admin_client, check, explained, tenant_client
 
@@ -33,6 +34,25 @@ _GROUPS: Columns = {
 }
 
 
+@command(
+    "usage",
+    None,
+    argument("--tenant", metavar="NAME", help="show this tenant (operator)"),
+    argument("--by", choices=("minute", "hour", "day"), default="day", help="default day"),
+    argument(
+        "--since",
+        metavar="TIME",
+        help="30m, 24h or 7d ago, a time in ISO 8601, or Unix seconds (default: the last 60 minutes, 24 hours or "
+        "7 days)",
+    ),
+    argument("--until", metavar="TIME", help="end of the time range, in the same forms (default: now)"),
+    argument(
+        "--group-by",
+        metavar="NAMES",
+        help="show a sum for each api_key_id, model or (operator) tenant; give one or more names, separated by commas",
+    ),
+    one_of(JSON, argument("--csv", action="store_true", help="print CSV for spreadsheets")),
+)
 @explained
 def show(arguments: argparse.Namespace) -> None:
     groups = arguments.group_by.split(",") if arguments.group_by else []

@@ -8,6 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict
 from types import FrameType
 
+from slora_api.cli.declaration import command
 from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_key, check, explained, open_client
 from slora_api.operations.isolation.audited_server import AuditedServer, audited_tenants, make_adapter
@@ -28,6 +29,12 @@ _COLUMNS = {
 }
 
 
+@command(
+    "audit isolation",
+    "create two temporary tenants on the running server, and check that neither can see or use what the other has",
+    epilog="The exit code is 0 only if every check passes.",
+    has_json=True,
+)
 @explained
 def audit(arguments: argparse.Namespace) -> None:
     """Runs the audit and prints the findings. Raises CommandFailed if a check fails."""
