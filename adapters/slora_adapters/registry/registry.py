@@ -30,13 +30,13 @@ from sqlalchemy import select
 from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
+import slora_adapters.registry.table as table
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.change_feed import Change, Changes, publish, read_changes
 from slora_adapters.database.database import CHANGES, Database, blob_lock
 from slora_adapters.errors import BadAdapterName, BadAlias
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.registry import table
 from slora_adapters.registry.blobs import BlobReferences, redeem
 from slora_adapters.registry.cache import Answer, ExtrasOf, NameCache, Target
 from slora_adapters.registry.named_adapter import NamedAdapter, not_found

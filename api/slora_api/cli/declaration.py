@@ -23,7 +23,7 @@ Declare = Callable[[Any], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class DeclaredCommand:
     """help_text: None for a command that is not in a group; `main.py` has its text. usage: None for argparse's."""
 
     name: str
@@ -41,7 +41,7 @@ class Command:
 
 
 # Module -> its commands, in the order of their declarations.
-_declared: dict[str, list[Command]] = {}
+_declared: dict[str, list[DeclaredCommand]] = {}
 
 
 def command(
@@ -56,7 +56,7 @@ def command(
 
     def declare(handler: Handler) -> Handler:
         options = (JSON, *arguments) if has_json else arguments
-        found = Command(name, help_text, options, handler, epilog, usage)
+        found = DeclaredCommand(name, help_text, options, handler, epilog, usage)
         _declared.setdefault(handler.__module__, []).append(found)
         return handler
 
@@ -82,7 +82,7 @@ def one_of(*arguments: Declare) -> Declare:
     return declare
 
 
-def load_commands(module: str) -> Sequence[Command]:
+def load_commands(module: str) -> Sequence[DeclaredCommand]:
     """Imports a module and returns its commands. Raises ModuleNotFoundError if an optional package is missing."""
     # Garbage collection would take a tenth of the import time of `serve`, and would find no garbage.
     gc.disable()

@@ -15,7 +15,7 @@ from slora_api.core.package_version import find_package_version
 from slora_kernels.cpu_isa import check_cpu_isa
 
 
-class _Entry(NamedTuple):
+class _TopCommand(NamedTuple):
     """A command, or a group of commands. extra: the optional dependencies that it needs."""
 
     help_text: str
@@ -24,15 +24,17 @@ class _Entry(NamedTuple):
     extra: str = "serve"
 
 
-def _command(help_text: str, module: str, extra: str = "serve") -> _Entry:
-    return _Entry(help_text, (f"slora_api.{module}",), extra=extra)
+def _command(help_text: str, module: str, extra: str = "serve") -> _TopCommand:
+    return _TopCommand(help_text, (f"slora_api.{module}",), extra=extra)
 
 
-def _group(help_text: str, *modules: str, extra: str = "serve") -> _Entry:
-    return _Entry(help_text, tuple(f"slora_api.{module}" for module in modules), is_group=True, extra=extra)
+def _group(help_text: str, *modules: str, extra: str = "serve") -> _TopCommand:
+    return _TopCommand(
+        help_text, tuple(f"slora_api.{module}" for module in modules), is_group=True, extra=extra
+    )
 
 
-_ENTRIES = {
+_TOP_COMMANDS = {
     "serve": _command("run the server", "serve.serve"),
     "demo": _command(
         "run the server with a small trained model and a tenant for each of its adapters", "serve.serve"
@@ -128,14 +130,14 @@ def make_parser(name: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"slora {find_package_version()}")
     actions = parser.add_subparsers(metavar="COMMAND", required=True)
-    for known, entry in _ENTRIES.items():
+    for known, entry in _TOP_COMMANDS.items():
         added = actions.add_parser(known, help=entry.help_text, description=entry.help_text)
         if name in (None, known):
             _declare(added, known, entry)
     return parser
 
 
-def _declare(parser: argparse.ArgumentParser, name: str, entry: _Entry) -> None:
+def _declare(parser: argparse.ArgumentParser, name: str, entry: _TopCommand) -> None:
     found = {command.name: command for module in entry.modules for command in load_commands(module)}
     if not entry.is_group:
         found[name].declare(parser)
@@ -162,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parser = make_parser(name)
     except ModuleNotFoundError as error:
-        entry = _ENTRIES[name]
+        entry = _TOP_COMMANDS[name]
         return explain_missing_package(" ".join(words[: 1 + entry.is_group]), error, entry.extra)
     parsed, unknown = parser.parse_known_args(given)
     if unknown:  # argparse would show the usage of `slora` instead of the subcommand's usage.

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from urllib.parse import unquote
 
+import slora_api.doctor.checks as checks
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
 from slora_api.cli.declaration import VARIABLES, command, setting_flags
 from slora_api.core.key_masking import mask_keys, mask_passwords
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
-from slora_api.doctor import checks
 from slora_api.doctor.checks import Finding, Status, failure
 from slora_api.processes.device import DEVICE_LIMIT_S, find_device
 
