@@ -1,6 +1,6 @@
 """Reads an adapter from a blob of a store: first its config and header, then its tensors in batches.
 
-Tensors are read in the order in which the digest hashes them. Files in stores have the same order (`bundle.py`), so
+Tensors are read in the order in which the digest hashes them. Files in stores have the same order (`adapter.py`), so
 they are read sequentially. While one batch of rows is read, earlier batches are hashed on one thread and packed on
 another. So a load takes as long as the slowest of the three stages, and holds only a few batches in memory.
 
