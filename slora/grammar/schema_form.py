@@ -1,12 +1,15 @@
 """Prepares JSON schemas for the grammar library.
 
 - White space is bounded or not allowed. Otherwise a model may write blanks until `max_tokens` ends its answer.
+- A negated class of a pattern, such as `[^"]`, also excludes NUL. The library would otherwise let a class that has all
+  control characters match escaped quotation marks and backslashes, which the class excludes.
 - A `oneOf` whose branches exclude one another becomes an `anyOf`, which the library compiles. Branches exclude one
   another if they have different types, or a property that has no value in common. That property becomes required,
   because only then do the branches exclude one another. So each answer is valid under the schema as it was sent.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from itertools import combinations
 from typing import Any
@@ -22,6 +25,8 @@ _DATA = frozenset({"const", "enum", "default", "examples"})
 _MAPS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _TYPES = frozenset({"object", "array", "string", "number", "boolean", "null"})
 _MAX_HOPS = 16
+# An escape, or the beginning of a negated class. At its beginning, `-` and `]` stand for themselves.
+_NEGATED = re.compile(r"\\.|\[\^(-+|\]?)", re.DOTALL)
 # All pairs of this many branches are compared. Larger unions need one property that tells all branches apart.
 _MAX_BRANCHES = 32
 
@@ -35,7 +40,21 @@ def prepare_schema(schema: Mapping[str, Any] | bool, *, is_compact: bool = False
     for _, node in _walk(root):
         if isinstance(node.get("oneOf"), list) and "anyOf" not in node:
             union.rewrite(node)
+        if isinstance(pattern := node.get("pattern"), str):
+            node["pattern"] = _exclude_nul(pattern)
+        if isinstance(patterns := node.get("patternProperties"), dict):
+            node["patternProperties"] = {_exclude_nul(pattern): value for pattern, value in patterns.items()}
     return json.dumps({**root, **(_COMPACT if is_compact else _OPTIONS)})
+
+
+def _exclude_nul(pattern: str) -> str:
+    return _NEGATED.sub(_add_nul, pattern)
+
+
+def _add_nul(found: re.Match[str]) -> str:
+    if found[1] is None:
+        return found[0]
+    return rf"[^\x00\{found[1][0]}" if found[1] else r"[^\x00"
 
 
 def find_keyword(schema: Mapping[str, Any] | bool, keyword: str) -> str | None:

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, TypeAdapter
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import MAX_FORM_CHARS, OutputKind, StructuredOutput
 from slora.grammar.lark_grammar import GrammarLibrary, LarkMatcher
+from slora.grammar.matcher import TokenSpelling
 from slora.text.tokenizer import Tokenizer
 from tests.slora.grammar.random_schemas import RECURSIVE, SCHEMAS
 from tests.support.tiny_tokenizers import TOKENIZERS
@@ -110,6 +111,36 @@ def test_answers_have_the_form(output: StructuredOutput, pattern: str) -> None:
     assert len(texts) > 3
     for text in texts:
         assert re.fullmatch(pattern, text), text
+
+
+@pytest.mark.parametrize(
+    ("pattern", "texts", "others"),
+    [
+        (r'[^"]', ["a", "\\", "\n", "é"], ['"']),
+        (r'[^"\\\n]', ["a", "\t"], ['"', "\\", "\n"]),
+        (r'[^]"-]', ["a", "\\"], ['"', "]", "-"]),
+        (r'[^-"]', ["a", "\\"], ['"', "-"]),
+        (r'[[^"]&&[^b]]', ["a", "\\"], ['"', "b"]),
+        (r'\[[^"]', ["[a"], ['["', "a"]),
+    ],
+)
+def test_a_class_of_a_pattern_excludes_characters_that_json_escapes(
+    pattern: str, texts: list[str], others: list[str]
+) -> None:
+    library = GrammarLibrary(TokenSpelling([*(bytes([byte]) for byte in range(256)), b""]), [256])
+    string = {"type": "string", "pattern": f"^{pattern}$"}
+    names = {"type": "object", "patternProperties": {f"^{pattern}$": True}, "additionalProperties": False}
+    for schema, form in ((string, "{}"), (names, "{{{}: 1}}")):
+        grammar = library.compile(StructuredOutput.json_schema(schema))
+        for text in (*texts, *others):
+            matcher, words = grammar.start({256}), np.zeros(9, np.int32)
+            is_allowed = True
+            for token in (*form.format(json.dumps(text, ensure_ascii=False)).encode(), 256):
+                matcher.write_mask(words)
+                is_allowed = is_allowed and bool(words.view(np.uint32)[token // 32] >> token % 32 & 1)
+                if token != 256 and is_allowed:
+                    matcher.accept(token)
+            assert is_allowed == (text in texts), (schema, text)
 
 
 @pytest.mark.parametrize("name", ["byte_fallback", "gemma_like", "metaspace"])
