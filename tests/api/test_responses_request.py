@@ -183,6 +183,7 @@ def test_null_and_default_values_never_refuse_a_request() -> None:
             request(**{name: value})
 
 
+LONG_GRAMMAR = {"type": "grammar", "syntax": "lark", "definition": "start:".ljust(5000)}
 # Fields -> a part of the message, the param, the code.
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"previous_response_id": "resp_1"}, "stores nothing: send the whole conversation", "previous_response_id"),
@@ -223,6 +224,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [NESTED]}, "are fields of the tool itself", "tools"),
     ({"tools": [TOOL, TOOL]}, "`tools.1.name` is 'f', which an earlier tool already has", "tools"),
     ({"tools": [TOOL] * (MAX_TOOLS + 1)}, f"at most {MAX_TOOLS}", "tools"),
+    # The empty field `custom` is ignored, and must not hide the grammar.
+    ({"tools": [{"type": "custom", "name": "f", "custom": {}, "format": LONG_GRAMMAR}]}, "5000 characters of", "tools"),
     ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "of the type 'object'", "tools.0.parameters"),
     ({"tool_choice": "required"}, "only allowed when `tools` are sent", "tool_choice"),
     ({"tool_choice": {"type": "web_search"}}, "it must be 'auto', 'none', 'required'", "tool_choice"),

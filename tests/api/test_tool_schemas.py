@@ -42,7 +42,8 @@ def custom(**fields: Any) -> dict[str, Any]:
     return {"type": "custom", "custom": {"name": "f", **fields}}
 
 
-LARK = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /a/"}}
+def lark(definition: str) -> dict[str, Any]:
+    return {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -115,7 +116,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool(name=f"f{at}") for at in range(MAX_TOOLS + 1)]}, "has 129 tools; at most 128", "tools"),
     ({"tools": [{"type": "mcp", "server_url": "x"}]}, "'function' or 'custom'", "tools.0.type"),
     ({"tools": [custom(name="a b")]}, "letters, digits", "tools.0.name"),
-    ({"tools": [custom(format=LARK)]}, "has the syntax 'lark', which cannot", "tools.0.format.grammar.grammar"),
+    ({"tools": [custom(format=lark("start: start"))]}, "which refers to itself", "tools.0.format.grammar.grammar"),
+    ({"tools": [custom(format=lark("start:" + " " * 4090)), custom(format=lark("b"))]},
+     "`tools` has 4097 characters of Lark grammars; at most 4096", "tools"),
     ({"tools": [custom(), tool()]}, "an earlier tool already has", "tools"),
     ({"tools": [{"type": "function"}]}, "is missing", "tools.0.function"),
     ({"tools": [tool(colour=1)]}, "not a parameter", "tools.0.function.colour"),

@@ -13,6 +13,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
+    PrivateAttr,
     ValidationError,
     model_validator,
 )
@@ -20,6 +21,7 @@ from pydantic_core import InitErrorDetails
 
 from slora.core.sampling_params import OPTIONS_KEY
 from slora_adapters.errors import abbreviate
+from slora_api.chat.lark_regex import lark_to_regex
 from slora_api.http.field_types import (
     Name,
     RequestModel,
@@ -30,6 +32,9 @@ from slora_api.http.field_types import (
 )
 
 MAX_TOOLS = 128
+# Of all tools of a request together. The event loop turns them into regular expressions, which takes up to 2 ms per
+# 1,024 characters.
+MAX_LARK_CHARS = 1 << 12
 # The model sees a custom tool as a function with this parameter.
 CUSTOM_INPUT = "input"
 _MAX_NAME_CHARS = 64
@@ -81,19 +86,21 @@ class TextFormat(RequestModel):
 
 
 class Grammar(RequestModel):
-    """A grammar of texts. Only regular expressions can be enforced within a call."""
+    """A grammar of texts. A grammar in Lark's syntax must not be recursive, because it becomes a regular expression."""
 
     syntax: Literal["regex", "lark"]
     definition: Text
+    _regex: str = PrivateAttr()
 
     @model_validator(mode="after")
-    def _a_syntax_that_can_be_enforced(self) -> Self:
-        if self.syntax == "lark":
-            raise make_refusal(
-                "has the syntax 'lark', which cannot be enforced within a call; use the syntax 'regex', or the format "
-                "'text'"
-            )
+    def _write_regex(self) -> Self:
+        self._regex = lark_to_regex(self.definition) if self.syntax == "lark" else self.definition
         return self
+
+    @property
+    def regex(self) -> str:
+        """The regular expression of the texts."""
+        return self._regex
 
 
 class GrammarFormat(RequestModel):
@@ -122,7 +129,7 @@ class CustomTool(RequestModel):
         text: dict[str, Any] = {"type": "string"}
         is_constrained = isinstance(self.format, GrammarFormat)
         if isinstance(self.format, GrammarFormat):
-            text["pattern"] = f"^(?:{self.format.grammar.definition})$"
+            text["pattern"] = f"^(?:{self.format.grammar.regex})$"
         parameters = {
             "type": "object",
             "properties": {CUSTOM_INPUT: text},
@@ -193,21 +200,42 @@ def _check_tools(tools: list[Tool]) -> list[Tool]:
     return tools
 
 
-def check_tool_count(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_TOOLS:
+def check_tool_sizes(value: Any) -> Any:
+    """Checks the number of tools and the length of their Lark grammars before the tools are validated."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > MAX_TOOLS:
         raise make_refusal(
             "`tools` has {count} tools; at most {limit} are accepted, so send fewer",
             param="tools",
             count=len(value),
             limit=MAX_TOOLS,
         )
+    if (num_chars := sum(map(_count_lark_chars, value))) > MAX_LARK_CHARS:
+        raise make_refusal(
+            "`tools` has {count} characters of Lark grammars; at most {limit} are accepted, so shorten them, or use "
+            "the syntax 'regex'",
+            param="tools",
+            count=num_chars,
+            limit=MAX_LARK_CHARS,
+        )
     return value
+
+
+def _count_lark_chars(tool: Any) -> int:
+    """Returns the length of the Lark grammar of a custom tool, in the shape of either route."""
+    for name in ("custom", "format", "grammar"):
+        if not isinstance(tool, dict):
+            return 0
+        tool = tool.get(name) or tool
+    is_lark = isinstance(tool, dict) and tool.get("syntax") == "lark"
+    return len(tool["definition"]) if is_lark and isinstance(tool.get("definition"), str) else 0
 
 
 Tools = Annotated[
     list[Tool],
     Field(fail_fast=True),
-    BeforeValidator(check_tool_count, json_schema_input_type=list[Tool]),
+    BeforeValidator(check_tool_sizes, json_schema_input_type=list[Tool]),
     AfterValidator(_check_tools),
 ]
 

@@ -28,8 +28,8 @@ from slora_api.chat.tool_schemas import (
     SentCall,
     Tool,
     check_schema,
-    check_tool_count,
     check_tool_name,
+    check_tool_sizes,
     make_call,
 )
 from slora_api.completions.schemas import ChatMessage, ChatRequest, ReasoningEffort, Thinking, make_message
@@ -332,7 +332,7 @@ class ClientTool(RequestModel):
 
 def _check_tools(value: Any) -> Any:
     """Refuses the tools of Anthropic's servers and clients, which have no schema. The error states a remedy."""
-    for index, tool in enumerate(check_tool_count(value) if isinstance(value, list) else ()):
+    for index, tool in enumerate(check_tool_sizes(value) if isinstance(value, list) else ()):
         kind = tool.get("type") if isinstance(tool, dict) else None
         if isinstance(kind, str) and kind != "custom":
             raise make_refusal(

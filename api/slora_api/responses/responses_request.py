@@ -32,7 +32,7 @@ from slora_api.chat.tool_schemas import (
     Tool,
     check_distinct_names,
     check_tool_choice,
-    check_tool_count,
+    check_tool_sizes,
     read_allowed,
 )
 from slora_api.completions.schemas import ChatMessage, ConversationFields, ReasoningEffort
@@ -115,7 +115,7 @@ def _check_shapes(value: Any) -> Any:
     """Refuses tools that would run on the server, and tools in the shape of /v1/chat/completions. The error states a
     remedy.
     """
-    for index, tool in enumerate(check_tool_count(value) if isinstance(value, list) else ()):
+    for index, tool in enumerate(check_tool_sizes(value) if isinstance(value, list) else ()):
         if not isinstance(tool, dict):
             continue
         kind = tool.get("type")

@@ -96,6 +96,31 @@ def test_a_custom_tool_can_be_forced_and_its_input_held_to_an_expression(
     assert grammar is not None and "^(?:[0-9]+)$" in grammar.text
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_a_lark_grammar_of_a_custom_tool_is_enforced_unless_it_is_recursive(
+    platform: Platform, key: str, path: str
+) -> None:
+    platform.says(written("run", {"input": "go north"}))
+
+    def post_grammar(definition: str) -> Any:
+        grammar = {"syntax": "lark", "definition": definition}
+        if path == CHAT:
+            tool = custom(format={"type": "grammar", "grammar": grammar})
+            return post(platform, key, path, BODY | {"tools": [tool]})
+        tool = {"type": "custom", "name": "run", "format": {"type": "grammar", **grammar}}
+        answer = post(platform, key, path, {"model": "caller", "input": "hi", "tools": [tool]})
+        assert not answer.is_success or answer.json()["tools"][0]["format"] == tool["format"]
+        return answer
+
+    answer = post_grammar('start: "go" WAY\nWAY: " north" | " south"')
+    assert answer.status_code == 200, answer.text
+    form = platform.engine.requests[0].sampling.structured_output
+    assert form is not None and "^(?:go(?: north| south))$" in form.text
+    refused = post_grammar('start: "(" start? ")"')
+    assert refused.status_code == 400 and "refers to itself" in refused.json()["error"]["message"]
+    assert refused.json()["error"]["param"].startswith("tools.0.format")
+
+
 def test_custom_tools_of_the_responses_api(platform: Platform, key: str) -> None:
     platform.says(written("run", {"input": CODE}))
     client = platform.sdk(key)

@@ -1,6 +1,7 @@
 """Required tool calls over HTTP: the openai package against a real server with a tiny random model."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -64,3 +65,36 @@ def test_a_required_call_of_a_random_model_parses_over_two_turns(client: openai.
     assert last.usage is not None and last.usage.prompt_tokens == len(
         "paint [user]hi[TOOL_CALLS]paint[tool]done"
     )
+
+
+def test_the_input_of_a_custom_tool_follows_its_lark_grammar(client: openai.OpenAI) -> None:
+    grammar = {
+        "syntax": "lark",
+        "definition": """
+            start: command (LF command)?
+            command: "go" WAY~1..2 | "say" /[^"x]/ "\\"" -> say
+            WAY: " " ("north"i | "south")
+            %import common.LF
+            """,
+    }
+    command = r'(go( (?i:north)| south){1,2}|say[^"x]")'
+    expected = re.compile(rf"{command}(\n{command})?")
+    tool: Any = {
+        "type": "custom",
+        "custom": {"name": "run", "format": {"type": "grammar", "grammar": grammar}},
+    }
+    choice: Any = {"type": "custom", "custom": {"name": "run"}}
+    messages: Any = [{"role": "user", "content": "hi"}]
+    for seed in range(2):
+        chat = client.chat.completions.create(
+            model="painter", messages=messages, tools=[tool], tool_choice=choice, max_tokens=120, seed=seed
+        )
+        assert chat.choices[0].message.tool_calls is not None
+        call = chat.choices[0].message.tool_calls[0]
+        assert call.type == "custom" and expected.fullmatch(call.custom.input), call
+    flat: Any = {"type": "custom", "name": "run", "format": {"type": "grammar", **grammar}}
+    response = client.responses.create(
+        model="painter", input="hi", tools=[flat], tool_choice="required", max_output_tokens=120
+    )
+    item = response.output[0]
+    assert item.type == "custom_tool_call" and expected.fullmatch(item.input), item
