@@ -303,6 +303,7 @@ def running_platform(
         generator,
         batches,
         engines,
+        counters,
         for_routes=(
             AnswerServices(chosen, catalog, slots, templates, grammars, generator, encoder, quotas),
             AdapterServices(

@@ -48,18 +48,22 @@ class Account:
 
         If the date goes back, because the clock of the host was wrong, the account has to be seeded again.
         """
-        elapsed = now.second - self.second
-        if elapsed >= BUCKETS:
+        second = now.second
+        if second - self.second >= BUCKETS:
             self.requests, self.tokens = [0] * BUCKETS, [0] * BUCKETS
         else:
-            for second in range(self.second + 1, now.second + 1):
-                self.requests[second % BUCKETS] = self.tokens[second % BUCKETS] = 0
-        self.second = max(self.second, now.second)
+            for passed in range(self.second + 1, second + 1):
+                self.requests[passed % BUCKETS] = self.tokens[passed % BUCKETS] = 0
+        self.second = max(self.second, second)
         if now.day != self.day:
             self.is_seeded = self.is_seeded and now.day > self.day
             self.day, self.tokens_today = now.day, 0
         if now.month != self.month:
             self.month, self.tokens_this_month = now.month, 0
+
+    def is_idle(self, now: Moment) -> bool:
+        """Returns whether the windows are empty and no reservation is open."""
+        return self.second <= now.second - BUCKETS and not self.answers and not self.reserved_tokens
 
     def find_obstacles(self, quota: Quota, charge: Charge, now: Moment) -> Iterator[tuple[str, int | None]]:
         """Yields each field of the quota that the charge would exceed, and the time until the charge fits (see

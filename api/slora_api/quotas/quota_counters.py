@@ -107,7 +107,7 @@ class NotSeeded:
 class QuotaCounters(Protocol):
     """Counters that all processes with the same quotas share.
 
-    Runs on one event loop. The reservations of a process that dies are refunded. Raises StoreUnavailable if the
+    Runs on one event loop. Raises StoreUnavailable if the
     counters cannot be reached.
     """
 
@@ -123,6 +123,9 @@ class QuotaCounters(Protocol):
         refunded.
         """
 
+    def release(self, process: int) -> None:
+        """Refunds the reservations of a dead process of this host. Only the main process calls this method."""
+
     async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
         """Returns the present use of each subject."""
 
@@ -130,7 +133,7 @@ class QuotaCounters(Protocol):
         """Sets the used tokens from the durable history. If the counters already have a larger number, they keep it."""
 
     async def run(self) -> None:
-        """Keeps this process's reservations alive and refunds the reservations of dead processes, until cancelled."""
+        """Keeps this process's reservations alive until cancelled. May return at once."""
 
     async def close(self) -> None:
         """Refunds this process's open reservations."""

@@ -194,6 +194,9 @@ class RedisCounters:
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
+    def release(self, process: int) -> None:
+        self._host.release(process)  # In Redis, the leases of the process expire.
+
     async def read(self, subjects: tuple[Subject, ...]) -> tuple[Use, ...]:
         if not self.is_away:
             try:
@@ -212,14 +215,9 @@ class RedisCounters:
         await self._host.seed(subject, tokens_today, tokens_this_month)
 
     async def run(self) -> None:
-        sweeping = asyncio.create_task(self._host.run())
-        try:
-            while True:
-                await asyncio.sleep(_PAUSE_S if self.is_away else _RENEW_S)
-                await self._renew()
-        finally:
-            sweeping.cancel()
-            await asyncio.gather(sweeping, return_exceptions=True)
+        while True:
+            await asyncio.sleep(_PAUSE_S if self.is_away else _RENEW_S)
+            await self._renew()
 
     async def close(self) -> None:
         for handle in tuple(self._open):

@@ -203,7 +203,7 @@ def build_quotas(
     """limiter, refused: see `QuotaMeter`."""
     settings, database = foundation.settings, foundation.database
     store = QuotaStore(database, default_quota(settings), foundation.changes.is_behind)
-    counters = open_counters(foundation.data, settings.quota_redis)
+    counters = open_counters(foundation.data, settings.quota_redis, foundation.board.process)
     if foundation.is_main and database.path is None and not settings.quota_redis:
         logger.warning(
             "quotas are counted on this host alone: if several hosts share the database, give all of them the same "
@@ -214,11 +214,11 @@ def build_quotas(
     return Quotas(store, meter, AdapterQuota(store, refused))
 
 
-def open_counters(data: DataDir, redis_url: str) -> QuotaCounters:
+def open_counters(data: DataDir, redis_url: str, process: int) -> QuotaCounters:
     """Opens the quota counters. With `redis_url`, all hosts that use this Redis share the counters. Otherwise, only the
-    processes of this host share them.
+    processes of this host share them. process: see `HostCounters`.
     """
-    host = HostCounters(data.quotas)
+    host = HostCounters(data.quotas, process)
     if not redis_url:
         return host
     check_redis_url(redis_url, "--quota-redis")

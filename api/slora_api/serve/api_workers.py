@@ -59,7 +59,9 @@ class WorkerConfig:
 
 
 class ApiWorkers:
-    """Starts the workers and restarts those that die. on_restart: called with the name of a worker that died."""
+    """Starts the workers and restarts those that die. on_death: called with the name and the number of a worker that
+    died, before it is restarted.
+    """
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class ApiWorkers:
         listener: socket.socket,
         board: HostBoard,
         restart_after_s: float,
-        on_restart: Callable[[str], None],
+        on_death: Callable[[str, int], None],
         replicas: ReplicaListFiles | None = None,
     ) -> None:
         assert board.descriptor is not None, "a board without other processes"
@@ -90,22 +92,18 @@ class ApiWorkers:
             )
             for number in range(1, board.size.num_processes)
         ]
-        self._board = board
-        self._on_restart = on_restart
-        self._numbers = {_name(config.number): config.number for config in configs}
+        numbers = {_name(config.number): config.number for config in configs}
         # The dict of stalls is not used. The supervisor only logs the stall of a worker, because the other workers
         # continue to answer.
-        self._supervisor = Supervisor(_children(configs, secrets), restart_after_s, {}, self._clear)
+        self._supervisor = Supervisor(
+            _children(configs, secrets), restart_after_s, {}, lambda name: on_death(name, numbers[name])
+        )
 
     async def run(self) -> None:
         await self._supervisor.run()
 
     def stop(self, _at_once: bool) -> None:
         self._supervisor.stop()  # A second SIGTERM ends a worker at once.
-
-    def _clear(self, name: str) -> None:
-        self._board.clear(self._numbers[name])
-        self._on_restart(name)
 
 
 def _name(number: int) -> str:

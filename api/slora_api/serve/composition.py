@@ -87,6 +87,7 @@ def build_services(
         generator,
         batches.batches,
         operations.services.engines,
+        quotas.meter.counters,
         for_routes=(
             build_answers(foundation, catalog, slots, templates, generator, quotas.meter),
             adapters.services,

@@ -180,9 +180,15 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         else:
             work.append(HostState(generator, services.engines, board).publish)
             metrics = open_metrics_files(stack, data, settings.api_workers)
+
+            def forget_worker(name: str, number: int) -> None:
+                board.clear(number)
+                services.quota_counters.release(number)
+                restarts.update([name])
+
             front = ApiWorkers(
                 flags, model.started_at, metrics, sockets, listener, board,
-                settings.stall_seconds, lambda name: restarts.update([name]), cluster.files if cluster else None,
+                settings.stall_seconds, forget_worker, cluster.files if cluster else None,
             )  # fmt: skip
             serve = front.run()
         limit_garbage_collection()

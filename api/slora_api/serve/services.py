@@ -11,6 +11,7 @@ from slora_api.core.foundation import Foundation
 from slora_api.core.settings import Settings
 from slora_api.keys.routes import Keys
 from slora_api.operations.engines import Engines
+from slora_api.quotas.quota_counters import QuotaCounters
 from slora_api.tenants.tenant_store import TenantStore
 
 
@@ -28,6 +29,7 @@ class Services:
     generator: Generator
     batches: Batches
     engines: Engines
+    quota_counters: QuotaCounters
     for_routes: tuple[object, ...]
     work: list[Work]
 

@@ -5,7 +5,8 @@
     crash FOLDER STRIDE                              kills a process at each line of a change, or at every STRIDE-th
                                                      line, and prints what is left
 
-The hammer's clock runs SPEED times as fast as time, so that a window of a minute passes in seconds.
+This process is the main process of the host, and its children are the workers. The hammer's clock runs SPEED times as
+fast as time, so that a window of a minute passes in seconds.
 """
 
 import asyncio
@@ -16,8 +17,9 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from types import FrameType
@@ -53,11 +55,14 @@ def fork(work: Callable[[], None]) -> int:
     return pid
 
 
-def open_counters(folder: Path, url: str) -> QuotaCounters:
-    name = f"host{os.getpid()}" if url else "quotas"
-    host = HostCounters(folder / name, clock_ns=fast_ns, max_accounts=64, max_reservations=128)
+def open_host(path: Path, process: int = 0) -> HostCounters:
+    return HostCounters(path, process, clock_ns=fast_ns, max_accounts=64, max_reservations=128)
+
+
+def open_counters(folder: Path, url: str, process: int) -> QuotaCounters:
     if not url:
-        return host
+        return open_host(folder / "quotas", process)
+    host = open_host(folder / f"host{process}")
     # A lease must outlast a process that waits for the processor.
     return RedisCounters(redis.asyncio.Redis.from_url(url), host, lambda: fast_ns() // 10**6, 1e6)
 
@@ -91,9 +96,12 @@ async def reserve_again_and_again(
 
 
 def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
+    if not url:
+        open_host(folder / "quotas")
+
     def work(number: int) -> None:
         async def run() -> None:
-            counters = open_counters(folder, url)
+            counters = open_counters(folder, url, number)
             granted = Granted()
             await reserve_again_and_again(counters, number, granted, float(seconds))
             (folder / f"grants{number}.json").write_text(json.dumps(asdict(granted)), encoding="utf-8")
@@ -101,7 +109,7 @@ def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
 
         asyncio.run(run())
 
-    children = [fork(lambda number=number: work(number)) for number in range(int(processes))]
+    children = [fork(partial(work, number)) for number in range(1, int(processes) + 1)]
     failed = [pid for pid in children if os.waitpid(pid, 0)[1]]
     found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("grants*.json")]
     grants = list(chain.from_iterable(one["grants"] for one in found))
@@ -110,34 +118,35 @@ def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
 
 
 def kill(folder: Path, processes: str, kills: str) -> None:
-    def work() -> None:
-        async def run() -> None:
-            counters = open_counters(folder, "")
-            async with asyncio.TaskGroup() as group:
-                group.create_task(counters.run())
-                group.create_task(reserve_again_and_again(counters, os.getpid(), Granted(), math.inf))
+    counters = open_host(folder / "quotas")
 
-        asyncio.run(run())
+    def work(number: int) -> None:
+        own = open_host(folder / "quotas", number)
+        asyncio.run(reserve_again_and_again(own, os.getpid(), Granted(), math.inf))
 
-    children = [fork(work) for _ in range(int(processes))]
+    def kill_worker(number: int) -> None:
+        os.kill(children[number], signal.SIGKILL)
+        os.waitpid(children[number], 0)
+
+    numbers = range(1, int(processes) + 1)
+    children = {number: fork(partial(work, number)) for number in numbers}
     for _ in range(int(kills)):
         time.sleep(random.random() * 0.03)
-        victim = children.pop(random.randrange(len(children)))
-        os.kill(victim, signal.SIGKILL)
-        os.waitpid(victim, 0)
-        children.append(fork(work))
+        number = random.choice(numbers)
+        kill_worker(number)
+        children[number] = fork(partial(work, number))
     time.sleep(0.2)
-    for pid in children:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    json.dump(left_over(folder), sys.stdout)
+    for number in numbers:
+        kill_worker(number)
+    json.dump(left_over(counters, numbers), sys.stdout)
 
 
-def left_over(folder: Path) -> list[dict[str, Any]]:
+def left_over(counters: HostCounters, dead: Iterable[int]) -> list[dict[str, Any]]:
     """What is reserved when every other process is dead."""
 
     async def read() -> list[dict[str, Any]]:
-        counters = open_counters(folder, "")
+        for number in dead:
+            counters.release(number)
         uses = await counters.read((TENANT, *KEYS))
         await counters.close()
         return [
@@ -158,10 +167,11 @@ def crash(folder: Path, stride: str) -> None:
     results = []
     for lines in range(0, 10_000, int(stride)):
         (folder / "quotas").unlink(missing_ok=True)
+        main = open_host(folder / "quotas")
 
         def work(lines: int = lines) -> None:
             async def run() -> None:
-                counters = open_counters(folder, "")
+                counters = open_host(folder / "quotas", 1)
                 left = lines
 
                 def count(frame: FrameType, event: str, _: Any) -> Any:
@@ -181,7 +191,7 @@ def crash(folder: Path, stride: str) -> None:
             asyncio.run(run())
 
         _, status = os.waitpid(fork(work), 0)
-        results.append(left_over(folder)[:2])
+        results.append(left_over(main, [1])[:2])
         if status == 0:
             break
     json.dump(results, sys.stdout)

@@ -2,6 +2,7 @@
 
 import asyncio
 import uuid
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,9 +54,13 @@ def counters_place(kind: str, folder: Path, request: pytest.FixtureRequest) -> I
     space = folder / uuid.uuid4().hex
     space.mkdir()
 
+    opened: Counter[str] = Counter()
+
     def host(clock: Clock, name: str) -> HostCounters:
         sizes = {"max_accounts": 64, "max_reservations": 64}
-        return HostCounters(space / name, clock_ns=clock.monotonic_ns, utc=clock.utc, **sizes)
+        opened[name] += 1
+        number = opened[name] - 1
+        return HostCounters(space / name, number, clock_ns=clock.monotonic_ns, utc=clock.utc, **sizes)
 
     if kind == "host":
         with asyncio.Runner() as runner:

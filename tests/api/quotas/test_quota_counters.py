@@ -25,6 +25,7 @@ from slora_api.quotas.redis_counters import RedisCounters, open_redis_counters
 from slora_api.quotas.routes import open_counters
 from tests.api.quotas.quota_places import START_S, Clock, CountersPlace, counters_place
 from tests.redis_server import RedisServer
+from tests.support.file_limit import largest_file
 
 TENANT = Quota(requests_per_minute=6, tokens_per_minute=100, concurrent_answers=5)
 KEY = Quota(requests_per_minute=4, tokens_per_minute=70, tokens_per_day=150, tokens_per_month=250)
@@ -202,6 +203,83 @@ def test_a_process_that_ends_returns_its_reservations(place: CountersPlace) -> N
     place.runner.run(other.close())
 
 
+@pytest.fixture
+def host(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[CountersPlace]:
+    with counters_place("host", tmp_path, request) as opened:
+        yield opened
+
+
+def test_a_released_process_keeps_nothing_and_the_others_keep_theirs(host: CountersPlace) -> None:
+    clock, subject = Clock(), Subject("acme", "", Quota(tokens_per_minute=100))
+    main, dead, other = host(clock), host(clock), host(clock)
+    made = host.runner.run(dead.reserve((subject,), Charge(50, 2)))
+    host.runner.run(other.reserve((subject,), Charge(30, 1)))
+    assert use_of(host, main, subject) == (2, 80, 3)
+    main.release(1)
+    assert use_of(host, main, subject) == (2, 30, 1)
+    # The process was only stopped, and goes on. Its place belongs to another reservation now.
+    host.runner.run(other.reserve((subject,), Charge(40, 1)))
+    assert isinstance(made, Reservation)
+    dead.settle(made, 10)
+    assert use_of(host, main, subject) == (3, 70, 2)
+    for process in (other, main):
+        host.runner.run(process.close())
+
+
+def test_a_restart_keeps_the_windows_and_returns_what_was_reserved(tmp_path: Path) -> None:
+    subject = Subject("acme", "", Quota(tokens_per_minute=100))
+
+    async def run() -> None:
+        for process in (0, 1):
+            killed = HostCounters(tmp_path / "quotas", process)
+            made = await killed.reserve((subject,), Charge(20, 1))
+            assert isinstance(made, Reservation)
+            killed.settle(made, 15)
+            assert isinstance(await killed.reserve((subject,), Charge(20, 1)), Reservation)
+        restarted = HostCounters(tmp_path / "quotas")
+        (use,) = await restarted.read((subject,))
+        assert (use.requests, use.tokens, use.answers) == (4, 30, 0)
+        await restarted.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"SQLite format 3", bytes(1 << 23)], ids=["empty", "other", "zeros"]
+)
+def test_a_foreign_file_is_replaced(tmp_path: Path, content: bytes) -> None:
+    path, subject = tmp_path / "quotas", Subject("acme", "", Quota(tokens_per_minute=100))
+    path.write_bytes(content)
+
+    async def run() -> None:
+        main, worker = HostCounters(path), HostCounters(path, 1)
+        assert isinstance(await worker.reserve((subject,), Charge(30, 1)), Reservation)
+        (use,) = await main.read((subject,))
+        assert use.tokens == 30, "both count in the new file"
+        await worker.close()
+        await main.close()
+
+    asyncio.run(run())
+
+
+def test_processes_count_for_themselves_if_the_file_cannot_be_created(tmp_path: Path) -> None:
+    """A worker creates no file: other workers would not see it."""
+    path, subject = tmp_path / "quotas", Subject("acme", "", Quota(tokens_per_minute=100))
+
+    async def run() -> None:
+        with largest_file(16_000):
+            main = HostCounters(path)
+        worker = HostCounters(path, 1)
+        assert isinstance(await worker.reserve((subject,), Charge(30, 1)), Reservation)
+        (own,), (others,) = await worker.read((subject,)), await main.read((subject,))
+        assert (own.tokens, others.tokens) == (30, 0)
+        assert not list(tmp_path.iterdir())
+        await worker.close()
+        await main.close()
+
+    asyncio.run(run())
+
+
 def test_seeding_never_lowers_what_the_counters_have(place: CountersPlace) -> None:
     clock, subject = Clock(), Subject("acme", "", Quota(tokens_per_day=100, tokens_per_month=1000))
     counters = place(clock)
@@ -311,10 +389,10 @@ def test_only_a_redis_can_be_the_quota_redis(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"--quota-redis must be the URL of a Redis \(redis://, .*, not 'http'$"
     ):
-        open_counters(DataDir(tmp_path), "http://slora:secret@x")
-    assert isinstance(open_counters(DataDir(tmp_path), ""), HostCounters)
+        open_counters(DataDir(tmp_path), "http://slora:secret@x", 0)
+    assert isinstance(open_counters(DataDir(tmp_path), "", 0), HostCounters)
     # It need not answer yet.
-    assert isinstance(open_counters(DataDir(tmp_path), "redis://127.0.0.1:1/0"), RedisCounters)
+    assert isinstance(open_counters(DataDir(tmp_path), "redis://127.0.0.1:1/0", 0), RedisCounters)
 
 
 def test_a_client_that_hangs_up_while_redis_is_asked_leaves_nothing_reserved(
