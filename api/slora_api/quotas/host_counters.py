@@ -74,7 +74,7 @@ _LOCK_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class _Handle:
+class _FileHandle:
     place: int
     entry: bytes  # what the reservation is in the file, as long as it is open
 
@@ -127,7 +127,7 @@ class HostCounters:
         return await self._run_locked(partial(self._reserve, subjects, charge))
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool = True) -> None:
-        assert isinstance(reservation.handle, _Handle)
+        assert isinstance(reservation.handle, _FileHandle)
         self._run_soon(partial(self._settle, reservation.handle, used_tokens, counts=counts))
 
     def release(self, process: int) -> None:
@@ -184,12 +184,12 @@ class HostCounters:
             *(accounts[0].second, now.day, now.month),
             *(charge.requests, charge.tokens, charge.answers),
         )
-        handle = _Handle(self._find_free_reservation(), entry)
+        handle = _FileHandle(self._find_free_reservation(), entry)
         writes = [(self._account_offset(place), _pack(digest, account)) for place, digest, account in found]
         self._commit([*writes, (self._reservation_offset(handle.place), entry)])
         return Reservation(charge, tuple(account.use(now) for account in accounts), handle)
 
-    def _settle(self, handle: _Handle, used_tokens: int, now: Moment, *, counts: bool) -> None:
+    def _settle(self, handle: _FileHandle, used_tokens: int, now: Moment, *, counts: bool) -> None:
         offset = self._reservation_offset(handle.place)
         if self._map[offset : offset + _RESERVATION.size] != handle.entry:
             return  # The main process has returned it.
@@ -222,7 +222,7 @@ class HostCounters:
             if owner and (process is None or owner == process + 1):
                 offset = self._reservation_offset(place)
                 entry = self._map[offset : offset + _RESERVATION.size]
-                self._settle(_Handle(place, entry), 0, now, counts=True)
+                self._settle(_FileHandle(place, entry), 0, now, counts=True)
 
     def _owner(self, place: int) -> int:
         owner: int = _NUMBER.unpack_from(self._map, self._reservation_offset(place))[0]
