@@ -23,9 +23,15 @@ def test_arguments_that_a_subcommand_does_not_know_are_answered_with_its_own_usa
 def test_a_reader_that_closes_the_pipe_ends_a_subcommand_without_a_traceback() -> None:
     code = """
 import sys
-from slora_api.cli import main
-main._load_handler = lambda name: lambda arguments: print("line\\\\n" * 100_000) or 0
-sys.exit(main.main(["health"]))
+import slora_api.operations.command
+from slora_api.cli.declaration import command
+from slora_api.cli.main import main
+def print_lines(arguments):
+    print("a line " * 100_000)
+    return 0
+print_lines.__module__ = "slora_api.operations.command"
+command("health", None)(print_lines)
+sys.exit(main(["health"]))
 """
     reader, writer = os.pipe()
     os.close(reader)
