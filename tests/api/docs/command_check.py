@@ -26,10 +26,13 @@ _SETTING_NAMES = frozenset(spec.name for spec in server_setting_specs())
 
 
 def is_run(words: Sequence[str]) -> bool:
-    """Whether the soak run executes this command. Every other command is only checked by `find_fault`."""
+    """Whether the soak run executes this command. Every other command is only checked by `find_fault`, such as one with
+    the address of a database that the reader has to fill in.
+    """
     match words:
         case ["slora", subcommand, *rest]:
-            return subcommand not in _NOT_RUN and not _LONG_FLAGS.intersection(rest)
+            is_long = not _LONG_FLAGS.isdisjoint(rest)
+            return subcommand not in _NOT_RUN and not is_long and not any("HOST/" in word for word in rest)
         case ["python", script, *_]:
             return script.endswith(".py")
     return words[0] in ("curl", "export")

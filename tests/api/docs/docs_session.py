@@ -151,6 +151,7 @@ class DocsSession:
 
     def _fill_in(self, text: str) -> str:
         text = _ADDRESS.sub(self.url, _TO_FILL_IN.sub("", text))
+        text = text.replace(" /srv/slora", f" {self.data_dir}")
         for path in ("/backups", "/srv"):
             text = text.replace(f" {path}/", f" {self.folder}{path}/")
         if "KEY_ID" in text:
