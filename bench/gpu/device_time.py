@@ -13,11 +13,11 @@ _WARM_UP_S = 0.05
 def time_device(work: Callable[[], object], device: torch.device, *, graph: bool = True) -> float:
     """Median seconds. On a GPU `work` is replayed as a graph, so that the host's time is no part of it; without `graph`
     it may wait for the device."""
-    work()
     if device.type != "cuda":
         start = time.perf_counter()
         work()
         return time.perf_counter() - start
+    work()
     if graph:
         captured = torch.cuda.CUDAGraph()
         with torch.cuda.graph(captured):
