@@ -451,6 +451,7 @@ def test_embeddings_are_little_endian_float32(kits: Kits) -> None:
     assert np.allclose(np.frombuffer(answer.embedding, "<f4"), expected, atol=TOLERANCE)
 
 
+@pytest.mark.soak
 def test_triton_kernels_embed_as_peft_does(one_layer_kit: ModelKit) -> None:
     source, versions = make_source(one_layer_kit)
     engine = make_engine(one_layer_kit, source, 100, kernels="triton", max_model_len=64)

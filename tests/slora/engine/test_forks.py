@@ -54,7 +54,7 @@ def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [
-        ("llama", 200, {}),
+        pytest.param("llama", 200, {}, marks=pytest.mark.soak),
         ("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
         ("llama", 40, {}),
         ("llama", 200, {"max_num_seqs": 4}),

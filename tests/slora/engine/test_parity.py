@@ -25,6 +25,12 @@ FEATURED = [name for name in MODELS if not name.startswith("llama") and name not
 # In the quick run, `test_parity_holds_in_chunks_under_preemption_and_behind_windows` has the featured models, with all
 # adapter kinds.
 MOSTLY_PLAIN = [pytest.param(name, marks=pytest.mark.soak) if name in FEATURED else name for name in MODELS]
+# Others have all that these have: qwen3_biased_layer_types and qwen2_late_windows.
+_LIKE_OTHERS = ("qwen3", "qwen2")
+ALL_AT_ONCE = [
+    pytest.param(name, marks=pytest.mark.soak) if name in _LIKE_OTHERS else name
+    for name in ("llama", "qwen2", *FEATURED)
+]
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
 
 
@@ -135,34 +141,11 @@ def test_the_text_part_of_a_vision_model_answers_as_the_whole_model_does(tmp_pat
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen2", marks=pytest.mark.soak)])
-def test_parity_holds_when_prompts_are_computed_in_chunks(kits: Kits, model: str, kernels: str) -> None:
-    kit = kits(model)
-    work = mix(kit, prompts_each=2, seed=1)
-    assert max(len(prompt) for prompt in work.prompts) > 3 * 11
-    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 11}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    assert verdict.equal, verdict
-
-
-@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", ["llama", pytest.param("qwen2", marks=pytest.mark.soak)])
-def test_parity_holds_when_requests_are_preempted(kits: Kits, model: str, kernels: str) -> None:
-    kit = kits(model)
-    work = mix(kit, prompts_each=3, seed=2)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(70), max_model_len=128)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    assert llm.stats().preemptions > 0
-    assert verdict.equal, verdict
-
-
-@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", FEATURED)
+@pytest.mark.parametrize("model", ALL_AT_ONCE)
 def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:
-    """Runs all prompts at once for each model with special features. Every sequence outgrows its attention windows."""
+    """Runs all prompts at once. Every sequence outgrows its attention windows."""
     kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 1, seed=5)
     settings = {"max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11}
