@@ -245,12 +245,16 @@ def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
     place = postgresql_server.make_database()
     flags = ("--database", place, "--store", str(tmp_path / "store"))
     loads: list[Load] = []
-    for number in range(5 if soak else 1):
-        with serving(kit.base, tmp_path / "data", *flags) as served:
+    for number in range(10 if soak else 1):
+        with serving(kit.base, tmp_path / "data", *flags, "--api-workers", "2") as served:
             served.wait_until_ready()
             keys = [upload_both(served, kit, f"acme{number}"), served.make_key(f"acme{number}")]
             load = Load(served.url, keys)
             loads.append(load)
+            before = engine_usage(served), ledger_usage(place)
+            with load.in_background():
+                os.kill(served.child(WORKER).pid, signal.SIGKILL)
+            wait_until_equal(served, place, *before)
             with load.in_background():
                 postgresql_server.kill()
                 load.wait_for_answers()
@@ -259,17 +263,11 @@ def test_kills_under_load_lose_and_repeat_no_acknowledged_request(
                 os.kill(served.child(ENGINE).pid, signal.SIGKILL)
             served.wait_until_ready()
             with load.in_background():
-                os.kill(served.process.pid, signal.SIGKILL)
-                served.process.wait()
-        with serving(kit.base, tmp_path / "data", *flags, "--api-workers", "2") as served:
-            served.wait_until_ready()
-            load.url = served.url
-            before = engine_usage(served), ledger_usage(place)
-            with load.in_background():
-                os.kill(served.child(WORKER).pid, signal.SIGKILL)
-            wait_until_equal(served, place, *before)
-            with load.in_background():
-                served.kill_everything()
+                if number % 2:
+                    os.kill(served.process.pid, signal.SIGKILL)
+                    served.process.wait()
+                else:
+                    served.kill_everything()
     directory = tmp_path / "data" / "usage"
     with closing(Database(place)) as database, closing(UsageJournal(directory)) as journal:
         UsageShipper(journal, directory, UsageLedger(database), 90).ship()
