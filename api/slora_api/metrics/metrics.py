@@ -13,6 +13,7 @@ The folder in which API workers keep their counters; see `metrics/metrics.py`.
 
 import os
 import tempfile
+import threading
 import time
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
@@ -244,6 +245,7 @@ class Metrics:
         self.batches: dict[str, int] = {}
         self.restarts: Tally[str] = Tally(engine=0, loader=0)
         # What the next scrape shows.
+        self._rendering = threading.Lock()
         self._engine: EngineNumbers | None = None
         self._host = HostNumbers({}, is_read_only=False, usage_journal_bytes=0, usage_ledger_lag_s=0.0)
         self._scraped = self._registry if directory is None else CollectorRegistry()
@@ -273,10 +275,11 @@ class Metrics:
 
     def render(self, engine: EngineNumbers | None, host: HostNumbers) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than
-        shown as zeros.
+        shown as zeros. Any thread may call this.
         """
-        self._engine, self._host = engine, host
-        return generate_latest(self._scraped)
+        with self._rendering:
+            self._engine, self._host = engine, host
+            return generate_latest(self._scraped)
 
     def render_for_gateway(self, engine: EngineNumbers | None) -> bytes:
         """Returns the part of the text that gateways route by. It is empty without an engine."""
@@ -292,7 +295,7 @@ class Metrics:
             "Number of times that a process of the server died and was restarted.",
             labels=["process"],
         )
-        for process, count in self.restarts.items():
+        for process, count in list(self.restarts.items()):
             restarts.add_metric([process], count)
         yield restarts
         yield GaugeMetricFamily(
@@ -324,7 +327,7 @@ class Metrics:
         batches = GaugeMetricFamily(
             "slora_batches", "Batches of all tenants that are not finished.", labels=["status"]
         )
-        for status, count in self.batches.items():
+        for status, count in list(self.batches.items()):
             batches.add_metric([status], count)
         yield batches
         if self._engine is not None:

@@ -464,7 +464,9 @@ def full_screen() -> Iterator[None]:
     try:
         if saved is not None:
             tty.setcbreak(sys.stdin)
-            threading.Thread(target=_wait_for_q, args=(sys.stdin,), name="keys", daemon=True).start()
+            threading.Thread(
+                target=_wait_for_q, args=(sys.stdin, threading.get_ident()), name="keys", daemon=True
+            ).start()
         sys.stdout.write(_ENTER)
         sys.stdout.flush()
         yield
@@ -480,14 +482,15 @@ def full_screen() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _wait_for_q(keyboard: IO[str]) -> None:
+def _wait_for_q(keyboard: IO[str], main_thread: int) -> None:
     """Waits until the user presses q. Reads the file descriptor, because the lock of the text stream would delay the
     end of the process.
     """
     with suppress(OSError):
         while key := os.read(keyboard.fileno(), 1):
             if key == b"q":
-                os.kill(os.getpid(), signal.SIGINT)
+                # Another thread would take the signal without waking the main thread.
+                signal.pthread_kill(main_thread, signal.SIGINT)
                 return
 
 
