@@ -177,7 +177,8 @@ def test_long_tiles_beside_short_ones_match_the_twin(
     expected = out.clone()
     run_twin(scene, tiles, x, expected, site)
     run_group(kernels, scene, tiles, x, out, site)
-    check_close(out, expected, units=2)
+    # Shrunk rows, deltas and sums are rounded, each once.
+    check_close(out, expected, units=3)
 
 
 @DTYPES
