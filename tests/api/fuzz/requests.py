@@ -16,10 +16,11 @@ from slora_api.http.unsupported import Unsupported
 from slora_api.keys.routes import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
 from slora_api.operations.routes import EngineRestart
+from slora_api.operations.tenant_purge import PurgeRequest
 from slora_api.quotas.routes import QuotaChanges
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.serve.app import ROUTES
-from slora_api.tenants.routes import NewTenantRequest, PurgeRequest, TenantChanges
+from slora_api.tenants.routes import NewTenantRequest, TenantChanges
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
