@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
