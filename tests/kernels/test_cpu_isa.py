@@ -1,23 +1,20 @@
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, find_cpu_isa, list_available_isas
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
 from tests.support.cpu_kernels import CPU_KERNELS
 
 ROOT = Path(__file__).parents[2]
 # Quick: the library's products, because compiling our own kernels for another instruction set takes half a minute.
 QUICK = (
-    "tests/kernels/test_cpu_isa.py",
     "tests/kernels/torch/test_row_blocks.py",
     "tests/slora/models/weights/test_packed_weight.py",
     "-k",
-    "is_forced or a_row and not 2048",
+    "a_row and not 2048",
 )
 
 
@@ -43,20 +40,28 @@ def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) ->
         assert run.returncode == 0, run.stdout + run.stderr
 
 
-@pytest.mark.invariance  # so that it also runs in the processes of the test above
-def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels() -> None:
-    """Without the variable, this process uses the best set."""
-    isa = find_cpu_isa()
-    if isa is None:
-        pytest.skip("no known instruction set")
+REPORT = """
+import slora_kernels, torch
+from slora_kernels.cpu_isa import check_cpu_isa
+check_cpu_isa()
+print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
+"""
+LANES = """
+from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, LANES
+print(LANES, HAS_BFLOAT16_DOT)
+"""
+
+
+@pytest.mark.parametrize("isa", list_available_isas())
+def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: str) -> None:
     has_avx512, has_bfloat16 = isa != "avx2", isa in ("avx512_bf16", "amx")
-    check_cpu_isa()
-    assert torch.backends.cpu.get_cpu_capability() == ("AVX512" if has_avx512 else "AVX2")
+    has_numba = "numba" in CPU_KERNELS
+    run = run_python("-c", REPORT + (LANES if has_numba else ""), isa=isa)
+    assert run.returncode == 0, run.stderr
+    library, *ours = run.stdout.splitlines()
     # oneDNN computes in bfloat16 with any AVX-512.
-    assert torch.ops.mkldnn._is_mkldnn_bf16_supported() == has_avx512
-    if "numba" in CPU_KERNELS:
-        vectors = importlib.import_module("slora_kernels.cpu.vectors")
-        assert (16 if has_avx512 else 8, has_bfloat16) == (vectors.LANES, vectors.HAS_BFLOAT16_DOT)
+    assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
+    assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16}"]
 
 
 @pytest.mark.parametrize("value", ("avx9", "AVX2", "amx"))
