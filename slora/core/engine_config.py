@@ -17,6 +17,7 @@ from slora.core.setting import (
     parameter,
     setting,
 )
+from slora_adapters.peft.hub_reference import HubReference
 from slora_kernels.kv_format import KVFormat
 
 # Longer drafts are rarely accepted completely, and would delay other sequences of the step.
@@ -36,12 +37,14 @@ class EngineConfig:
 
     model: Path = setting(
         MISSING,
-        "directory of the base model (config.json, safetensors, tokenizer)",
+        "base model: a directory (config.json, safetensors, tokenizer), or ORG/NAME[@REVISION] of the Hugging Face hub",
         Directory(),
-        metavar="DIR",
+        metavar="MODEL",
     )
     model_name: str = setting(
-        "", "name of the base model for clients (default: the name of its directory)", metavar="NAME"
+        "",
+        "name of the base model for clients (default: the name of its directory, or ORG/NAME)",
+        metavar="NAME",
     )
     device: str = setting("auto", "where the model runs: auto, cpu or cuda", Choice(("auto", "cpu", "cuda")))
     dtype: str = setting(
@@ -165,7 +168,8 @@ class EngineConfig:
 
     @property
     def served_name(self) -> str:
-        return self.model_name or self.model.resolve().name
+        reference = HubReference.of_model(self.model)
+        return self.model_name or (reference.repo if reference else self.model.resolve().name)
 
     def load_pages(self, full_page_bytes: int) -> int | None:
         """Adapter pages that each step may load. None: `LoadBudget` decides from measured costs."""

@@ -15,10 +15,8 @@ import asyncio
 import os
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from pathlib import Path
 from typing import Self
 
-from slora.core.engine_config import EngineConfig
 from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.request import Pooling
 from slora.core.sampling_params import SamplingParams
@@ -31,6 +29,7 @@ from slora.llm.request_builder import (
     PromptAdapters,
     RequestBuilder,
     Vector,
+    make_config,
     read_embedding,
 )
 from slora.runner.process_group import start_group
@@ -52,7 +51,7 @@ class AsyncLLM:
         device: str = "auto",
         **settings: int | str | None,
     ) -> None:
-        config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
+        config = make_config(model, dtype, device, settings)
         self._engine = LocalEngine()
         # Threads load adapters while the engine computes steps for running requests.
         self._builder = RequestBuilder(config, notify=self._engine.wake, num_threads=2)

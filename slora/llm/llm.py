@@ -11,9 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-from slora.core.engine_config import EngineConfig
 from slora.core.engine_state import EngineInfo, EngineStats
 from slora.core.request import EngineRequest, Pooling, StepOutput
 from slora.engine.engine import Engine
@@ -27,6 +25,7 @@ from slora.llm.request_builder import (
     Vector,
     as_conversations,
     as_prompts,
+    make_config,
     read_embedding,
 )
 from slora.runner.process_group import start_group
@@ -47,7 +46,7 @@ class LLM:
         device: str = "auto",
         **settings: int | str | None,
     ) -> None:
-        config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)  # type: ignore[arg-type]
+        config = make_config(model, dtype, device, settings)
         # Adapters load synchronously inside `request`. The caller waits anyway, so a thread would only add delay.
         self._builder = RequestBuilder(config, num_threads=0)
         self._engine = Engine(

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.hub import HubReference
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.tensor_file import StoredTensor
 
 AdapterPath = str | os.PathLike[str]

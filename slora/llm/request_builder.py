@@ -5,6 +5,7 @@ thread-safe. It uses the model's files and the host's adapters, but no engine.
 """
 
 import itertools
+import logging
 import operator
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams, refuse_surrogate
 from slora.llm.lora_adapter import AdapterPath, LoraAdapter, TensorAdapter
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec import find_model, read_model_spec
 from slora.text.answer import Answer
 from slora.text.chat_template import compile_chat_template
 from slora.text.generation_defaults import (
@@ -42,10 +43,13 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
-from slora_adapters.peft.hub import HubReference, download
+from slora_adapters.peft.hub import download
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 # One conversation: a list of turns {"role": ..., "content": ...}.
@@ -87,6 +91,14 @@ class _ServedModel:
             )
         (template,) = self.chat_templates
         return template
+
+
+def make_config(
+    model: str | os.PathLike[str], dtype: str, device: str, settings: Mapping[str, Any]
+) -> EngineConfig:
+    """Makes the settings of an engine. A base model of the Hugging Face hub is downloaded first. Raises ConfigError."""
+    config = EngineConfig(Path(model), dtype=dtype, device=device, **settings)
+    return replace(config, model=find_model(config.model, config.model_impl, tell=logger.info))
 
 
 class RequestBuilder:

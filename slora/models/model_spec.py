@@ -9,7 +9,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +18,7 @@ from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config
 from slora.models.families import FAMILIES, read_model_config
 from slora.models.model_config import ModelConfig
+from slora_adapters.peft.hub_reference import HubReference
 from slora_kernels.layout import ModelShape
 from slora_kernels.partition import Partition, refuse_uneven_width
 
@@ -115,6 +116,27 @@ _SUBPROCESS_TIMEOUT_S = 300
 _OTHER_HEAD = re.compile(
     r".*For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)"
 )
+
+
+def find_model(model: Path, model_impl: str = "auto", *, tell: Callable[[str], Any] | None = None) -> Path:
+    """Returns the directory of a base model. A model of the Hugging Face hub is downloaded first, unless the cache of
+    the hub's client has it; see `HubReference.of_model`.
+
+    tell: called with a text for people before a download begins. None: only the files beside the weights are needed.
+    Raises ConfigError.
+    """
+    reference = None if model.is_dir() else HubReference.of_model(model)
+    if reference is None:
+        return model
+    # The hub's client takes a quarter of a second to import.
+    module = importlib.import_module("slora.models.hub_model")
+    try:
+        found = module.HubModel.find(reference, model_impl)
+        if tell is not None:
+            found.download_weights(tell)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (there is no directory {model} either)") from error
+    return cast(Path, found.directory)
 
 
 def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:

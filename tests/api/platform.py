@@ -244,7 +244,7 @@ def running_platform(
     quarantine = Quarantine(directory / "quarantine", reserve)
     inspector = InspectorInProcess(limits) if bounds is None else Inspector(SHAPE, limits, bounds)
     base = BaseModelInfo(
-        "base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1
+        "base", "base", BaseIdentity(directory / "base", ("base", "tiny-base")), GenerationDefaults(), 1
     )
     metrics = Metrics("base")
     quota_store = QuotaStore(database, default_quota(chosen))

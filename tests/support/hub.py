@@ -9,6 +9,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 
+import pytest
+from huggingface_hub import constants
+
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -38,20 +41,25 @@ def adapter_files(directory: Path) -> dict[str, bytes]:
 class Hub:
     """A server with repositories. It maps (repository, commit) to files, and (repository, ref) to commits.
 
+    sizes: (repository, name) -> the size that the server claims for a file, if it is not asked for its bytes.
     failing: HTTP status and error code that the server returns for every request about a repository.
-    asked: requested paths, in order.
+    tokens: the Authorization headers of requests about repositories. asked: requested paths, in order.
     """
 
     url: str = ""
     files: dict[tuple[str, str], dict[str, bytes]] = field(default_factory=dict)
     revisions: dict[tuple[str, str], str] = field(default_factory=dict)
+    sizes: dict[tuple[str, str], int] = field(default_factory=dict)
     failing: dict[str, tuple[int, str]] = field(default_factory=dict)
+    tokens: set[str | None] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         self.asked.append(path)
         parts = path.split("?")[0].strip("/").split("/")
         is_api = parts[:2] == ["api", "models"]
+        if len(parts) < 4:
+            return 404, {}, b"{}"
         org, name, verb, revision, *rest = parts[2:] if is_api else parts
         repo = f"{org}/{name}"
         if repo in self.failing:
@@ -69,8 +77,18 @@ class Hub:
                 for path, content in files.items()
             ]
             return 200, {}, json.dumps(found).encode()
-        content = files["/".join(rest)]
-        return 200, {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit}, content
+        path = "/".join(rest)
+        content = files[path]
+        size = self.sizes.get((repo, path), len(content))
+        headers = {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit, "Content-Length": str(size)}
+        return 200, headers, content
+
+
+def use_hub(patch: pytest.MonkeyPatch, hub: Hub) -> None:
+    """Makes the hub's client in this process ask this server."""
+    patch.setattr(constants, "ENDPOINT", hub.url)
+    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def _git_hash(content: bytes) -> str:
@@ -83,9 +101,11 @@ def running_hub() -> Iterator[Hub]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            if self.path.count("/") > 2:  # The client also asks the hub about itself.
+                hub.tokens.add(self.headers["Authorization"])
             status, headers, body = hub.answer(self.path)
             self.send_response(status)
-            for name, value in {**headers, "Content-Length": str(len(body))}.items():
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":

@@ -1,17 +1,13 @@
-"""Downloads adapters from the Hugging Face hub, through the hub's own client and its cache of snapshots.
+"""Downloads from the Hugging Face hub, through the hub's own client and its cache of snapshots.
 
-The client reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as usual. Only the files of an adapter are
-requested, so pickles are never downloaded. The package huggingface_hub is a dependency of transformers.
-
-A reference is hf://ORG/REPO[@REVISION][/FOLDER].
+The client reads HF_TOKEN, HF_HOME, HF_ENDPOINT and HF_HUB_OFFLINE as usual. Only the files that slora reads are
+requested, so pickles and code are never downloaded. The package huggingface_hub is a dependency of transformers.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from urllib.parse import unquote
 
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import (
@@ -24,49 +20,9 @@ from huggingface_hub.errors import (
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.peft.adapter import TENSORS_NAME
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
-
-_PREFIX = "hf://"
-_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
-# A revision such as refs/pr/1 is written refs%2Fpr%2F1.
-_REFERENCE = re.compile(rf"({_WORD}/{_WORD})(?:@([^/@]+))?(?:/({_WORD}(?:/{_WORD})*))?/?", re.ASCII)
-_REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class HubReference:
-    """A reference to an adapter on the hub."""
-
-    repo: str
-    revision: str | None = None  # a branch, a tag or a commit; None is the main branch
-    folder: str | None = None  # the adapter's folder in the repository
-
-    @staticmethod
-    def parse(text: str) -> "HubReference | None":
-        """Parses a reference. Returns None if the text does not begin with hf://. Raises ValueError if the text begins
-        with hf:// but is not a valid reference.
-        """
-        if not text.startswith(_PREFIX):
-            return None
-        match = _REFERENCE.fullmatch(text.removeprefix(_PREFIX))
-        revision = unquote(match[2]) if match and match[2] else None
-        if match is None or (revision is not None and not _REVISION.fullmatch(revision)):
-            raise ValueError(
-                f"{text[:200]!r} is not a reference to an adapter on the hub; write "
-                "hf://ORG/REPO[@REVISION][/FOLDER]"
-            )
-        return HubReference(match[1], revision, match[3])
-
-    def __str__(self) -> str:
-        revision = "" if self.revision is None else "@" + self.revision.replace("/", "%2F")
-        folder = "" if self.folder is None else "/" + self.folder
-        return f"{_PREFIX}{self.repo}{revision}{folder}"
-
-    @property
-    def name(self) -> str:
-        """The default name of the adapter: the last part of its folder, or of its repository."""
-        return (self.folder or self.repo).rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +41,7 @@ def download(reference: HubReference) -> HubSnapshot:
     hub.
     """
     prefix = f"{reference.folder}/" if reference.folder else ""
-    with _explained(reference):
+    with explained(reference, AdapterNotFound, StoreUnavailable):
         root = snapshot_download(
             reference.repo,
             revision=reference.revision,
@@ -106,30 +62,37 @@ def download(reference: HubReference) -> HubSnapshot:
 
 
 @contextmanager
-def _explained(reference: HubReference) -> Iterator[None]:
+def explained(
+    reference: HubReference, missing: type[Exception], unavailable: type[Exception]
+) -> Iterator[None]:
+    """Turns the errors of the hub's client into errors that name the reference and the remedy.
+
+    missing: the type of the error if the hub does not have the repository, or refuses access to it. unavailable: the
+    type if the hub does not answer.
+    """
     try:
         yield
     except GatedRepoError as error:
-        raise AdapterNotFound(
+        raise missing(
             f"{reference} is gated: request access on the page of {reference.repo}, then set HF_TOKEN "
             "to your token"
         ) from error
     except RepositoryNotFoundError as error:
-        raise AdapterNotFound(
+        raise missing(
             f"the hub has no repository {reference.repo}, or the repository is private; for a private "
             "one, set HF_TOKEN to a token that can read it"
         ) from error
     except RevisionNotFoundError as error:
-        raise AdapterNotFound(f"{reference.repo} has no revision {reference.revision!r}") from error
+        raise missing(f"{reference.repo} has no revision {reference.revision!r}") from error
     except HFValidationError as error:
         raise ValueError(f"{reference} is not a valid name on the hub: {error}") from error
     except LocalEntryNotFoundError as error:
-        raise StoreUnavailable(
+        raise unavailable(
             f"the hub cannot be reached, and the cache of this machine does not have {reference}: "
             + _first_line(error.__cause__ or error)
         ) from error
     except Exception as error:  # the client's HTTP library, and so its exceptions, differ between releases
-        raise StoreUnavailable(
+        raise unavailable(
             f"{reference} could not be downloaded from the hub: {_first_line(error)}"
         ) from error
 

@@ -43,6 +43,9 @@ def set_up_logging(
     for added in filters:
         handler.addFilter(added)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # They log a line for each request, as the hub's client sends them.
+    for name in ("httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

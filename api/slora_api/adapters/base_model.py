@@ -12,24 +12,27 @@ also fit every fine-tune of the same base model.
 
 import asyncio
 import logging
+import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from slora.core.errors import ConfigError
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec import find_model, read_model_spec
 from slora.models.weights.checkpoint import fingerprint
 from slora.text.generation_defaults import GenerationDefaults, read_model_defaults
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.peft.adapter import AdapterLimits
+from slora_adapters.peft.hub_reference import HubReference
 from slora_api.core.settings import Settings
 from slora_api.core.threads import control_thread
 
 # A request with this model name uses the default adapter of its API key.
 DEFAULT_MODEL = "default"
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,7 @@ class BaseIdentity:
     The fingerprint is computed on first use.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str]) -> None:
+    def __init__(self, directory: Path, names: Collection[str]) -> None:
         self._directory = directory
         self._names = frozenset(name.lower() for name in names)
         self._computed: asyncio.Future[str | None] | None = None
@@ -86,9 +89,14 @@ class BaseIdentity:
 
 @dataclass(frozen=True, slots=True)
 class BaseModelInfo:
-    """The base model, which all tenants share. created_at: Unix time at which this server started."""
+    """The base model, which all tenants share.
+
+    root: its repository and commit on the Hugging Face hub, or its name. created_at: Unix time at which this server
+    started.
+    """
 
     name: str
+    root: str
     identity: BaseIdentity
     defaults: GenerationDefaults
     created_at: int
@@ -107,7 +115,8 @@ class BaseModelFiles:
         self.dtype = self.config.resolve_dtype(settings.engine.dtype)
         # The server refuses a number of ranks that does not divide the model before it starts any process.
         self.shape = self.config.partition(self.dtype, settings.engine.tensor_parallel_size).shape
-        self.name = settings.engine.model_name or self.directory.resolve().name
+        self.name = settings.engine.served_name
+        self._reference = HubReference.of_model(self.directory)
         if self.name == DEFAULT_MODEL:
             raise ConfigError(
                 f"the base model is named {DEFAULT_MODEL!r}, but that name selects the default adapter of the "
@@ -124,5 +133,29 @@ class BaseModelFiles:
         )
 
     def base(self) -> BaseModelInfo:
-        identity = BaseIdentity(self.directory, (self.name, self.directory.resolve().name))
-        return BaseModelInfo(self.name, identity, read_model_defaults(self.directory), self.started_at)
+        names = {self.name, self.directory.resolve().name}
+        if self._reference is not None:
+            names.add(self._reference.name)
+        return BaseModelInfo(
+            self.name,
+            self.name if self._reference is None else str(self._reference),
+            BaseIdentity(self.directory, names),
+            read_model_defaults(self.directory),
+            self.started_at,
+        )
+
+
+def with_local_model(
+    settings: Settings, flags: Mapping[str, Any], tell: Callable[[str], Any]
+) -> tuple[Settings, dict[str, Any]]:
+    """Downloads a base model that is named by its repository on the hub. Returns settings and flags with its directory.
+
+    The token of the hub is then removed from this process's environment, so that no child gets it, unless the store is
+    on the hub, too. Raises ConfigError. tell: see `find_model`.
+    """
+    engine = settings.engine
+    directory = find_model(engine.model, engine.model_impl, tell=tell)
+    if not settings.store.startswith("hf://"):
+        for name in _HUB_TOKENS:
+            os.environ.pop(name, None)
+    return replace(settings, engine=replace(engine, model=directory)), {**flags, "model": str(directory)}

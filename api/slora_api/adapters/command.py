@@ -16,10 +16,12 @@ from typing import Any
 from urllib.parse import quote
 
 from slora.core.errors import ConfigError
+from slora.models.model_spec import find_model
 from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterError
 from slora_adapters.peft.extras import EXTRA_FIELDS
-from slora_adapters.peft.hub import HubReference, HubSnapshot, download
+from slora_adapters.peft.hub import HubSnapshot, download
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.process.progress_bar import count_reads, show_progress
 from slora_adapters.registry.record import suggest_adapter_name
@@ -127,7 +129,7 @@ def _derive_name(text: str) -> str:
 
 def _fingerprint(directory: Path) -> str:
     try:
-        return fingerprint(directory)
+        return fingerprint(find_model(directory, tell=lambda text: print(text, file=sys.stderr)))
     except ConfigError as error:
         raise CommandFailed(str(error)) from None
 
@@ -136,7 +138,12 @@ def _fingerprint(directory: Path) -> str:
     "adapter verify",
     "compare the answers of slora with those of peft for an adapter; needs no server",
     argument("directory", help="holds adapter_config.json and adapter_model.safetensors"),
-    argument("--model", metavar="DIR", required=True, help="the base model"),
+    argument(
+        "--model",
+        metavar="MODEL",
+        required=True,
+        help="the base model: its directory, or ORG/NAME of the hub",
+    ),
     argument(
         "--prompt",
         metavar="TEXT",
@@ -184,8 +191,9 @@ def verify(arguments: argparse.Namespace) -> int:
     argument("--name", help="name of the adapter (default: the name of the source)"),
     argument(
         "--base",
-        metavar="DIR",
-        help="the base model that the adapter was trained on; the server refuses the upload if it serves another",
+        metavar="MODEL",
+        help="the base model that the adapter was trained on, its directory or ORG/NAME of the hub; the server refuses "
+        "the upload if it serves another",
     ),
     has_json=True,
 )

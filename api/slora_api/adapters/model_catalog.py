@@ -53,7 +53,8 @@ _MAX_SUGGESTING = 2
 class ModelObject(TypedDict):
     """The base model, or a tenant's adapter as a model.
 
-    root: digest of the adapter, or the name of the base model. parent: the base model of an adapter.
+    root: digest of the adapter; for the base model, its repository and commit on the hub, or its name.
+    parent: the base model of an adapter.
     max_model_len: null until the engine has started for the first time.
     """
 
@@ -457,7 +458,7 @@ class ModelCatalog:
         return version_json(record, self._adapters.registry.aliases(record.version.tenant, record.name))
 
     def _base_model(self) -> ModelObject:
-        return self._model(self._base.name, "slora", self._base.created_at, self._base.name, None)
+        return self._model(self._base.name, "slora", self._base.created_at, self._base.root, None)
 
     def _adapter_model(self, key: KeyRecord, name: str, record: AdapterRecord) -> ModelObject:
         return self._model(name, key.tenant_name, int(record.named_at), digest_text(record), self._base.name)

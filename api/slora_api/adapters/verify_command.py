@@ -7,12 +7,14 @@ reason is printed.
 import argparse
 import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from slora.core.errors import ConfigError, NotComparable, RequestRefused
+from slora.models.model_spec import find_model
 from slora.verify.verification import ModuleCheck, Verification, VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterError, AdapterInvalid, Reason
 
@@ -37,7 +39,7 @@ def verify(arguments: argparse.Namespace) -> int:
 
 def _read_request(arguments: argparse.Namespace) -> VerificationRequest:
     return VerificationRequest(
-        Path(arguments.model),
+        find_model(Path(arguments.model), tell=lambda text: print(text, file=sys.stderr)),
         Path(arguments.directory),
         tuple(arguments.prompt or ()),
         arguments.max_tokens,

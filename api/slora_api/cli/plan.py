@@ -12,7 +12,7 @@ from slora.core.byte_text import format_bytes
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.core.setting import ByteSize, SettingRefused, setting_specs
-from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.model_spec import ModelSpec, find_model, read_model_spec
 from slora.planning.devices import Device, cut_device, find_device
 from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
@@ -46,7 +46,10 @@ _PLANNED = (
     "plan",
     None,
     argument(
-        "--model", metavar="DIR", required=True, help="directory of the base model; config.json suffices"
+        "--model",
+        metavar="MODEL",
+        required=True,
+        help="base model: its directory, where config.json suffices, or ORG/NAME[@REVISION] of the Hugging Face hub",
     ),
     argument(
         "--device",
@@ -120,6 +123,7 @@ def plan(arguments: argparse.Namespace) -> int:
 
 def _read_question(arguments: argparse.Namespace) -> Question:
     config = _read_config(arguments)
+    config = replace(config, model=find_model(config.model, config.model_impl))
     spec = read_model_spec(config.model, config.model_impl)
     device = _read_device(arguments)
     if config.tensor_parallel_size > 1 and (arguments.slice is not None or arguments.compare):

@@ -11,7 +11,7 @@ import hmac
 import json
 import secrets
 from collections.abc import Hashable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,8 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.core.messages import PROTOCOL_VERSION
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
+from slora.models.model_spec import find_model
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.process.durable_file import create_durably
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import (
@@ -57,6 +59,11 @@ class ClusterConfig:
                 f"max_replicas is {cluster.max_replicas}, below replicas {server.replicas}: raise max_replicas, or "
                 "lower replicas"
             )
+        engine = server.engine
+        reference = HubReference.of_model(find_model(engine.model, engine.model_impl))
+        if reference is not None:
+            # All replicas serve the same commit. Each host downloads it.
+            server = replace(server, engine=replace(engine, model=Path(str(reference))))
         return ClusterConfig(cluster, server, texts)
 
     @property
@@ -81,7 +88,8 @@ class ClusterConfig:
             if text and (spec.name in engine_settings or spec.name in _REPLICA_SETTINGS):
                 texts[spec.name] = text
         engine = self.server.engine
-        paths = {"model": str(engine.model.resolve()), "data_dir": str(self.data_dir)}
+        model = HubReference.of_model(engine.model) or engine.model.resolve()
+        paths = {"model": str(model), "data_dir": str(self.data_dir)}
         return {**texts, **paths, "model_name": engine.served_name, "store": self._store}
 
     @property

@@ -35,7 +35,7 @@ from slora.core.request import EngineRequest, TokenDelta
 from slora.core.usage_journal import UsageJournal
 from slora_adapters.database.database import Database
 from slora_adapters.process.children import ENGINE_VARIABLES, pass_on
-from slora_api.adapters.base_model import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles, with_local_model
 from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, read_settings
@@ -214,7 +214,9 @@ class EngineReplica:
         self._name = serve.get_replica_context().replica_id.unique_id
         self._max_num_seqs = 0
         self._registry = ReplicaRegistry(ray.get_runtime_context().gcs_address, spec.cluster_name)
-        settings = read_settings(spec.texts, {})
+        settings, _ = await control_thread(
+            with_local_model, read_settings(spec.texts, {}), spec.texts, logger.info
+        )
         host = spec.host or ray.util.get_node_ip_address()
         self._host = ReplicaHost(settings, self._name, host, spec.secret)
         self._host.start()

@@ -65,6 +65,8 @@ TOOL_CALL_PARSERS = ("auto", "mistral_args", "mistral", "deepseek", "hermes", "p
 _PREFIX = "SLORA_"
 # Variables of the client commands, often set in the same shell.
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
+# What to do if there is no base model.
+GIVE_MODEL = "give the base model: its directory, or ORG/NAME of the Hugging Face hub"
 _DEMO_MODEL_NAME = "slora-demo"
 # With `auto`, the host cache takes this size, or this share of the free RAM if that is less.
 AUTO_HOST_CACHE_BYTES = 1 << 30
@@ -253,7 +255,7 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
         server["demo"] = demo
         engine = {"model": Path(demo) / "model", "model_name": _DEMO_MODEL_NAME, **engine}
     if "model" not in engine:
-        raise SettingRefused("--model (SLORA_MODEL) is missing; give the directory of the base model")
+        raise SettingRefused(f"--model (SLORA_MODEL) is missing; {GIVE_MODEL}")
     if server.get("database", "").startswith("postgresql") and not server.get("store"):
         raise SettingRefused(
             "--database (SLORA_DATABASE) is shared by several hosts, but without --store adapters "

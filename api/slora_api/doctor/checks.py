@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -25,11 +25,13 @@ import httpx
 from slora.core.byte_text import format_bytes
 from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE
 from slora.core.errors import ConfigError, SloraError
+from slora.models.hub_model import HubModel
 from slora.models.model_spec import ELEMENT_BYTES
 from slora.models.weights.checkpoint import Checkpoint
 from slora.runner.device_facts import DeviceFacts, explain_few_gpus
 from slora_adapters.database.database_facts import read_database_facts
 from slora_adapters.errors import StoreUnavailable
+from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.process.full_disk import RESERVE_BYTES, has_space
 from slora_adapters.store.store import Store
 from slora_adapters.store.store_url import FILE_SCHEMES, check_redis_url, load_optional, open_store
@@ -37,7 +39,7 @@ from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, find_lock_holder, store_url
 from slora_api.core.package_version import find_package_version
 from slora_api.core.server_address import own_url
-from slora_api.core.settings import Settings, choose_host_cache_bytes, explain_unknown_variables
+from slora_api.core.settings import GIVE_MODEL, Settings, choose_host_cache_bytes, explain_unknown_variables
 from slora_api.http.http_server import explain_few_descriptors, open_listener
 from slora_api.keys.key_record import Pepper, explain_weak_key
 from slora_kernels.machine_limits import machine_limits, read_mounts
@@ -172,19 +174,27 @@ def check_device(device: Future[DeviceFacts], num_ranks: int = 1) -> Iterator[Fi
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Facts about the base model."""
+    """Facts about the base model. missing_bytes: the size of the weights that a server downloads first."""
 
     files: BaseModelFiles
     num_tensors: int  # in the checkpoint
     num_bytes: int  # the approximate memory that its weights take
+    missing_bytes: int = 0
 
 
 def find_model(settings: Settings) -> Model:
-    """Reads the files of the base model that a server reads before it starts its engine. Raises ConfigError."""
-    if not settings.engine.model.is_dir():
-        raise ConfigError(
-            f"{settings.engine.model} is not a directory; give the base model's directory in --model (SLORA_MODEL)"
-        )
+    """Reads the files of the base model that a server reads before it starts its engine. The weights of a model of the
+    hub are not downloaded. Raises ConfigError.
+    """
+    engine = settings.engine
+    reference = None if engine.model.is_dir() else HubReference.of_model(engine.model)
+    if reference is not None:
+        found = HubModel.find(reference, engine.model_impl)
+        settings = replace(settings, engine=replace(engine, model=found.directory))
+        if missing := found.missing_bytes():
+            return Model(BaseModelFiles(settings), 0, missing, missing)
+    elif not engine.model.is_dir():
+        raise ConfigError(f"{engine.model} is not a directory; {GIVE_MODEL}, in --model (SLORA_MODEL)")
     files = BaseModelFiles(settings)
     checkpoint = Checkpoint(settings.engine.model)
     element_bytes = ELEMENT_BYTES[files.dtype]
@@ -205,14 +215,17 @@ def check_model(model: Future[Model]) -> Iterator[Finding]:
     found = model.result()
     spec = found.files.config
     decoder = "slora's decoder" if spec.decoder else "transformers' classes"
-    yield fine(
-        f"{found.files.name}: {spec.family}, computed by {decoder} in {found.files.dtype}; {found.num_tensors} "
-        f"tensors, {format_bytes(found.num_bytes)}"
-    )
+    size = f"{found.num_tensors} tensors, {format_bytes(found.num_bytes)}"
+    if found.missing_bytes:
+        size = f"the first start downloads {format_bytes(found.missing_bytes)}"
+    yield fine(f"{found.files.name}: {spec.family}, computed by {decoder} in {found.files.dtype}; {size}")
 
 
 def explain_no_model() -> Iterator[Finding]:
-    yield failure("--model (SLORA_MODEL) is missing", "give the directory of the base model")
+    yield failure(
+        "--model (SLORA_MODEL) is missing",
+        GIVE_MODEL,
+    )
 
 
 def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[Model]) -> Iterator[Finding]:

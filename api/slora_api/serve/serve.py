@@ -24,7 +24,7 @@ from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
-from slora_api.adapters.base_model import BaseModelFiles
+from slora_api.adapters.base_model import BaseModelFiles, with_local_model
 from slora_api.cli.declaration import VARIABLES, argument, command, setting_flags
 from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
 from slora_api.core.foundation import lay_foundation
@@ -32,7 +32,12 @@ from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
-from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
+from slora_api.core.settings import (
+    Settings,
+    explain_unknown_variables,
+    read_settings,
+    server_setting_specs,
+)
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter
@@ -220,6 +225,7 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
     for unknown in explain_unknown_variables(os.environ):
         logger.warning("%s", unknown)
     try:
+        settings, flags = with_local_model(settings, flags, lambda text: print_line(f"slora: {text}"))
         run_event_loop(_serve(settings, flags, cluster))
     except (SloraError, OSError, ValueError) as error:
         print_line(f"slora: {error}", sys.stderr)

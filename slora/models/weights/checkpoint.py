@@ -73,7 +73,7 @@ def read_header(path: Path) -> list[TensorPlace]:
         raise ConfigError(f"{path} is damaged: {error}") from error
 
 
-_INDEX = "model.safetensors.index.json"
+INDEX_NAME = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 
 
@@ -114,15 +114,18 @@ class Checkpoint:
 
 
 def _locate_tensors(directory: Path) -> Iterator[TensorPlace]:
-    index = directory / _INDEX
-    files = [directory / _SINGLE] if not index.exists() else _shards(index)
-    for path in files:
+    for name in name_weight_files(directory):
+        path = directory / name
         if not path.is_file():
-            raise ConfigError(f"{directory} has no {path.name}; only safetensors checkpoints are served")
+            raise ConfigError(f"{directory} has no {name}; only safetensors checkpoints are served")
         yield from read_header(path)
 
 
-def _shards(index: Path) -> list[Path]:
+def name_weight_files(directory: Path) -> list[str]:
+    """Returns the names of the files that the index of a checkpoint lists, or that of the only file."""
+    index = directory / INDEX_NAME
+    if not index.exists():
+        return [_SINGLE]
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         outside = [name for name in names if Path(name).name != name]
@@ -130,7 +133,7 @@ def _shards(index: Path) -> list[Path]:
         raise ConfigError(f"{index} has no readable weight_map: {error}") from error
     if outside:
         raise ConfigError(f"{index}: {outside[0]!r} points outside the model directory")
-    return sorted(index.parent / name for name in names)
+    return sorted(names)
 
 
 _VERSION = 1

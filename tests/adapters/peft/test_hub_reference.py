@@ -8,8 +8,9 @@ import pytest
 from huggingface_hub import constants
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
-from slora_adapters.peft.hub import HubReference, download
-from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub
+from slora_adapters.peft.hub import download
+from slora_adapters.peft.hub_reference import HubReference
+from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub, use_hub
 
 REPO = "org/my-adapter"
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
@@ -29,10 +30,7 @@ def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A hub server that the client can reach."""
     with running_hub() as hub:
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-        monkeypatch.setattr(
-            constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-        )
+        use_hub(monkeypatch, hub)
         hub.revisions[REPO, "main"] = COMMIT
         hub.files[REPO, COMMIT] = {**FILES, **OTHERS}
         yield hub

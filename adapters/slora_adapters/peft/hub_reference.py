@@ -1,0 +1,68 @@
+"""Names of repositories of the Hugging Face hub: hf://ORG/REPO[@REVISION][/FOLDER]. Nothing is downloaded here."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+_PREFIX = "hf://"
+_WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
+# A revision such as refs/pr/1 is written refs%2Fpr%2F1.
+_REFERENCE = re.compile(rf"({_WORD}/{_WORD})(?:@([^/@]+))?(?:/({_WORD}(?:/{_WORD})*))?/?", re.ASCII)
+_REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
+# A model's directory in the cache of the hub's client.
+_SNAPSHOT = re.compile(rf"models--({_WORD}?)--({_WORD})/snapshots/([0-9a-f]{{40}})", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class HubReference:
+    """A reference to an adapter or to a base model on the hub."""
+
+    repo: str
+    revision: str | None = None  # a branch, a tag or a commit; None is the main branch
+    folder: str | None = None  # an adapter's folder in the repository
+
+    @staticmethod
+    def parse(text: str) -> "HubReference | None":
+        """Parses a reference. Returns None if the text does not begin with hf://. Raises ValueError if the text begins
+        with hf:// but is not a valid reference.
+        """
+        if not text.startswith(_PREFIX):
+            return None
+        reference = _parse(text.removeprefix(_PREFIX))
+        if reference is None:
+            raise ValueError(
+                f"{text[:200]!r} is not a reference to the hub; write hf://ORG/REPO[@REVISION][/FOLDER]"
+            )
+        return reference
+
+    @staticmethod
+    def of_model(model: Path) -> "HubReference | None":
+        """Returns the repository of a base model. None for a directory that the hub's client did not download.
+
+        model: ORG/REPO[@REVISION], also after hf://, or a directory. A directory of this name wins over a repository.
+        """
+        if model.is_dir():
+            found = _SNAPSHOT.fullmatch("/".join(model.resolve().parts[-3:]))
+            return HubReference(f"{found[1]}/{found[2]}", found[3]) if found else None
+        # A path has no double slash.
+        reference = _parse(str(model).removeprefix("hf:/"))
+        return reference if reference is not None and reference.folder is None else None
+
+    def __str__(self) -> str:
+        revision = "" if self.revision is None else "@" + self.revision.replace("/", "%2F")
+        folder = "" if self.folder is None else "/" + self.folder
+        return f"{_PREFIX}{self.repo}{revision}{folder}"
+
+    @property
+    def name(self) -> str:
+        """The default name of an adapter: the last part of its folder, or of its repository."""
+        return (self.folder or self.repo).rsplit("/", 1)[-1]
+
+
+def _parse(text: str) -> HubReference | None:
+    match = _REFERENCE.fullmatch(text)
+    revision = unquote(match[2]) if match and match[2] else None
+    if match is None or (revision is not None and not _REVISION.fullmatch(revision)):
+        return None
+    return HubReference(match[1], revision, match[3])

@@ -1,0 +1,36 @@
+"""`slora serve` with a base model of the Hugging Face hub. The hub is a server on the loopback interface."""
+
+from pathlib import Path
+
+from tests.api.conftest import Kit
+from tests.api.served import ADMIN_KEY, environment, serving
+from tests.support.child_processes import find_children
+from tests.support.hub import COMMIT, adapter_files, running_hub
+
+REPO, TOKEN = "org/My-Model", "hf_the-operators-token"
+
+
+def test_a_model_of_the_hub_is_served_by_its_name_and_no_child_gets_the_token(
+    kit: Kit, tmp_path: Path
+) -> None:
+    with running_hub() as hub:
+        hub.revisions[REPO, "v1"] = COMMIT
+        hub.files[REPO, COMMIT] = adapter_files(kit.base)
+        variables = environment(
+            SLORA_ADMIN_KEY=ADMIN_KEY, HF_HOME=str(tmp_path / "cache"), HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN
+        )
+        with serving(Path(f"{REPO}@v1"), tmp_path / "data", env=variables) as served:
+            served.wait_until_ready()
+            children = find_children("", served.process.pid, recursive=True)
+            assert len(children) >= 2
+            assert not any(TOKEN in child.environ().values() for child in children)
+            with served.client(served.make_key("acme")) as client:
+                (base,) = client.get("/v1/models").raise_for_status().json()["data"]
+                assert (base["id"], base["root"]) == (REPO, f"hf://{REPO}@{COMMIT}")
+                assert client.get(f"/v1/models/{REPO}").raise_for_status().json()["root"] == base["root"]
+                body = {"model": REPO, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+                answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+                assert answer["model"] == REPO and answer["usage"]["completion_tokens"] == 4
+        assert any("downloading" in line and f"of hf://{REPO}@{COMMIT}" in line for line in served.lines)
+    assert hub.tokens == {f"Bearer {TOKEN}"}
+    assert not any(TOKEN in line for line in served.lines)
