@@ -130,6 +130,25 @@ def test_api_and_loader_processes_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize(("name", "extra"), [("triton", "gpu"), ("numba", "cpu")])
+def test_an_engine_needs_only_the_kernels_that_it_runs(name: str, extra: str) -> None:
+    code = f"""
+import torch
+from slora.engine import process
+from slora_kernels.kernel_selector import select_kernels
+print(select_kernels("auto", torch.device("cpu")).name)
+try:
+    select_kernels({name!r}, torch.device("cpu"))
+except ValueError as error:
+    print(error)
+"""
+    done = run_python(code, hidden=[name])
+    assert done.returncode == 0, done.stderr
+    chosen, error = done.stdout.splitlines()
+    assert chosen == ("torch" if name == "numba" else "numba")
+    assert error == f"the kernels {name!r} need the package {name}: pip install 'slora[{extra}]'"
+
+
 def test_help_waits_for_no_web_framework() -> None:
     done = run_python(
         "sys.argv = ['slora', '--help']\nfrom slora_api.cli.main import main\nmain()",

@@ -18,6 +18,8 @@ _CLASSES = {
     "torch": ("slora_kernels.torch.torch_kernels", "TorchKernels"),
     "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
 }
+# The extras that bring the packages of these names.
+_EXTRAS = {"triton": "gpu", "numba": "cpu"}
 
 
 def kernel_class(name: str) -> type:
@@ -44,6 +46,8 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
         raise ValueError(f"there are no kernels named {name!r}; choose one of auto, {', '.join(_CLASSES)}")
     if chosen == "numba" and device.type != "cpu":
         raise ValueError(f"the kernels 'numba' run only on a CPU, not on {device}; choose auto or triton")
+    if (extra := _EXTRAS.get(chosen)) is not None and importlib.util.find_spec(chosen) is None:
+        raise ValueError(f"the kernels {chosen!r} need the package {chosen}: pip install 'slora[{extra}]'")
     if chosen == "triton":
         prepare_triton_cache()
     return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]

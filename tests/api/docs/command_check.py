@@ -127,6 +127,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], str | None]] = {
     "slora": _check_slora,
     "make": _check_make,
     "pip": _check_pip,
+    "uv": lambda arguments: _check_pip(arguments[1:]),
     "python": _check_python,
     "docker": _check_docker,
     "bench/gpu/all.sh": _check_gpu_script,
