@@ -1,8 +1,6 @@
 """The JSON types of completions, for the OpenAPI document. `answer_format.py` makes the JSON.
 
 Answers are not checked against these types, because they are written in slices.
-
-The timing of an answer, which the client gets in a header or in the last chunk of a stream.
 """
 
 from collections.abc import Sequence
@@ -39,7 +37,7 @@ class TimingObject(TypedDict):
 
 
 def timing_headers(answers: Sequence[Answer]) -> dict[str, str]:
-    """Returns the header Server-Timing with the stages in milliseconds; empty if the engine did not report the
+    """Returns the header x-slora-timing, which has the stages in milliseconds; empty if the engine did not report the
     timing.
     """
     timing = _find_timing(answers)

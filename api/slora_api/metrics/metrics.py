@@ -7,8 +7,6 @@ multiprocess mode). The files outlive a process that dies. Gauges and the engine
 Adapters are labelled with tenant and digest prefix, because names are not unique across tenants. Only
 `vllm:lora_requests_info` has names, because gateways compare them with the model of a request. Only the operator can
 read the metrics (see authentication.py), except the few that `--gateway-metrics on` opens to gateways.
-
-The folder in which API workers keep their counters; see `metrics/metrics.py`.
 """
 
 import os
