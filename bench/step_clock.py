@@ -27,6 +27,7 @@ class Timed:
 class StepClock:
     """steps: seconds by part, of each step; their sum is the step's whole time."""
 
+    clock: Callable[[], float] = time.perf_counter
     steps: list[dict[str, float]] = field(default_factory=list)
     _open: list[list[float]] = field(default_factory=list)
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -43,11 +44,11 @@ class StepClock:
     def part(self, name: str) -> Iterator[None]:
         inner = [0.0]
         self._open.append(inner)
-        start = time.perf_counter()
+        start = self.clock()
         try:
             yield
         finally:
-            seconds = time.perf_counter() - start
+            seconds = self.clock() - start
             self._open.pop()
             self._seconds[name] += seconds - inner[0]
             if self._open:

@@ -45,6 +45,20 @@ settings.register_profile(
 )
 
 
+@pytest.fixture
+def set_variables(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets environment variables until the end of the test. None removes one."""
+
+    def set_or_remove(**variables: str | None) -> None:
+        for name, value in variables.items():
+            if value is None:
+                monkeypatch.delenv(name, raising=False)
+            else:
+                monkeypatch.setenv(name, value)
+
+    return set_or_remove
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--soak", action="store_true", help="the same tests with large counts; up to an hour")
 

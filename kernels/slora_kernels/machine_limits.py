@@ -95,7 +95,7 @@ def machine_limits() -> MachineLimits:
 
 def read_machine_limits(root: Path = _ROOT) -> MachineLimits:
     """Reads the limits from the files below `root`. A file that does not exist or has no number sets no limit."""
-    cpu, memory = list(_find_groups(root, "cpu")), list(_find_groups(root, "memory"))
+    cpu, memory = list(find_groups(root, "cpu")), list(find_groups(root, "memory"))
     quotas = [quota for group in cpu if (quota := _read_cpu_quota(group)) is not None]
     groups = [found for group in memory if (found := _read_memory_group(group)) is not None]
     return MachineLimits(root, min(quotas, default=None), tuple(groups))
@@ -115,7 +115,7 @@ def _unescape(text: str) -> PurePosixPath:
     return PurePosixPath(re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text))
 
 
-def _find_groups(root: Path, controller: str) -> Iterator[Path]:
+def find_groups(root: Path, controller: str) -> Iterator[Path]:
     """Yields the directory of this process's group and those of its visible ancestors, for v1 and for v2."""
     mounts = list(read_mounts(root))
     for line in _read_text(root / "proc/self/cgroup").splitlines():

@@ -312,10 +312,10 @@ class ReplicaGroup:
 
     def _choose_for(self, request: EngineRequest) -> _Replica:
         num_tokens = len(request.prompt_token_ids) + count_answer_tokens(request)
-        prefix = self._find_prefix_key(request) if len(self._by_name) > 1 else None
+        prefix = self.find_prefix_key(request) if len(self._by_name) > 1 else None
         return self._choose(RoutedWork(request.tenant, request.versions, prefix, num_tokens))
 
-    def _find_prefix_key(self, request: EngineRequest) -> bytes | None:
+    def find_prefix_key(self, request: EngineRequest) -> bytes | None:
         """Returns the key of the first blocks of the prompt, as in the engines' prefix caches."""
         info = self._info
         if info is None or info.prefix_cache == "off":

@@ -72,11 +72,14 @@ async def prove_to_engine(
 
 
 class Doorkeeper:
-    """The engine's end of the handshake. serve: called for each connection whose peer knows the secret."""
+    """The engine's end of the handshake. serve: called for each connection whose peer knows the secret. limit_s: time
+    limit of a handshake.
+    """
 
-    def __init__(self, secret: bytes, serve: _Serve) -> None:
+    def __init__(self, secret: bytes, serve: _Serve, limit_s: float = _LIMIT_S) -> None:
         self._secret = secret
         self._serve = serve
+        self._limit_s = limit_s
         # A dict keeps the order of arrival.
         self._pending: dict[asyncio.StreamWriter, None] = {}
         self._num_refused = 0
@@ -87,7 +90,7 @@ class Doorkeeper:
         if len(self._pending) > _MAX_PENDING:
             next(iter(self._pending)).transport.abort()
         try:
-            async with asyncio.timeout(_LIMIT_S):
+            async with asyncio.timeout(self._limit_s):
                 await self._check(reader, writer)
         except (BrokenFrame, HandshakeFailed, TimeoutError, ConnectionError):
             self._note_refusal(writer.get_extra_info("peername"))

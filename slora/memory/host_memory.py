@@ -90,11 +90,13 @@ class HostPages:
     is_page_locked: whether the pages are page-locked. A GPU then copies from and to them asynchronously.
     """
 
-    def __init__(self, num_pages: int, page_bytes: int, *, is_page_locked: bool) -> None:
+    def __init__(
+        self, num_pages: int, page_bytes: int, *, is_page_locked: bool, slab_bytes: int = _SLAB_BYTES
+    ) -> None:
         self._num_pages = num_pages
         self._page_bytes = page_bytes
         self._is_page_locked = is_page_locked
-        self._slab_pages = max(1, _SLAB_BYTES // page_bytes)
+        self._slab_pages = max(1, slab_bytes // page_bytes)
         self._slabs: dict[int, Tensor] = {}
 
     def __len__(self) -> int:

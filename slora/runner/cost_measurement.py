@@ -43,7 +43,7 @@ _MIN_S = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class _Timings:
+class Timings:
     """Seconds of single steps, each the shortest of a few runs."""
 
     one_row: float  # One decoding row.
@@ -86,13 +86,14 @@ def measure_costs(
     max_tokens: int,
     max_rows: int,
     max_model_len: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> CostModel:
     """Measures all costs. Takes about a second, and far less where steps are short.
 
     No page may be in use yet: the measurement writes to many pages and leaves them zeroed.
     max_tokens, max_rows: maximum numbers of tokens and sequences in a step.
     """
-    bench = _Bench(run, memory, max_tokens, max_rows, max_model_len)
+    bench = _Bench(run, memory, max_tokens, max_rows, max_model_len, clock)
     try:
         costs = bench.measure().solve()
     finally:
@@ -122,8 +123,10 @@ class _Bench:
         max_tokens: int,
         max_rows: int,
         max_model_len: int,
+        clock: Callable[[], float],
     ) -> None:
         self._run = run
+        self._clock = clock
         self._memory = memory
         self._num_rows = min(_ROWS, max_tokens, max_rows)
         self._context_tokens = min(_CONTEXT_TOKENS, max_model_len)
@@ -138,11 +141,11 @@ class _Bench:
     def clear(self) -> None:
         self._memory.pages[: self._num_scratch].zero_()
 
-    def measure(self) -> _Timings:
+    def measure(self) -> Timings:
         one_row = self._time_decode(1, 1)
         prefill_tokens, prefill = self._time_prefill(_ENOUGH_PREFILL * one_row)
         load_byte_s = self._time_load()
-        return _Timings(
+        return Timings(
             one_row=one_row,
             rows=self._time_decode(self._num_rows, 1),
             num_rows=self._num_rows,
@@ -225,10 +228,10 @@ class _Bench:
         """Returns the seconds of the shortest of a few runs."""
         shortest, spent, runs = float("inf"), 0.0, 0
         while runs < fewest_runs or (runs < _MAX_RUNS and spent < _ENOUGH_S):
-            began = time.perf_counter()
+            began = self._clock()
             work()
             if self._memory.device.type == "cuda":
                 torch.cuda.synchronize(self._memory.device)
-            seconds = time.perf_counter() - began
+            seconds = self._clock() - began
             shortest, spent, runs = min(shortest, seconds), spent + seconds, runs + 1
         return max(shortest, _MIN_S)

@@ -8,6 +8,7 @@
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 
@@ -59,13 +60,13 @@ def _find_version(package: str) -> str | None:
         return None
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Prints what torch finds on this machine, as JSON.")
     for flag in ("--device", "--kernels", "--kv-cache-dtype"):
         parser.add_argument(flag, default="auto")
-    arguments = parser.parse_args()
+    chosen = parser.parse_args(arguments)
     try:
-        facts = find_device(arguments.device, arguments.kernels, arguments.kv_cache_dtype)
+        facts = find_device(chosen.device, chosen.kernels, chosen.kv_cache_dtype)
     except ConfigError as error:
         print(json.dumps({"error": str(error)}))
         return 0

@@ -1,15 +1,30 @@
 """The databases of registries. Every test of the registry's contract runs on each database."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from sqlalchemy import Executable
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.registry import Registry
 from tests.support.migrated_file import write_migrated_database
+
+
+class WatchedDatabase(Database):
+    """Calls `before` and `after` with the statement and the parameters of each read."""
+
+    before: Callable[[Executable, Any], None] = staticmethod(lambda _statement, _parameters: None)
+    after: Callable[[Executable, Any], None] = staticmethod(lambda _statement, _parameters: None)
+
+    def read(self, statement: Executable, parameters: Mapping[str, Any] | None = None) -> Sequence[Any]:
+        self.before(statement, parameters)
+        rows = super().read(statement, parameters)
+        self.after(statement, parameters)
+        return rows
 
 
 @dataclass

@@ -11,7 +11,7 @@ from slora_adapters.peft.adapter import AdapterLimits, bundle
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.store.file_store import FileStore
-from slora_adapters.store.store import Blob
+from slora_adapters.store.store import Blob, Store
 from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 
@@ -61,8 +61,8 @@ class AdapterFixtures:
 class GatedStore:
     """A store that counts reads. Reads of the chosen digests wait until a test lets them through."""
 
-    def __init__(self, store: FileStore) -> None:
-        self._store = store
+    def __init__(self, store: Store) -> None:
+        self.store = store
         self._lock = Lock()
         self.gates: dict[str, Event] = {}
         self.reads: list[str] = []
@@ -76,25 +76,25 @@ class GatedStore:
             self.reads.append(digest)
         if digest in self.gates:
             assert self.gates[digest].wait(60)
-        return self._store.open(digest)
+        return self.store.open(digest)
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:
-        self._store.put(digest, members)
+        self.store.put(digest, members)
 
     def exists(self, digest: str) -> bool:
-        return self._store.exists(digest)
+        return self.store.exists(digest)
 
     def delete(self, digest: str) -> None:
-        self._store.delete(digest)
+        self.store.delete(digest)
 
     def report_corrupt(self, digest: str) -> bool:
-        return self._store.report_corrupt(digest)
+        return self.store.report_corrupt(digest)
 
     def digests(self) -> Iterator[str]:
-        return self._store.digests()
+        return self.store.digests()
 
     def check(self) -> None:
-        self._store.check()
+        self.store.check()
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()

@@ -29,3 +29,13 @@ def run_command(*arguments: str, **variables: str) -> Ended:
     ):
         code = main(arguments)
     return Ended(code, stdout.getvalue(), stderr.getvalue())
+
+
+def run_slora(url: str, *arguments: str, code: int = 0, **variables: str) -> str:
+    """Runs `slora` against a server. Returns what it printed, or its errors if `code` is not 0.
+
+    code: the expected exit code.
+    """
+    ended = run_command(*arguments, SLORA_URL=url, **variables)
+    assert ended.returncode == code, ended.stderr
+    return ended.stderr if code else ended.stdout

@@ -155,24 +155,9 @@ class ScriptedEngine:
     @property
     def info(self) -> EngineInfo:
         return EngineInfo(
-            "base",
-            self.max_model_len,
-            257,
-            (EOS,),
-            "float32",
-            "auto",
-            "cpu",
-            "torch",
-            100,
-            16,
-            1024,
-            64,
-            4,
-            self.max_num_seqs,
-            self.scheduling,
-            SHAPE,
-            num_ranks=self.num_ranks,
-        )
+            "base", self.max_model_len, 257, (EOS,), "float32", "auto", "cpu", "torch", 100, 16, 1024, 64, 4,
+            self.max_num_seqs, self.scheduling, SHAPE, num_ranks=self.num_ranks,
+        )  # fmt: skip
 
     def reset(self, *answers: Sequence[TokenDelta | Exception]) -> None:
         """Sets the answers of the next test, and undoes what the tests before it changed."""

@@ -4,13 +4,7 @@ import pytest
 
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.errors import TenantBusy
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def test_a_tenant_over_its_cpu_budget_is_refused_until_the_budget_refills() -> None:

@@ -7,13 +7,7 @@ import pytest
 
 from slora_api.core.errors import TenantBusy
 from slora_api.core.fair_slots import FairSlots, slots_of_process
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.support.clock import Clock
 
 
 def test_one_tenant_cannot_take_the_last_free_slot() -> None:

@@ -3,13 +3,7 @@ import logging
 import pytest
 
 from slora_api.core.rate_limited_log import RateLimitFilter
-
-
-class Clock:
-    now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def test_each_kind_of_warning_is_logged_once_a_minute_with_the_suppressed_count(
@@ -19,7 +13,7 @@ def test_each_kind_of_warning_is_logged_once_a_minute_with_the_suppressed_count(
     rare = RateLimitFilter(clock)
     logger.addFilter(rare)
     for at_s in (0, 1, 59, 60, 61, 300):
-        clock.now_s = at_s
+        clock.now = at_s
         logger.warning("no room for %s", f"client {at_s}")
         logger.warning("another kind")
         logger.error("a fault of the server")

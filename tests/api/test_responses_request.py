@@ -63,10 +63,7 @@ def result(call_id: str) -> dict[str, Any]:
 
 def test_a_text_is_a_message_of_the_user_after_the_instructions() -> None:
     made = request(instructions="Be brief.").chat_messages
-    assert [message.for_template() for message in made] == [
-        {"role": "system", "content": "Be brief."},
-        USER,
-    ]
+    assert [message.for_template() for message in made] == [{"role": "system", "content": "Be brief."}, USER]
     assert len(request(instructions="").chat_messages) == 1
 
 

@@ -1,5 +1,6 @@
 import os
 import socket
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -27,10 +28,9 @@ LINKS = {
 
 
 @pytest.fixture(autouse=True)
-def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in list(os.environ):
-        if name.startswith("SLORA_") or name.lower().endswith("_proxy"):
-            monkeypatch.delenv(name)
+def no_settings(set_variables: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    names = [name for name in os.environ if name.startswith("SLORA_") or name.lower().endswith("_proxy")]
+    set_variables(**dict.fromkeys(names))
     monkeypatch.chdir(tmp_path)
 
 
@@ -45,29 +45,29 @@ def no_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ],
 )
 def test_commands_ask_where_a_server_with_the_same_variables_listens(
-    host: str, port: int, url: str, monkeypatch: pytest.MonkeyPatch
+    host: str, port: int, url: str, set_variables: Callable[..., None]
 ) -> None:
     assert own_url(host, port) == url
-    monkeypatch.setenv("SLORA_HOST", host)
-    monkeypatch.setenv("SLORA_PORT", str(port))
+    set_variables(SLORA_HOST=host, SLORA_PORT=str(port))
     assert server_url() == url
-    monkeypatch.setenv("SLORA_URL", "http://elsewhere:1")
+    set_variables(SLORA_URL="http://elsewhere:1")
     assert server_url() == "http://elsewhere:1"
 
 
-def test_variables_of_a_kubernetes_service_are_ignored_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_kubernetes_service_are_ignored_with_one_line(
+    set_variables: Callable[..., None],
+) -> None:
     assert read_settings({"model": "/"}, LINKS).port == 8000
     assert explain_unknown_variables(LINKS) == explain_service_links(LINKS)
     assert len(explain_service_links(LINKS)) == 1
-    for name, value in LINKS.items():
-        monkeypatch.setenv(name, value)
+    set_variables(**LINKS)
     assert server_url() == "http://127.0.0.1:8000"
 
 
 def test_a_wrong_port_is_blamed_on_its_own_variable(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    set_variables: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLORA_PORT", "9300x")
+    set_variables(SLORA_PORT="9300x")
     with pytest.raises(CommandFailed, match="SLORA_PORT"):
         server_url()
     assert main(["health"]) == 1
@@ -76,7 +76,7 @@ def test_a_wrong_port_is_blamed_on_its_own_variable(
 
 
 def test_this_machine_is_never_asked_through_a_proxy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, set_variables: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked: list[str] = []
 
@@ -93,16 +93,15 @@ def test_this_machine_is_never_asked_through_a_proxy(
         running_platform(tmp_path, ScriptedEngine()) as platform,
     ):
         Thread(target=proxy.serve_forever, daemon=True).start()
-        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "https_proxy"):
-            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_port}")
+        names = ("http_proxy", "HTTP_PROXY", "all_proxy", "https_proxy")
+        set_variables(**dict.fromkeys(names, f"http://127.0.0.1:{proxy.server_port}"))
         port = platform.url.rpartition(":")[2]
         for url in (platform.url, f"http://localhost:{port}"):
-            monkeypatch.setenv("SLORA_URL", url)
+            set_variables(SLORA_URL=url)
             assert main(["health"]) == 0, capsys.readouterr().err
-        monkeypatch.delenv("SLORA_URL")
-        monkeypatch.setenv("SLORA_PORT", port)
+        set_variables(SLORA_URL=None, SLORA_PORT=port)
         assert main(["health"]) == 0 and not asked
-        monkeypatch.setenv("SLORA_URL", "http://slora.example:8000")
+        set_variables(SLORA_URL="http://slora.example:8000")
         assert main(["health"]) == 1 and asked == ["http://slora.example:8000/healthz"]
         proxy.shutdown()
 
@@ -135,11 +134,11 @@ def test_a_server_on_all_ipv6_interfaces_answers_on_ipv4_as_well() -> None:
 
 
 def test_a_command_that_finds_no_server_names_the_one_that_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, set_variables: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("SLORA_PORT", str(unused.getsockname()[1]))
+        set_variables(SLORA_PORT=str(unused.getsockname()[1]))
         assert main(["health"]) == 1
         assert "SLORA_URL" in capsys.readouterr().err
         with open_data_dir(tmp_path / "data") as data:

@@ -1,3 +1,4 @@
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -118,9 +119,9 @@ def test_every_setting_is_a_flag_of_serve() -> None:
 
 @pytest.mark.parametrize("command", ["serve", "demo", "doctor"])
 def test_the_help_is_one_screen_and_the_whole_help_explains_every_setting(
-    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    command: str, capsys: pytest.CaptureFixture[str], set_variables: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
+    set_variables(COLUMNS="80")
     helps = []
     for flag in ("--help", "--help-all"):
         with pytest.raises(SystemExit) as ended:

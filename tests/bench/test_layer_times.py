@@ -1,6 +1,8 @@
 """The GPU's bench of LoRA at its places, at a size that the interpreter goes through."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,16 +25,18 @@ SMALL = Sizes(
 )
 
 
+@pytest.fixture
+def small_cases(soak: bool) -> Iterator[None]:
+    places = {name: getattr(layer_times, name)[: 2 if soak else 1] for name in ("PLACES", "MIXED_PLACES")}
+    sizes = {"LOADS": ((2, 8),), "MIXED_LOADS": ((2, 8),), "CHUNK_TOKENS": 7, "ATTENTIONS": ((3, 40),)}
+    with patch.multiple(layer_times, **places, **sizes):
+        yield
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which measures real sizes")
 def test_every_place_and_every_attention_computes_what_torch_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, soak: bool
+    tmp_path: Path, small_cases: None, soak: bool
 ) -> None:
-    monkeypatch.setattr(layer_times, "PLACES", layer_times.PLACES[: 2 if soak else 1])
-    monkeypatch.setattr(layer_times, "MIXED_PLACES", layer_times.MIXED_PLACES[: 2 if soak else 1])
-    monkeypatch.setattr(layer_times, "LOADS", ((2, 8),))
-    monkeypatch.setattr(layer_times, "MIXED_LOADS", ((2, 8),))
-    monkeypatch.setattr(layer_times, "CHUNK_TOKENS", 7)
-    monkeypatch.setattr(layer_times, "ATTENTIONS", ((3, 40),))
     table = ResumedTable(tmp_path / "rows.jsonl", CPU)
     # Mixed steps have the rows of the others, too.
     parts = ["layers", "mixed"] if soak else ["mixed"]

@@ -1,4 +1,4 @@
-"""litellm: several turns with appended answers, plain and streamed."""
+"""litellm: several turns with appended answers, plain and streamed, and embeddings."""
 
 import asyncio
 import sys
@@ -35,3 +35,13 @@ else:
 asked = {"model": "anthropic/default", "api_base": url.removesuffix("/v1"), "api_key": key, "max_tokens": 32}
 anthropic = litellm.completion(messages=messages[:1], **asked)
 assert anthropic.choices[0].message.content == text, anthropic
+
+options = {"model": "openai/default", "api_base": url, "api_key": key}
+answer = litellm.embedding(input=["one", "two"], **options)
+assert [one["index"] for one in answer.data] == [0, 1] and answer.usage.prompt_tokens == 6, answer
+vectors = [one["embedding"] for one in answer.data]
+assert isinstance(vectors[0][0], float) and vectors[0] != vectors[1]
+again = asyncio.run(litellm.aembedding(input=["one"], encoding_format="float", **options))
+assert again.data[0]["embedding"] == vectors[0]
+short = litellm.embedding(input="one", dimensions=3, allowed_openai_params=["dimensions"], **options)
+assert len(short.data[0]["embedding"]) == 3

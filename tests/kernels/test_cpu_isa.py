@@ -64,19 +64,22 @@ def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: s
     assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16}"]
 
 
+@pytest.fixture
+def two_isas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
+
+
 @pytest.mark.parametrize("value", ("avx9", "AVX2", "amx"))
 def test_an_instruction_set_that_cannot_be_forced_is_an_error_with_the_choices(
-    monkeypatch: pytest.MonkeyPatch, value: str
+    two_isas: None, value: str
 ) -> None:
-    monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
     with pytest.raises(ValueError, match=rf"SLORA_CPU_ISA is '{value}'.*\(avx2, avx512\)") as raised:
         check_cpu_isa({VARIABLE: value})
     if value not in CPU_ISAS:
         assert "avx2, avx512, avx512_bf16, amx" in str(raised.value)
 
 
-def test_a_set_that_is_chosen_after_torch_was_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
+def test_a_set_that_is_chosen_after_torch_was_loaded_is_an_error(two_isas: None) -> None:
     with pytest.raises(ValueError, match="import slora before torch"):
         check_cpu_isa({VARIABLE: "avx2"})
     check_cpu_isa({VARIABLE: "avx2", **CPU_ISAS["avx2"].variables})

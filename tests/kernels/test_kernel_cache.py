@@ -1,11 +1,14 @@
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE, choose_kernel_cache, prepare_triton_cache
 from tests.support.cpu_kernels import CPU_KERNELS
+
+Keep = Callable[[Path | None, Path | None], None]
 
 
 @pytest.fixture
@@ -15,26 +18,28 @@ def barred(tmp_path: Path) -> Path:
     return tmp_path / "file" / "cache"
 
 
-def keep(monkeypatch: pytest.MonkeyPatch, *, user_cache: Path | None, server: Path | None) -> None:
-    """Sets the places of the cache. user_cache: None for a user without a home directory."""
-    for name in ("XDG_CACHE_HOME", "HOME", FALLBACK_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
+@pytest.fixture
+def keep(set_variables: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Keep:
+    """Sets the places of the cache of a user without a home directory: those of the user and of the server."""
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    if user_cache is not None:
-        monkeypatch.setenv("XDG_CACHE_HOME", str(user_cache))
-    if server is not None:
-        monkeypatch.setenv(FALLBACK_VARIABLE, str(server))
+    set_variables(HOME=None)
+
+    def set_places(user_cache: Path | None, server: Path | None) -> None:
+        places = {"XDG_CACHE_HOME": user_cache, FALLBACK_VARIABLE: server}
+        set_variables(**{name: place and str(place) for name, place in places.items()})
+
+    return set_places
 
 
 def test_kernels_are_kept_in_the_first_place_that_can_be_written(
-    tmp_path: Path, barred: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, barred: Path, keep: Keep, caplog: pytest.LogCaptureFixture
 ) -> None:
     package, user, server = tmp_path / "package", tmp_path / "user", tmp_path / "data" / "kernels"
-    keep(monkeypatch, user_cache=user, server=server)
+    keep(user, server)
     assert choose_kernel_cache(str(package)) == package and not caplog.messages
     assert choose_kernel_cache(str(barred)) == user / "slora"
     for number, unusable in enumerate((barred, None)):
-        keep(monkeypatch, user_cache=unusable, server=server)
+        keep(unusable, server)
         preferred = str(barred / str(number))
         assert choose_kernel_cache(preferred) == choose_kernel_cache(preferred) == server
     lines = [f"kept in {place}, because {barred}" for place in (user / "slora", server, server)]
@@ -43,10 +48,10 @@ def test_kernels_are_kept_in_the_first_place_that_can_be_written(
 
 
 def test_without_any_place_kernels_are_compiled_and_one_line_says_so(
-    barred: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    barred: Path, keep: Keep, set_variables: Callable[..., None], caplog: pytest.LogCaptureFixture
 ) -> None:
-    keep(monkeypatch, user_cache=None, server=barred)
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(barred))
+    keep(None, barred)
+    set_variables(TRITON_CACHE_DIR=str(barred))
     prepare_triton_cache()
     assert Path(os.environ["TRITON_CACHE_DIR"]).is_dir()
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -54,7 +59,9 @@ def test_without_any_place_kernels_are_compiled_and_one_line_says_so(
 
 
 @pytest.mark.skipif("numba" not in CPU_KERNELS, reason="numba is not installed")
-def test_a_worker_is_compiled_without_a_cache(barred: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_is_compiled_without_a_cache(
+    barred: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import numba  # noqa: PLC0415
 
     from slora_kernels.cpu import intrinsics  # noqa: PLC0415
@@ -62,7 +69,7 @@ def test_a_worker_is_compiled_without_a_cache(barred: Path, monkeypatch: pytest.
     def worker(job: object) -> None:
         pass
 
-    keep(monkeypatch, user_cache=None, server=None)
+    keep(None, None)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(barred))
     assert intrinsics.compile_worker(worker, numba.float32).address
     # The directory can be written when it is chosen, and not any more when the kernel is kept.

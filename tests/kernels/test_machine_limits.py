@@ -128,7 +128,7 @@ def own_group(request: pytest.FixtureRequest) -> Iterator[dict[str, Path]]:
     """Real groups of this test below those of this process, by controller."""
     made: dict[str, Path] = {}
     for controller in ("cpu", "memory"):
-        for group in machine._find_groups(Path("/"), controller):
+        for group in machine.find_groups(Path("/"), controller):
             directory = group / f"slora-test-{os.getpid()}"
             with suppress(OSError):
                 directory.mkdir()

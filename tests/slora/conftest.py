@@ -1,9 +1,8 @@
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import KINDS
 
 SMALL_KINDS = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
@@ -11,9 +10,14 @@ SMALL_KINDS["some_layers"] = {**SMALL_KINDS["some_layers"], "layers_to_transform
 
 
 @pytest.fixture(scope="session")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
     """Returns the kit of a model by name. Each kit is made at its first use."""
     return cache(lambda name: make_kit(tmp_path_factory.mktemp(name), name))
+
+
+@pytest.fixture(scope="session")
+def kit(kits: Kits) -> ModelKit:
+    return kits("llama")
 
 
 @pytest.fixture(scope="session")

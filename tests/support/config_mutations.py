@@ -143,39 +143,14 @@ _VALUES: dict[str, list[Any]] = {
 _LEGACY = ("rope_scaling", "rope_theta", "partial_rotary_factor", "torch_dtype", "head_dim")
 # Fields that other config classes read.
 _FOREIGN = (
-    "rope_local_base_freq",
-    "original_max_position_embeddings",
-    "layer_types",
-    "sliding_window",
-    "sliding_window_pattern",
-    "_sliding_window_pattern",
-    "use_sliding_window",
-    "max_window_layers",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-    "use_bidirectional_attention",
-    "is_causal",
-    "is_decoder",
-    "attention_bias",
-    "mlp_bias",
-    "qkv_bias",
-    "hidden_act",
-    "hidden_activation",
-    "pretraining_tp",
-    "per_layer_config",
-    "attention_chunk_size",
-    "attention_multiplier",
-    "embedding_multiplier",
-    "logits_scaling",
-    "residual_multiplier",
-    "clip_qkv",
-    "num_experts",
-    "num_local_experts",
-    "norm_topk_prob",
-    "decoder_sparse_step",
-    "unknown_field",
-)
+    "rope_local_base_freq", "original_max_position_embeddings", "layer_types", "sliding_window",
+    "sliding_window_pattern", "_sliding_window_pattern", "use_sliding_window", "max_window_layers",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping",
+    "use_bidirectional_attention", "is_causal", "is_decoder", "attention_bias", "mlp_bias", "qkv_bias",
+    "hidden_act", "hidden_activation", "pretraining_tp", "per_layer_config", "attention_chunk_size",
+    "attention_multiplier", "embedding_multiplier", "logits_scaling", "residual_multiplier", "clip_qkv",
+    "num_experts", "num_local_experts", "norm_topk_prob", "decoder_sparse_step", "unknown_field",
+)  # fmt: skip
 # Fields that hold other configs, or only name classes.
 _SKIPPED = frozenset({"model_type", "text_config", "vision_config", "audio_config"})
 

@@ -76,7 +76,16 @@ def add_overflowing_adapter(source: DirectorySource, model: str, directory: Path
     return source.add(directory)
 
 
-def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings: int | str) -> Engine:
+def make_engine(
+    kit: ModelKit,
+    source: AdapterSource,
+    num_pages: int,
+    *,
+    costs: CostModel | None = COSTS,
+    overlap: bool | None = None,
+    **settings: int | str,
+) -> Engine:
+    """With costs None, the engine measures its costs at start."""
     defaults = {
         "device": "cpu",
         "kernels": KERNELS,
@@ -84,7 +93,15 @@ def make_engine(kit: ModelKit, source: AdapterSource, num_pages: int, **settings
         "pool_bytes": kit.pool_bytes(num_pages),
     }
     config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
-    return Engine(config, read_model_spec(kit.directory), source, COSTS)
+    return Engine(config, read_model_spec(kit.directory), source, costs, overlap=overlap)
+
+
+def start_engine(
+    kit: ModelKit, num_pages: int, **settings: int | str
+) -> tuple[Engine, dict[str, AdapterVersion]]:
+    """An engine with a source of its own, and the adapter versions of the kit by kind."""
+    source, versions = make_source(kit)
+    return make_engine(kit, source, num_pages, **settings), versions
 
 
 def drive(engine: Engine, arrivals: Iterable[list[EngineRequest]]) -> dict[str, Answer]:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from unittest.mock import patch
 
-import pytest
 from huggingface_hub import constants
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -35,6 +35,17 @@ def lay_out_snapshot(
 
 def adapter_files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+@contextmanager
+def hub_client(cache: Path, url: str | None = None) -> Iterator[None]:
+    """Directs the hub's client to a cache and to a server. url: None for a client that is offline."""
+    places: dict[str, str | bool] = {"HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": url is None}
+    if url is not None:
+        places["ENDPOINT"] = url
+        places["HUGGINGFACE_CO_URL_TEMPLATE"] = url + "/{repo_id}/resolve/{revision}/{filename}"
+    with patch.multiple(constants, **places):
+        yield
 
 
 @dataclass
@@ -82,13 +93,6 @@ class Hub:
         size = self.sizes.get((repo, path), len(content))
         headers = {"ETag": f'"{_git_hash(content)}"', "X-Repo-Commit": commit, "Content-Length": str(size)}
         return 200, headers, content
-
-
-def use_hub(patch: pytest.MonkeyPatch, hub: Hub) -> None:
-    """Makes the hub's client in this process ask this server."""
-    patch.setattr(constants, "ENDPOINT", hub.url)
-    template = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
-    patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
 
 
 def _git_hash(content: bytes) -> str:

@@ -7,14 +7,17 @@ import shutil
 import sqlite3
 import tempfile
 import uuid
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
+from slora_adapters.database import migration
 from slora_adapters.database.database import Database
 from slora_adapters.database.migration import SCRIPTS
 
-__all__ = ["NEXT", "write_migrated_database", "write_next_release"]
+__all__ = ["NEXT", "running_release", "write_migrated_database", "write_next_release"]
 
 NEXT = "next"
 # It expands the schema: a server of this release goes on with the tables that it leaves.
@@ -59,3 +62,10 @@ def _template() -> bytes:
         path = Path(folder) / "slora.db"
         Database(path).close()
         return path.read_bytes()
+
+
+@contextmanager
+def running_release(scripts: Path) -> Iterator[None]:
+    """Lets this process be of the release whose migrations these are."""
+    with patch.object(migration, "SCRIPTS", scripts):
+        yield

@@ -1,6 +1,6 @@
 """A tiny base model, one adapter of each kind for it, and an oracle that loads all of them at its first use."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,10 @@ class ModelKit:
     ) -> int:
         shape = read_model_spec(self.directory).shape(dtype)
         return num_pages * shape.num_layers * shape.page_bytes(block_tokens, kv_format)
+
+
+# Returns the kit of a model by name.
+Kits = Callable[[str], ModelKit]
 
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:

@@ -207,6 +207,10 @@ class SchedulerBench:
             self.usage[request_id], self.timings[request_id] = usage, timing
         return outputs
 
+    def run_steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def _launch(self, plan: StepPlan, sampled: list[SampledToken]) -> None:
         self._launched.append((plan, sampled))
         tokens = iter(sampled)

@@ -31,62 +31,36 @@ MAX_POSITIONS = 512
 _STD = 0.15
 
 _COMMON = {
-    "vocab_size": VOCAB_SIZE,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": MAX_POSITIONS,
-    "bos_token_id": None,
-    "eos_token_id": None,
+    "vocab_size": VOCAB_SIZE, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITIONS, "bos_token_id": None, "eos_token_id": None,
     "pad_token_id": None,
-}
+}  # fmt: skip
 # The short original context makes all three frequency bands of Llama 3.1's rope effective.
 _LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 500000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 _YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 64,
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
     "beta_fast": 4.0,
-}
+}  # fmt: skip
 # A sequence switches from the short to the long rotary factors at the 48th token.
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.75,
-    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5],
-    "long_factor": [1.5, 2.0, 4.0, 6.0, 9.0, 13.0],
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
+    "short_factor": [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], "long_factor": [1.5, 2.0, 4.0, 6.0, 9.0, 13.0],
+}  # fmt: skip
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 _FAMILIES = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "mixtral": MixtralConfig,
-    "qwen2_moe": Qwen2MoeConfig,
-    "qwen3_moe": Qwen3MoeConfig,
-    "phi3": Phi3Config,
-    "gemma2": Gemma2Config,
-    "gemma3_text": Gemma3TextConfig,
-}
+    "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config,
+    "mixtral": MixtralConfig, "qwen2_moe": Qwen2MoeConfig, "qwen3_moe": Qwen3MoeConfig, "phi3": Phi3Config,
+    "gemma2": Gemma2Config, "gemma3_text": Gemma3TextConfig,
+}  # fmt: skip
 _VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 
 # For each name: the family, and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, object]]] = {
@@ -95,19 +69,14 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "llama_tied_llama3_rope": (
         "llama",
         {
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "tie_word_embeddings": True,
+            "hidden_size": 64, "intermediate_size": 96, "tie_word_embeddings": True,
             "rope_parameters": _LLAMA3_ROPE,
         },
     ),
     "llama_biased_linear_rope": (
         "llama",
         {
-            "hidden_size": 64,
-            "intermediate_size": 80,
-            "attention_bias": True,
-            "mlp_bias": True,
+            "hidden_size": 64, "intermediate_size": 80, "attention_bias": True, "mlp_bias": True,
             "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0},
         },
     ),
@@ -122,70 +91,44 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "qwen2_late_windows": (
         "qwen2",
         {
-            "hidden_size": 64,
-            "intermediate_size": 88,
-            "use_sliding_window": True,
-            "sliding_window": 19,
+            "hidden_size": 64, "intermediate_size": 88, "use_sliding_window": True, "sliding_window": 19,
             "max_window_layers": 1,
         },
     ),
     "qwen3": (
-        "qwen3",
-        {"hidden_size": 48, "intermediate_size": 72, "head_dim": 24, "tie_word_embeddings": True},
+        "qwen3", {"hidden_size": 48, "intermediate_size": 72, "head_dim": 24, "tie_word_embeddings": True},
     ),
     "qwen3_biased_layer_types": (
         "qwen3",
         {
-            "hidden_size": 64,
-            "intermediate_size": 88,
-            "head_dim": 16,
-            "attention_bias": True,
-            "use_sliding_window": True,
-            "sliding_window": 7,
-            "layer_types": [_SLIDING, _FULL, _SLIDING],
+            "hidden_size": 64, "intermediate_size": 88, "head_dim": 16, "attention_bias": True,
+            "use_sliding_window": True, "sliding_window": 7, "layer_types": [_SLIDING, _FULL, _SLIDING],
         },
     ),
     "mixtral": (
-        "mixtral",
-        {"hidden_size": 48, "intermediate_size": 40, "num_local_experts": 4, "sliding_window": 21},
+        "mixtral", {"hidden_size": 48, "intermediate_size": 40, "num_local_experts": 4, "sliding_window": 21},
     ),
     # Each token has one expert, whose weight is its probability. The layer in the middle has an MLP.
     "qwen3_moe_mixed": (
         "qwen3_moe",
         {
-            "hidden_size": 48,
-            "intermediate_size": 72,
-            "moe_intermediate_size": 20,
-            "head_dim": 24,
-            "num_experts": 5,
-            "num_experts_per_tok": 1,
-            "mlp_only_layers": [1],
-            "tie_word_embeddings": True,
+            "hidden_size": 48, "intermediate_size": 72, "moe_intermediate_size": 20, "head_dim": 24,
+            "num_experts": 5, "num_experts_per_tok": 1, "mlp_only_layers": [1], "tie_word_embeddings": True,
         },
     ),
     "qwen3_moe": (
         "qwen3_moe",
         {
-            "hidden_size": 64,
-            "intermediate_size": 8,
-            "moe_intermediate_size": 24,
-            "head_dim": 16,
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "norm_topk_prob": True,
-            "attention_bias": True,
+            "hidden_size": 64, "intermediate_size": 8, "moe_intermediate_size": 24, "head_dim": 16,
+            "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True,
         },
     ),
     # Its first layer has an MLP, and the others have a shared expert.
     "qwen2_moe": (
         "qwen2_moe",
         {
-            "hidden_size": 64,
-            "intermediate_size": 88,
-            "moe_intermediate_size": 24,
-            "shared_expert_intermediate_size": 40,
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
+            "hidden_size": 64, "intermediate_size": 88, "moe_intermediate_size": 24,
+            "shared_expert_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2,
             "mlp_only_layers": [0],
         },
     ),
@@ -193,42 +136,30 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
     "phi3_longrope": (
         "phi3",
         {
-            "hidden_size": 64,
-            "intermediate_size": 72,
-            "original_max_position_embeddings": 48,
-            "rope_parameters": LONGROPE,
-            "tie_word_embeddings": True,
+            "hidden_size": 64, "intermediate_size": 72, "original_max_position_embeddings": 48,
+            "rope_parameters": LONGROPE, "tie_word_embeddings": True,
         },
     ),
     # The soft-caps are low enough to change most scores and logits.
     "gemma2": (
         "gemma2",
         {
-            "hidden_size": 64,
-            "intermediate_size": 88,
-            "head_dim": 20,
-            "sliding_window": 18,
-            "query_pre_attn_scalar": 3,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 2.0,
+            "hidden_size": 64, "intermediate_size": 88, "head_dim": 20, "sliding_window": 18,
+            "query_pre_attn_scalar": 3, "attn_logit_softcapping": 4.0, "final_logit_softcapping": 2.0,
         },
     ),
     "gemma3_text": (
         "gemma3_text",
         {
-            "hidden_size": 64,
-            "intermediate_size": 88,
-            "head_dim": 24,
-            "sliding_window": 13,
-            "layer_types": [_SLIDING, _FULL, _SLIDING],
-            "query_pre_attn_scalar": 3,
+            "hidden_size": 64, "intermediate_size": 88, "head_dim": 24, "sliding_window": 13,
+            "layer_types": [_SLIDING, _FULL, _SLIDING], "query_pre_attn_scalar": 3,
             "rope_parameters": {
                 _FULL: {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
                 _SLIDING: {"rope_type": "default", "rope_theta": 1e4},
             },
         },
     ),
-}
+}  # fmt: skip
 
 _LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72}
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
@@ -241,10 +172,7 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
     "phi": {**_LLAMA_LIKE, "partial_rotary_factor": 0.5, "num_key_value_heads": 4},
     "starcoder2": {**_LLAMA_LIKE, "sliding_window": 21, "use_bias": True},
     "granite": {
-        **_LLAMA_LIKE,
-        "logits_scaling": 3.0,
-        "residual_multiplier": 0.7,
-        "attention_multiplier": 0.3,
+        **_LLAMA_LIKE, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
     },
     "cohere": {**_LLAMA_LIKE, "logit_scale": 0.4},
     "stablelm": {
@@ -254,7 +182,7 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
     "olmo2": _LLAMA_LIKE,
     # The router is a linear that returns a tuple.
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
-}
+}  # fmt: skip
 
 
 # Suffix of a model name: the same model, wrapped as the text part of a vision-language model.

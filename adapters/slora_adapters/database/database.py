@@ -73,6 +73,7 @@ class Database:
     reserve: the disk reserve on the disk of a SQLite file; None if there is no reserve.
     on_change: called after the commit of each transaction that held the lock CHANGES, on the same thread. Not called if
         the transaction has `is_cached=False`.
+    clock: monotonic seconds.
 
     Methods raise StoreUnavailable if the database does not answer, cannot be opened, read or written, or stays locked.
     They raise DiskFull if the disk of a SQLite file has no space. The constructor also raises StoreUnfit if the
@@ -84,6 +85,7 @@ class Database:
         place: Path | str,
         reserve: DiskReserve | None = None,
         on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         url = parse_database_url(str(place))
         self._path = Path(url.database or "") if url.get_backend_name() == "sqlite" else None
@@ -91,6 +93,7 @@ class Database:
         self.label = label_database(url)
         self._reserve = reserve if self._path else None
         self._on_change = on_change
+        self._clock = clock
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
         # Transactions of this process queue here for CHANGES, without a connection. Only one transaction at a time
         # waits in the database.
@@ -215,7 +218,7 @@ class Database:
             return self._connect_to_file(self._path)
         if not self._last_error:
             return self._connect_to_server()
-        if time.monotonic() < self._retry_at or not self._retrying.acquire(blocking=False):
+        if self._clock() < self._retry_at or not self._retrying.acquire(blocking=False):
             raise StoreUnavailable(self._last_error)
         try:
             return self._connect_to_server()
@@ -237,7 +240,7 @@ class Database:
             connection = self._engine.connect()
         except exc.DBAPIError as error:
             self._last_error = str(self._as_unavailable(error))
-            self._retry_at = time.monotonic() + _PAUSE_S
+            self._retry_at = self._clock() + _PAUSE_S
             raise
         self._last_error = ""
         return connection

@@ -20,7 +20,7 @@ from threading import Condition
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound, StoreUnavailable, TryAgain
 from slora_adapters.loader.host_cache import ArenaPrefaulter, CachedAdapter, HostCache
 from slora_adapters.loader.source import FetchFailed
-from slora_adapters.loader.stored_adapter import StoredAdapter, make_buffers
+from slora_adapters.loader.stored_adapter import BATCH_BYTES, StoredAdapter, make_buffers
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.process.heartbeat import WorkProgress
 from slora_adapters.store.store import Blob, Store
@@ -149,12 +149,14 @@ class Loader:
         num_threads: int = NUM_THREADS,
         loads_per_tenant: int = LOADS_PER_TENANT,
         wait_for_room_s: float = WAIT_FOR_ROOM_S,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
         self.num_loads = 0
         self._store = store
         self._cache = cache
         self._served = served
         self._wait_for_room_s = wait_for_room_s
+        self._batch_bytes = batch_bytes
         # Guards everything below and the cache's bookkeeping. Notified whenever space may have become free.
         self._changed = Condition()
         self._waiters: dict[AdapterVersion, list[Done]] = {}
@@ -358,7 +360,7 @@ class Loader:
         """
         with self._changed:
             buffers = self._buffers.pop() if self._buffers else []
-        buffers = buffers or make_buffers()
+        buffers = buffers or make_buffers(self._batch_bytes)
         try:
             yield buffers
         finally:

@@ -35,9 +35,9 @@ BATCH_BYTES = 1 << 20
 NUM_BUFFERS = 4
 
 
-def make_buffers() -> list[bytearray]:
-    """Returns the buffers that `StoredAdapter.pour` needs."""
-    return [bytearray(BATCH_BYTES) for _ in range(NUM_BUFFERS)]
+def make_buffers(batch_bytes: int = BATCH_BYTES) -> list[bytearray]:
+    """Returns the buffers that `StoredAdapter.pour` needs to read batches of this size."""
+    return [bytearray(batch_bytes) for _ in range(NUM_BUFFERS)]
 
 
 class StoredAdapter:
@@ -112,10 +112,11 @@ class StoredAdapter:
             ThreadPoolExecutor(1, "adapter-hash") as hashing,
             ThreadPoolExecutor(1, "adapter-pack") as packing,
         ):
-            for batch in _list_batches(self._spans):
+            batch_bytes = len(spare[0])
+            for batch in _list_batches(self._spans, batch_bytes):
                 buffer = spare.pop() if spare else _finish(*under_way.popleft())
                 if len(buffer) < batch.num_bytes:
-                    buffer = bytearray(batch.num_bytes)  # the batch is a row longer than BATCH_BYTES
+                    buffer = bytearray(batch.num_bytes)  # the batch is a row that is longer
                 content = memoryview(buffer)[: batch.num_bytes]
                 self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
                 on_read()
@@ -144,8 +145,8 @@ class _Batch:
     num_bytes: int
 
 
-def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
-    """Yields all rows in the order of their tensors' names. A row longer than BATCH_BYTES has its own batch."""
+def _list_batches(spans: Mapping[str, TensorSpan], batch_bytes: int) -> Iterator[_Batch]:
+    """Yields all rows in the order of their tensors' names. A row longer than a batch has its own batch."""
     rows: list[_Rows] = []
     start = end = num_bytes = 0
     for name in sorted(spans):
@@ -156,7 +157,7 @@ def _list_batches(spans: Mapping[str, TensorSpan]) -> Iterator[_Batch]:
             rows, num_bytes = [], 0
         first_row = 0
         while first_row < tensor.shape[0]:
-            fitting = (BATCH_BYTES - num_bytes) // row_bytes
+            fitting = (batch_bytes - num_bytes) // row_bytes
             if fitting <= 0 and rows:
                 yield _Batch(start, rows, num_bytes)
                 rows, num_bytes = [], 0

@@ -92,6 +92,8 @@ _VARIANTS: Mapping[str, str] = {
 _HARMLESS_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _BASE_CHANGING_INITS = ("pissa", "corda", "olora", "loftq", "lora_ga")
 
+KNOWN_FIELDS = _READ | _HARMLESS | _VARIANTS.keys()
+
 Value = TypeVar("Value")
 
 
@@ -190,7 +192,7 @@ def _refuse_init(init: str) -> Reason:
 
 
 def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
-    for key in fields.keys() - _READ - _HARMLESS - _VARIANTS.keys():
+    for key in fields.keys() - KNOWN_FIELDS:
         if fields[key]:
             yield Reason(
                 "config_unknown_key",

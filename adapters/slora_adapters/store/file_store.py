@@ -110,7 +110,7 @@ class FileStore:
             check_member_name(name)
         with _as_unavailable(self.root):
             for _ in range(_MAX_ATTEMPTS):
-                with _locked_folder(self._tmp) as folder:
+                with locked_folder(self._tmp) as folder:
                     for name, content in members.items():
                         _write_member(folder / name, content)
                     sync_directory(folder)
@@ -131,7 +131,7 @@ class FileStore:
         in order. Raises what reading that blob raises.
         """
         check_digest(digest)
-        with _as_unavailable(self.root), _locked_folder(self._tmp) as folder:
+        with _as_unavailable(self.root), locked_folder(self._tmp) as folder:
             for name, num_bytes in blob.members.items():
                 with (folder / check_member_name(name)).open("wb") as file:
                     for start in range(0, num_bytes, _PIECE_BYTES):
@@ -246,7 +246,7 @@ def _write_member(path: Path, content: Path | bytes) -> None:
 
 
 @contextmanager
-def _locked_folder(parent: Path) -> Iterator[Path]:
+def locked_folder(parent: Path) -> Iterator[Path]:
     """Yields a new folder that no sweep removes while this process lives. The folder is removed at the end if it still
     exists.
     """

@@ -14,7 +14,7 @@ The table shows what is durable after each step, and what a crash leaves behind.
 The blob is stored before the canary, because the engine loads the adapter from the store like any other adapter. No
 request can name the adapter before the commit.
 
-Blocking calls run on asyncio's default threads. At most `_MAX_WRITERS` of these threads write to the store or create
+Blocking calls run on asyncio's default threads. At most `MAX_WRITERS` of these threads write to the store or create
 versions for uploads, so that a slow store leaves threads for everything else. No thread waits for the canary.
 """
 
@@ -304,7 +304,7 @@ def _refused(code: str, message: str) -> AdapterInvalid:
 _log = logging.getLogger(__name__)
 
 # Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
-_MAX_WRITERS = 4
+MAX_WRITERS = 4
 
 # Raises QuotaExceeded if a tenant, with this usage, may not have the adapter as a new version of the name.
 CheckQuota = Callable[[str, StorageUsage, str, CheckedAdapter], None]
@@ -339,7 +339,7 @@ class Publisher:
         self._canary = canary
         self._client = client
         self._pinning = pinning
-        self._writers = asyncio.Semaphore(_MAX_WRITERS)
+        self._writers = asyncio.Semaphore(MAX_WRITERS)
         # The lock of a tenant exists only while an upload of the tenant uses it.
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 

@@ -106,7 +106,7 @@ class AuthenticationMiddleware:
                 if not header and self._admits_gateways and scope["path"] == "/metrics":
                     caller: Caller | None = GATEWAY
                 else:
-                    caller = await self._identify(header, _address(scope))
+                    caller = await self.identify(header, _address(scope))
             except ServerBusy as error:
                 await error_response(error)(scope, receive, send)
                 return
@@ -134,7 +134,7 @@ class AuthenticationMiddleware:
         """
         return self._running.track(caller.key_id, state) if isinstance(caller, KeyRecord) else nullcontext()
 
-    async def _identify(self, header: str, address: str) -> Caller | None:
+    async def identify(self, header: str, address: str) -> Caller | None:
         match = _BEARER.fullmatch(header.strip())
         if match is None:
             return None

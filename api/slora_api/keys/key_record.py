@@ -55,7 +55,7 @@ _KEY = re.compile(r"(slora_([0-9A-Za-z]{8})_[0-9A-Za-z]{43})_([0-9A-Za-z]{6})", 
 PEPPER_BYTES = 32
 
 
-def _checksum(body: str) -> str:
+def key_checksum(body: str) -> str:
     """Returns the CRC32 of `body` in base62. Six characters suffice, because 62**6 > 2**32."""
     value, digits = zlib.crc32(body.encode()), ""
     for _ in range(_CHECKSUM_CHARS):
@@ -83,13 +83,13 @@ def make_key() -> GeneratedKey:
     """Generates a key from the operating system's random numbers."""
     key_id = _random_text(_ID_CHARS)
     body = f"slora_{key_id}_{_random_text(_SECRET_CHARS)}"
-    return GeneratedKey(key_id, f"{body}_{_checksum(body)}")
+    return GeneratedKey(key_id, f"{body}_{key_checksum(body)}")
 
 
 def read_key_id(text: str) -> str | None:
     """Returns the id of a well-formed key, or None for any other string. Does not check whether the key is valid."""
     match = _KEY.fullmatch(text)
-    return match[2] if match and _checksum(match[1]) == match[3] else None
+    return match[2] if match and key_checksum(match[1]) == match[3] else None
 
 
 class Pepper:

@@ -67,7 +67,7 @@ KV_KERNELS = range(len(_WORKERS), NUM_KERNELS)
 
 
 @cache
-def _compile(worker: Worker, dtype: torch.dtype) -> Any:
+def compile_for_dtype(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
 
 
@@ -76,7 +76,7 @@ def compile_kernel(index: int, dtype: torch.dtype, kv_format: KVFormat) -> None:
 
     The kernels whose indices are in `KV_KERNELS` depend on the KV format.
     """
-    _compile(_workers(kv_format)[index], dtype)
+    compile_for_dtype(_workers(kv_format)[index], dtype)
 
 
 def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:
@@ -110,14 +110,14 @@ class NumbaKernels:
         start = time.perf_counter()
         workers = _workers(geometry.kv_format)
         for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=None):
-            _compile(worker, geometry.dtype)
+            compile_for_dtype(worker, geometry.dtype)
         return time.perf_counter() - start
 
     def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:
         items = job[NUM_ITEMS]
         if items:
             threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
-            self._team.run(_compile(worker, dtype).address, job.buffer_info()[0], threads)
+            self._team.run(compile_for_dtype(worker, dtype).address, job.buffer_info()[0], threads)
 
     def _reserve(self, num_elements: int) -> Tensor:
         """Returns float32 scratch memory for all threads, [threads, num_elements]. Later calls reuse the memory."""

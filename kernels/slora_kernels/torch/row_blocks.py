@@ -50,7 +50,7 @@ def multiply_in_blocks(x: Tensor, multiply: Multiply, counts: tuple[int, ...]) -
     rows, out, start = len(x), None, 0
     if rows == 0:
         return multiply(x)
-    for count in _cut_rows(rows, counts):
+    for count in cut_rows(rows, counts):
         product = multiply(_take_block(x, start, count))
         if count >= rows:
             return product[:rows]
@@ -139,7 +139,7 @@ def multiply_batches(x: Tensor, y: Tensor, *, transposes: bool) -> Tensor:
     width = y.shape[1] if transposes else y.shape[2]
     counts = _find_batch_counts(x.shape[1], width, x.shape[2], transposes, torch.get_num_threads())
     out, start = x.new_empty(len(x), x.shape[1], width), 0
-    for count in _cut_rows(len(x), counts):
+    for count in cut_rows(len(x), counts):
         a, b = (_take_block(operand, start, count) for operand in (x, y))
         out[start : start + count] = torch.bmm(a, b.mT if transposes else b)[: len(x) - start]
         start += count
@@ -229,14 +229,14 @@ def _rate_counts(counts: tuple[int, ...]) -> float:
 
     Otherwise, the answers of two processes on the same machine could differ.
     """
-    return sum((rows + _CALL_ROWS) / _cost(_cut_rows(rows, counts)) for rows in _USUAL_ROWS)
+    return sum((rows + _CALL_ROWS) / _cost(cut_rows(rows, counts)) for rows in _USUAL_ROWS)
 
 
 def _cost(cut: Sequence[int]) -> int:
     return sum(cut) + _CALL_ROWS * len(cut)
 
 
-def _cut_rows(rows: int, counts: tuple[int, ...]) -> tuple[int, ...]:
+def cut_rows(rows: int, counts: tuple[int, ...]) -> tuple[int, ...]:
     """Cuts `rows` into blocks at the least cost, large ones first. Only the last block may need padding."""
     largest = counts[-1]
     whole = max(0, rows // largest - 1)

@@ -5,13 +5,14 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, select, update
 
 from slora_adapters.backup.backup import make_backup
-from slora_adapters.backup.manifest import BackupFile, hash_file, read_manifest, verify_files
+from slora_adapters.backup.manifest import hash_file, read_manifest, verify_files
 from slora_adapters.backup.restore import restore_backup
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import AuditFilter, AuditLog, record_change
@@ -21,6 +22,7 @@ from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
+from slora_adapters.store.store import Blob
 from slora_adapters.version import AdapterVersion
 from tests.adapters.database.test_migration import contents
 
@@ -29,12 +31,22 @@ DIGESTS = [f"{number:064x}" for number in range(1, 4)]
 SHARE = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priority": 0}
 
 
+class WatchedStore(FileStore):
+    """Calls `before_open` with the digest of each blob that is read."""
+
+    before_open: Callable[[str], None] = staticmethod(lambda _digest: None)
+
+    def open(self, digest: str) -> Blob:
+        self.before_open(digest)
+        return super().open(digest)
+
+
 class Site:
     """A database with a tenant, a key, three versions and their blobs, and a pepper."""
 
     def __init__(self, place: str, directory: Path) -> None:
         self.database = Database(place)
-        self.store = FileStore(directory / "store")
+        self.store = WatchedStore(directory / "store")
         self.registry = Registry(self.database)
         self.pepper = directory / "pepper"
         self.pepper.write_bytes(b"p" * 32)
@@ -122,22 +134,19 @@ def test_a_backup_of_either_database_is_restored_into_the_other(
     assert sorted(path.name for path in (tmp_path / "data").iterdir()) == ["pepper"]
 
 
-def test_changes_during_a_backup_neither_enter_nor_break_it(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changes_during_a_backup_neither_enter_nor_break_it(site: Site, tmp_path: Path) -> None:
     """Before each blob is copied, a version is pushed, and the one whose blob is copied next is deleted."""
-    real, copied = FileStore.copy, []
+    copied: list[str] = []
 
-    def copy(store: FileStore, digest: str, *arguments: object) -> None:
+    def change(digest: str) -> None:
         number = len(copied)
         copied.append(digest)
         site.push(f"late{number}", f"{100 + number:064x}")
         if number + 1 < len(DIGESTS):
             for one in site.registry.delete("acme", f"a{number + 1}").orphaned:
                 assert not site.registry.blobs.collect(one.digest, site.store.delete)
-        real(store, digest, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(FileStore, "copy", copy)
+    site.store.before_open = change
     backup = site.back_up(tmp_path / "backup")
     assert copied == DIGESTS
     restore_backup(backup, tmp_path / "data")
@@ -160,18 +169,10 @@ def test_a_tenant_that_is_being_purged_does_not_stop_a_backup(site: Site, tmp_pa
     assert read_manifest(site.back_up(tmp_path / "backup")).digests == ()
 
 
-def test_weights_of_an_earlier_backup_are_linked_and_verified(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first, copied = site.back_up(tmp_path / "first"), []
+def test_weights_of_an_earlier_backup_are_linked_and_verified(site: Site, tmp_path: Path) -> None:
+    first, copied = site.back_up(tmp_path / "first"), list[str]()
     site.push("new", f"{9:064x}")
-    real = FileStore.copy
-
-    def copy(store: FileStore, digest: str, *arguments: object) -> None:
-        copied.append(digest)
-        real(store, digest, *arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(FileStore, "copy", copy)
+    site.store.before_open = copied.append
     second = tmp_path / "second"
     make_backup(site.database, site.store, {"pepper": site.pepper}, second, first)
     assert copied == [f"{9:064x}"]
@@ -263,20 +264,12 @@ def test_files_that_the_manifest_does_not_name_are_not_restored(backup: Path, tm
     assert (tmp_path / "data" / weights.relative_to(backup)).read_bytes() == weights.read_bytes()
 
 
-def test_a_backup_from_before_the_first_release_restores_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    site = Site(str(tmp_path / "slora.db"), tmp_path)
-
-    def age(path: Path) -> BackupFile:
-        if path.name == "slora.db":
-            with closing(sqlite3.connect(path)) as connection, connection:
-                connection.execute("UPDATE slora_schema SET version_num = '0010'")
-        return hash_file(path)
-
-    with closing(site.database), monkeypatch.context() as patch:
-        patch.setattr("slora_adapters.backup.backup.hash_file", age)
-        backup = site.back_up(tmp_path / "backup")
+def test_a_backup_from_before_the_first_release_restores_nothing(backup: Path, tmp_path: Path) -> None:
+    with closing(sqlite3.connect(backup / "slora.db")) as connection, connection:
+        connection.execute("UPDATE slora_schema SET version_num = '0010'")
+    manifest = read_manifest(backup)
+    files = {**manifest.files, "slora.db": hash_file(backup / "slora.db")}
+    replace(manifest, files=files).write(backup)
     with pytest.raises(StoreUnavailable, match="made before the first release"):
         restore_backup(backup, tmp_path / "data")
     assert not list(tmp_path.glob("data*"))
@@ -295,19 +288,18 @@ def test_nothing_is_written_over(backup: Path, tmp_path: Path) -> None:
     assert (empty / "slora.db").exists()
 
 
-def test_a_backup_that_cannot_be_completed_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backup_that_cannot_be_completed_leaves_nothing(tmp_path: Path) -> None:
     site = Site(str(tmp_path / "slora.db"), tmp_path)
 
-    def fail(*_: object) -> None:
-        raise OSError("no space")
+    def fail(digest: str) -> None:
+        if digest == DIGESTS[-1]:
+            raise OSError("no space")
 
     with closing(site.database):
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-            patch.setattr(shutil, "rmtree", shutil.rmtree)
-            patch.setattr("slora_adapters.backup.backup.verify_files", fail)
+        site.store.before_open = fail
+        with pytest.raises(OSError, match="no space"):
             site.back_up(tmp_path / "backup")
+        site.store.before_open = WatchedStore.before_open
         assert not list(tmp_path.glob("backup*"))
         assert not site.database.read(select(schema.adapter_reservations.c.digest))
         backup = site.back_up(tmp_path / "backup")

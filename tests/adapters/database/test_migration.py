@@ -9,7 +9,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from sqlalchemy import inspect, text
 
-from slora_adapters.database import migration, schema
+from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.database.migration import UNRELEASED, VERSION_TABLE
 from slora_adapters.errors import StoreUnavailable
@@ -21,7 +21,7 @@ from slora_api.keys.key_record import Pepper
 from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
 from tests.support.forked_program import ForkedProgram
-from tests.support.migrated_file import NEXT, write_next_release
+from tests.support.migrated_file import NEXT, running_release, write_next_release
 
 
 def contents(database: Database) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def next_release(tmp_path: Path) -> Path:
 
 
 def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
-    empty_database: str, next_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_database: str, next_release: Path, tmp_path: Path
 ) -> None:
     with (
         closing(Database(empty_database)) as older,
@@ -59,8 +59,7 @@ def test_a_server_goes_on_after_a_newer_one_has_migrated_its_database(
         tenants, registry = TenantStore(older, keys), Registry(older)
         acme = tenants.create_tenant("acme").tenant_id
         _, before = KeyAdmin(keys).create_key(acme)
-        monkeypatch.setattr(migration, "SCRIPTS", next_release)
-        with closing(Database(empty_database)) as newer:
+        with running_release(next_release), closing(Database(empty_database)) as newer:
             assert newer.read(text("SELECT name FROM regions")) == [("everywhere",)]
             beta = tenants.create_tenant("beta").tenant_id
             _, after = KeyAdmin(keys).create_key(beta)
@@ -97,13 +96,11 @@ def test_processes_that_start_together_migrate_once(
 
 def read_revision(place: str, scripts: Path) -> str:
     """Opens a database as the release of `scripts`. Returns its revision, and checks that it was made once."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(migration, "SCRIPTS", scripts)
-        with closing(Database(place)) as database:
-            assert len(database.read(schema.platform.select())) == 1
-            assert len(database.read(schema.changes.select())) == 1
-            ((revision,),) = database.read(text(f"SELECT version_num FROM {VERSION_TABLE}"))
-            return str(revision)
+    with running_release(scripts), closing(Database(place)) as database:
+        assert len(database.read(schema.platform.select())) == 1
+        assert len(database.read(schema.changes.select())) == 1
+        ((revision,),) = database.read(text(f"SELECT version_num FROM {VERSION_TABLE}"))
+        return str(revision)
 
 
 # Kills a child of its own after each number of statements of the migration, until a child survives.
@@ -191,12 +188,10 @@ def test_a_database_with_an_unknown_schema_is_refused(
 
 
 def test_an_older_database_with_other_tables_than_its_revision_is_refused(
-    empty_database: str, next_release: Path, monkeypatch: pytest.MonkeyPatch
+    empty_database: str, next_release: Path
 ) -> None:
     execute(empty_database, "CREATE TABLE regions (name TEXT)")
-    monkeypatch.setattr(migration, "SCRIPTS", next_release)
+    refusal = r"cannot be migrated: its tables do not match .* restore a complete copy"
     for _ in range(2):
-        with pytest.raises(
-            StoreUnavailable, match=r"cannot be migrated: its tables do not match .* restore a complete copy"
-        ):
+        with running_release(next_release), pytest.raises(StoreUnavailable, match=refusal):
             Database(empty_database)

@@ -159,12 +159,9 @@ class HostCacheMachine(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 7))
     def load_that_fails(self, number: int) -> None:
-        if self.cache.find(_version(number)) is None:
-            entry = self.cache.allocate(_version(number), _layout(3))
-            if entry is not None:
-                self.cache.unpin(entry)
-        else:
-            self.cache.unpin(self.cache._entries[_version(number)])
+        entry = self.cache.find(_version(number)) or self.cache.allocate(_version(number), _layout(3))
+        if entry is not None:
+            self.cache.unpin(entry)
 
     @invariant()
     def books_are_right_and_readers_undisturbed(self) -> None:
@@ -188,7 +185,7 @@ TestHostCacheMachine.settings = settings(stateful_step_count=40)
 
 def _held(cache: HostCache, tenant: str) -> set[int]:
     """Numbers of a tenant's adapters in the cache. The lookup does not count as a use."""
-    return {int(version.digest, 16) for version in cache._entries if version.tenant == tenant}
+    return {int(version.digest, 16) for version in cache.contents if version.tenant == tenant}
 
 
 def _put(cache: HostCache, tenant: str, number: int, num_pages: int = 1, reload_s: float = 1.0) -> bool:

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound
-from slora_adapters.loader import stored_adapter
-from slora_adapters.loader.stored_adapter import NUM_BUFFERS, StoredAdapter, make_buffers
+from slora_adapters.loader.stored_adapter import BATCH_BYTES, NUM_BUFFERS, StoredAdapter, make_buffers
 from slora_adapters.peft.adapter import AdapterLimits, adapter_digest
 from slora_adapters.peft.packing import Packer, pack
 from slora_adapters.peft.peft_config import parse_peft_config
@@ -60,19 +59,16 @@ class CountingBlob(LocalBlob):
             self.buffers[id(buffer.obj)] = buffer.obj
 
 
-def _pour(blob: LocalBlob, digest: str) -> tuple[np.ndarray, np.ndarray]:
+def _pour(blob: LocalBlob, digest: str, batch_bytes: int = BATCH_BYTES) -> tuple[np.ndarray, np.ndarray]:
     stored = StoredAdapter(blob, digest, SHAPE, AdapterLimits())
     region = np.full(stored.layout.num_bytes, 0xA5, np.uint8)
-    scales = stored.pour(region, "float32", make_buffers())
+    scales = stored.pour(region, "float32", make_buffers(batch_bytes))
     return region, scales
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 100, 700, 1 << 20])
 @pytest.mark.parametrize("seed", range(4))
-def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(
-    monkeypatch: pytest.MonkeyPatch, batch_bytes: int, seed: int
-) -> None:
-    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", batch_bytes)
+def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(batch_bytes: int, seed: int) -> None:
     random = np.random.default_rng(seed)
     tensors = make_tensors(rank=3, seed=seed)
     for name in random.choice(list(tensors), seed, replace=False):
@@ -83,7 +79,7 @@ def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(
     adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
     expected = pack(adapter, SHAPE, "float32")
     blob = CountingBlob(members)
-    region, scales = _pour(blob, adapter.digest)
+    region, scales = _pour(blob, adapter.digest, batch_bytes)
     assert np.array_equal(region, expected.buffer) and np.array_equal(scales, expected.scales)
     rows = max(tensor.itemsize * tensor.shape[1] for tensor in tensors.values())
     assert max(blob.sizes[1:]) <= max(batch_bytes, rows), "the header, then batches"
@@ -91,20 +87,18 @@ def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(
         assert blob.starts == sorted(blob.starts), "read from its begin to its end"
 
 
-def test_a_load_holds_a_few_batches_however_large_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 160)
+def test_a_load_holds_a_few_batches_however_large_the_adapter() -> None:
     members = make_members()
     blob = CountingBlob(members)
-    _pour(blob, _digest(members))
+    _pour(blob, _digest(members), 160)
     assert len(blob.sizes) > 2 * NUM_BUFFERS and max(blob.sizes[1:]) <= 160
     assert len(blob.buffers) <= NUM_BUFFERS
 
 
-def test_a_row_longer_than_a_batch_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 8)
+def test_a_row_longer_than_a_batch_is_read_whole() -> None:
     members = make_members()
     blob = CountingBlob(members)
-    _pour(blob, _digest(members))
+    _pour(blob, _digest(members), 8)
     assert max(blob.sizes[1:]) == 40 * 4, "of A of down_proj"
 
 
@@ -162,7 +156,6 @@ def test_weights_that_overflow_in_the_served_dtype_are_corrupt() -> None:
 
 def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failed load, the region may be given to another adapter."""
-    monkeypatch.setattr(stored_adapter, "BATCH_BYTES", 100)
     may_pack, write = Event(), Packer.write
 
     def write_late(self: Packer, *arguments: object) -> None:
@@ -181,7 +174,7 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
 
     def load() -> None:
         try:
-            _pour(Breaking(members), _digest(members))
+            _pour(Breaking(members), _digest(members), 100)
         except AdapterNotFound as error:
             failures.append(error)
 

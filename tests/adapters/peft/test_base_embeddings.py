@@ -48,6 +48,7 @@ def rewrite(directory: Path, tensors: dict[str, StoredTensor]) -> None:
     (directory / TENSORS_NAME).write_bytes(b"".join(tensor_file_parts(tensors.values())))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("served", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("saved_as", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("base_dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable
 from slora_adapters.peft.hub import download
 from slora_adapters.peft.hub_reference import HubReference
-from tests.support.hub import COMMIT, Hub, lay_out_snapshot, running_hub, use_hub
+from tests.support.hub import COMMIT, Hub, hub_client, lay_out_snapshot, running_hub
 
 REPO = "org/my-adapter"
 FILES = {"adapter_config.json": b"{}", "adapter_model.safetensors": b"weights" * 1000}
@@ -18,19 +17,16 @@ OTHERS = {"README.md": b"# hello", "adapter_model.bin": b"pickle", "optimizer.pt
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path) -> Iterator[Path]:
     """The client's snapshot cache. The client is offline."""
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    return tmp_path / "hub"
+    with hub_client(tmp_path / "hub"):
+        yield tmp_path / "hub"
 
 
 @pytest.fixture
-def hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(cache: Path) -> Iterator[Hub]:
     """A hub server that the client can reach."""
-    with running_hub() as hub:
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        use_hub(monkeypatch, hub)
+    with running_hub() as hub, hub_client(cache, hub.url):
         hub.revisions[REPO, "main"] = COMMIT
         hub.files[REPO, COMMIT] = {**FILES, **OTHERS}
         yield hub
@@ -150,11 +146,9 @@ def test_a_refusal_of_the_hub_is_explained(
         download(parse(f"hf://{REPO}@v2"))
 
 
-def test_a_hub_that_does_not_answer_is_unavailable(
-    hub: Hub, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(StoreUnavailable, match=r"cannot be reached.*Connect"):
-        download(parse(f"hf://{REPO}"))
-    snapshot = lay_out_snapshot(cache, REPO, FILES)
-    assert download(parse(f"hf://{REPO}")).directory == snapshot
+def test_a_hub_that_does_not_answer_is_unavailable(tmp_path: Path) -> None:
+    with hub_client(tmp_path, "http://127.0.0.1:9"):
+        with pytest.raises(StoreUnavailable, match=r"cannot be reached.*Connect"):
+            download(parse(f"hf://{REPO}"))
+        snapshot = lay_out_snapshot(tmp_path, REPO, FILES)
+        assert download(parse(f"hf://{REPO}")).directory == snapshot

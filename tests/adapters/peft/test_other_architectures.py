@@ -33,34 +33,13 @@ from slora_kernels.layout import ModelShape
 from tests.adapters.unpacking import unpack
 from tests.support.peft_adapters import make_adapter, quiet_peft
 
+SIZES: dict[str, int] = {
+    "vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64
+}  # fmt: skip
 CONFIGS: dict[str, PreTrainedConfig] = {
-    "opt": OPTConfig(
-        vocab_size=50,
-        hidden_size=32,
-        word_embed_proj_dim=32,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    ),
-    "opt_projected": OPTConfig(
-        vocab_size=50,
-        hidden_size=32,
-        word_embed_proj_dim=16,
-        ffn_dim=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        do_layer_norm_before=False,
-    ),
-    "gpt_neox": GPTNeoXConfig(
-        vocab_size=50,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-    ),
+    "opt": OPTConfig(**SIZES, word_embed_proj_dim=32, ffn_dim=48),
+    "opt_projected": OPTConfig(**SIZES, word_embed_proj_dim=16, ffn_dim=48, do_layer_norm_before=False),
+    "gpt_neox": GPTNeoXConfig(**SIZES, intermediate_size=48),
     "gpt_bigcode": GPTBigCodeConfig(
         vocab_size=50,
         n_embd=32,
@@ -144,27 +123,14 @@ def deltas_by_peft(directory: Path, base: Base) -> dict[str, torch.Tensor]:
 
 
 _TEXT = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "sliding_window": 16,
-    "bos_token_id": 2,
-    "eos_token_id": 1,
-    "pad_token_id": 0,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "sliding_window": 16, "bos_token_id": 2,
+    "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
 _VISION = {
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
     "patch_size": 14,
-}
+}  # fmt: skip
 _ROOTS = r"^(base_model\.model\.)?(model\.language_model|language_model\.model|model)\."
 # Name of the adapter -> the base that it was trained on, and its fields of LoraConfig.
 GEMMA3: dict[str, tuple[str, dict[str, object]]] = {

@@ -15,16 +15,9 @@ from slora_kernels.partition import Partition
 from tests.adapters.unpacking import unpack
 
 CONFIG = PeftConfig(
-    rank=1,
-    alpha=1.0,
-    use_rslora=False,
-    rank_patterns=(),
-    alpha_patterns=(),
-    target_modules="all-linear",
-    exclude_modules=(),
-    layers_to_transform=None,
-    layers_pattern=(),
-)
+    rank=1, alpha=1.0, use_rslora=False, rank_patterns=(), alpha_patterns=(), target_modules="all-linear",
+    exclude_modules=(), layers_to_transform=None, layers_pattern=(),
+)  # fmt: skip
 
 shapes = st.builds(
     llama_shape,

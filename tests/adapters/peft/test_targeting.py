@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft import pattern_process, targeting
+from slora_adapters.peft import pattern_process
 from slora_adapters.peft.adapter import TENSORS_NAME, AdapterLimits, bundle
 from slora_adapters.peft.peft_directory import CONFIG_NAME, parse_adapter, read_adapter
 from slora_adapters.peft.targeting import PatternField, match_fields
@@ -58,10 +58,7 @@ def test_many_long_plain_patterns_are_refused_in_a_limited_process() -> None:
 
 def test_the_first_matching_pattern_of_each_field_wins() -> None:
     fields = [PatternField("rank_pattern", ["(q)_proj", "(.*)_proj"]), PatternField("alpha_pattern", ["b"])]
-    assert match_fields(fields, ["a.q_proj", "up_proj", "x_proj.b"]) == (
-        [[0, 1, None], [None, None, 0]],
-        [],
-    )
+    assert match_fields(fields, ["a.q_proj", "up_proj", "x_proj.b"]) == ([[0, 1, None], [None, None, 0]], [])
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,7 @@ def test_the_patterns_of_eva_for_an_80_layer_model_need_no_process() -> None:
 
 
 def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """So a load starts no process, and the digest covers what is served."""
     directory = write_directory(tmp_path / "adapter", make_members(WILD_CONFIG))
@@ -114,7 +111,7 @@ def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
     members = bundle(adapter, directory, tmp_path)
     config, tensors = members[CONFIG_NAME], members[TENSORS_NAME]
     assert isinstance(config, bytes) and isinstance(tensors, Path)
-    monkeypatch.setattr(targeting, "_match_in_process", None)
+    request.getfixturevalue("no_process")
     stored = {CONFIG_NAME: memoryview(config), TENSORS_NAME: memoryview(tensors.read_bytes())}
     again = parse_adapter(stored, SHAPE, AdapterLimits())
     assert again.digest == adapter.digest and again.config == adapter.config

@@ -1,10 +1,12 @@
 """The disk reserve exists completely or not at all, and decides whether changes are allowed."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
 from slora_adapters.errors import DiskFull
+from slora_adapters.process import full_disk
 from slora_adapters.process.full_disk import DiskReserve
 from tests.support.file_limit import largest_file
 
@@ -36,14 +38,9 @@ def test_a_freed_reserve_is_restored_when_there_is_space(tmp_path: Path) -> None
     assert reserve.watch() and (tmp_path / "reserve").stat().st_size == SIZE
 
 
-def test_the_space_of_a_freed_reserve_does_not_count_as_free_space(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_space_of_a_freed_reserve_does_not_count_as_free_space(tmp_path: Path) -> None:
     reserve = DiskReserve(tmp_path / "reserve", SIZE)
     reserve.free()
-    monkeypatch.setattr(
-        "slora_adapters.process.full_disk.has_space", lambda directory, num_bytes: num_bytes < SIZE
-    )
-    assert not reserve.watch() and (tmp_path / "reserve").exists()
-    monkeypatch.undo()
+    with patch.object(full_disk, "has_space", lambda directory, num_bytes: num_bytes < SIZE):
+        assert not reserve.watch() and (tmp_path / "reserve").exists()
     assert reserve.watch()

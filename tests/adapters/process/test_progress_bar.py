@@ -1,37 +1,31 @@
 """Progress bars are for people at a terminal, and for nobody else."""
 
 import io
-import sys
 import time
-
-import pytest
+from contextlib import redirect_stderr
 
 from slora_adapters.process.progress_bar import count_reads, show_progress, track_progress
 from tests.support.terminal import Terminal
 
 
-def test_a_terminal_shows_what_is_done_and_the_rate(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
-    with show_progress("Copying", 4, "blob") as advance:
+def test_a_terminal_shows_what_is_done_and_the_rate() -> None:
+    with redirect_stderr(Terminal()) as terminal, show_progress("Copying", 4, "blob") as advance:
         advance(4)
     assert "Copying" in terminal.getvalue() and "blob/s" in terminal.getvalue()
 
 
-def test_a_loop_shows_which_part_of_its_items_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+def test_a_loop_shows_which_part_of_its_items_is_done() -> None:
     shown = []
-    for item in track_progress("Rounds", range(3), "round"):
-        time.sleep(0.11)  # A bar is drawn ten times a second.
-        shown.append(f"{item}/3" in terminal.getvalue())
+    with redirect_stderr(Terminal()) as terminal:
+        for item in track_progress("Rounds", range(3), "round"):
+            time.sleep(0.11)  # A bar is drawn ten times a second.
+            shown.append(f"{item}/3" in terminal.getvalue())
     assert shown == [True] * 3 and "round/s" in terminal.getvalue()
 
 
-def test_nothing_is_shown_without_a_terminal_or_if_the_caller_is_quiet(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nothing_is_shown_without_a_terminal_or_if_the_caller_is_quiet() -> None:
     for stderr, is_quiet in ((io.StringIO(), False), (Terminal(), True)):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        with show_progress("Copying", 4, is_quiet=is_quiet) as advance:
+        with redirect_stderr(stderr), show_progress("Copying", 4, is_quiet=is_quiet) as advance:
             advance(4)
         assert stderr.getvalue() == ""
 

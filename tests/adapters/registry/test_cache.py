@@ -52,4 +52,7 @@ def test_the_least_recently_used_names_are_evicted() -> None:
     assert held == [0, 997, 998, 999]
     for number in held:
         cache.drop(("t1", f"n{number}"))
-    assert cache._num_bytes == 0
+    assert not any(cache.get(("t1", f"n{number}"), 1) for number in held)
+    for number in range(3):
+        cache.look_up(("t1", f"m{number}"), 1, lambda: AdapterExtras("x" * 8000))
+    assert all(cache.get(("t1", f"m{number}"), 1) for number in range(3)), "dropped entries take no room"

@@ -34,9 +34,7 @@ def follow(registry: Registry, cursor: str) -> Iterator[Change]:
     raise AssertionError(f"nothing came within {WAIT_S} s")
 
 
-def test_another_process_reads_exactly_the_changes_in_order(
-    open_database: OpenDatabase,
-) -> None:
+def test_another_process_reads_exactly_the_changes_in_order(open_database: OpenDatabase) -> None:
     writer, reader = Registry(open_database()), Registry(open_database())
     start = reader.changes()
     assert start.resync and start.changes == (), "what was before is not known"
@@ -54,12 +52,9 @@ def test_another_process_reads_exactly_the_changes_in_order(
     writer.delete("t1", "a", force=True)
     told = reader.changes(start.cursor)
     assert told.changes == (
-        Change("t1", "a"),
-        Change("t1", "a"),
-        Change("t1", "a"),
+        *[Change("t1", "a")] * 3,
         Change("t1", "b"),
-        Change("t1", "a", moved_pin=True),
-        Change("t1", "a", moved_pin=True),
+        *[Change("t1", "a", moved_pin=True)] * 2,
         Change("t1", "a"),
         Change("t1", "b", (_v(),)),
         Change("t1", "a", (_v(D2),), moved_pin=True),

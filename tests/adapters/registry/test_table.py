@@ -11,23 +11,11 @@ from sqlalchemy.dialects import sqlite
 from slora_adapters.database.database import Database
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
+from slora_adapters.registry import table
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.table import (
-    ALIASES,
-    BEFORE_PUSH,
-    NAMED,
-    NAMES,
-    NUMBERS_OF,
-    OF_NAME,
-    ONE_ROLLOUT,
-    PINNED,
-    PINNED_PAGE,
-    REFERENCES_TO,
-    STORAGE_USAGE,
-    VERSION_PAGE,
-)
 from slora_adapters.version import AdapterVersion
+from tests.adapters.registry_places import WatchedDatabase
 
 D1, D2 = "1" * 64, "2" * 64
 
@@ -53,20 +41,20 @@ KEY = {"tenant": "t1", "name": "a"}
     ("query", "parameters", "searches"),
     [
         (
-            ONE_ROLLOUT,
+            table.ONE_ROLLOUT,
             {**KEY, "alias": "prod"},
             ["adapter_aliases USING INDEX ? (tenant=? AND name=? AND alias=?)"],
         ),
-        (OF_NAME, KEY, []),
-        (PINNED, {}, []),
-        (PINNED_PAGE, {"after_tenant": "t", "after": "a", "after_alias": "b", "most": 9}, []),
+        (table.OF_NAME, KEY, []),
+        (table.PINNED, {}, []),
+        (table.PINNED_PAGE, {"after_tenant": "t", "after": "a", "after_alias": "b", "most": 9}, []),
         (
-            NAMES,
+            table.NAMES,
             {"tenant": "t1", "after": "a", "most": 9},
             ["adapter_names USING COVERING INDEX ? (tenant=? AND name>?)"],
         ),
         (
-            ALIASES,
+            table.ALIASES,
             {"tenant": "t1", "after": "a", "after_alias": "b", "most": 9},
             ["adapter_aliases USING INDEX ? (tenant=? AND (name,alias)>(?,?))"],
         ),
@@ -86,36 +74,29 @@ def test_a_lookup_reads_the_rows_that_it_wants_and_no_others(
 
 
 def test_pages_of_versions_and_stored_bytes_are_read_from_an_index(tmp_path: Path) -> None:
-    steps = plan(tmp_path / "slora.db", VERSION_PAGE, **KEY, before=9, most=9)
+    steps = plan(tmp_path / "slora.db", table.VERSION_PAGE, **KEY, before=9, most=9)
     assert "SEARCH adapter_versions USING INDEX ? (tenant=? AND name=? AND number<?)" in steps
     usage = "SEARCH adapter_versions USING COVERING INDEX adapter_versions_stored (tenant=?)"
-    assert usage in plan(tmp_path / "slora.db", STORAGE_USAGE, tenant="t1", digest=D1)
-    steps = plan(tmp_path / "slora.db", BEFORE_PUSH, **KEY, digest=D1)
+    assert usage in plan(tmp_path / "slora.db", table.STORAGE_USAGE, tenant="t1", digest=D1)
+    steps = plan(tmp_path / "slora.db", table.BEFORE_PUSH, **KEY, digest=D1)
     assert usage in steps
     assert "SEARCH adapter_versions USING INDEX ? (tenant=? AND name=?)" in steps
 
 
-def test_many_weights_are_looked_up_in_few_queries_that_read_an_index(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_weights_are_looked_up_in_few_queries_that_read_an_index(tmp_path: Path) -> None:
     """Born from a bug: after a gap in the feed, each version of an engine was looked up by a query of its own."""
-    database, read, queries = Database(tmp_path / "slora.db"), Database.read, []
-
-    def count(database: Database, statement: Any, *parameters: Any) -> Any:
-        queries.append(statement)
-        return read(database, statement, *parameters)
-
+    database, queries = WatchedDatabase(tmp_path / "slora.db"), list[Any]()
     registry = Registry(database)
     kept = {_v("t1", f"{number:064x}") for number in range(0, 2500, 500)}
     for version in kept:
         registry.put("a", version, AdapterDetails(8, ("q_proj",), 4096))
-    monkeypatch.setattr(Database, "read", count)
+    database.before = lambda statement, _: queries.append(statement)
     assert registry.named({_v("t1", f"{number:064x}") for number in range(2500)}) == kept
     assert registry.named(set()) == set()
     assert len(queries) == 3
     database.close()
     pairs = [("t1", D1), ("t1", D2)]
-    for query in (NAMED, NUMBERS_OF, REFERENCES_TO):
+    for query in (table.NAMED, table.NUMBERS_OF, table.REFERENCES_TO):
         steps = plan(tmp_path / "slora.db", query, versions=pairs, digests=[D1, D2])
         assert any(step.startswith("SEARCH adapter_versions USING") for step in steps), steps
         assert not any(step.startswith("SCAN adapter") for step in steps), steps

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable
-from slora_adapters.store.file_store import FileStore, _locked_folder
+from slora_adapters.store.file_store import FileStore, locked_folder
 from tests.adapters.blobs import read_members
 from tests.support.file_limit import largest_file
 from tests.support.forked_program import ForkedProgram
@@ -100,7 +100,7 @@ def test_a_delete_killed_at_any_point_leaves_a_whole_blob_or_none(tmp_path: Path
 
 def test_a_sweep_leaves_the_folders_of_living_writers_alone(tmp_path: Path) -> None:
     store = FileStore(tmp_path)
-    with _locked_folder(tmp_path / "tmp") as folder:
+    with locked_folder(tmp_path / "tmp") as folder:
         FileStore(tmp_path)
         assert folder.exists()
     assert not folder.exists()

@@ -130,10 +130,7 @@ def test_a_warm_tier_never_damages_a_durable_blob_in_the_same_redis(
     adapter."""
     durable = open_store(redis_server.url)
     durable.put(DIGEST, {"a": b"durable"})
-    with (
-        closing(open_store(str(tmp_path), redis_server.url)) as other,
-        redis_server.client() as client,
-    ):
+    with closing(open_store(str(tmp_path), redis_server.url)) as other, redis_server.client() as client:
         assert isinstance(other, TieredStore)
         mine = set(client.keys("*"))
 

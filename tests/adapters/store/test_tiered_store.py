@@ -3,7 +3,6 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.errors import AdapterNotFound
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.redis_store import open_redis_store
 from slora_adapters.store.store import Blob
@@ -118,15 +117,6 @@ def test_invalid_data_in_the_warm_tier_does_not_break_reads(
             client.flushall()
         client.set(f"slora:warm:{{{DIGEST}}}:m", "not even a hash")
         assert _content(tiers) == CONTENT
-
-
-def test_a_deleted_blob_is_gone_from_both(tiers: TieredStore) -> None:
-    tiers.put(DIGEST, CONTENT)
-    tiers.delete(DIGEST)
-    tiers.drain()
-    assert not tiers.warm.exists(DIGEST)
-    with pytest.raises(AdapterNotFound):
-        tiers.open(DIGEST)
 
 
 def test_a_blob_deleted_while_it_is_copied_does_not_come_back(tiers: TieredStore) -> None:

@@ -158,6 +158,27 @@ def _archived(raw: bytes, words: str, code: str) -> HostileUpload:
     return HostileUpload(words, code, [("archive", "adapter.zip", raw)])
 
 
+# Code -> name of the kind -> the file with the fault, and the words.
+_Coded = dict[str, dict[str, tuple[bytes, str]]]
+
+
+def _all_archived(kinds: _Coded) -> dict[str, HostileUpload]:
+    """The prefix of each name says what the archive is."""
+    return {
+        name: _archived(raw, words, code)
+        for code, of_code in kinds.items()
+        for name, (raw, words) in of_code.items()
+    }
+
+
+def _with_weights(make: "Maker", kinds: _Coded) -> dict[str, HostileUpload]:
+    return {
+        name: _files(make.members(weights=raw), words, code)
+        for code, of_code in kinds.items()
+        for name, (raw, words) in of_code.items()
+    }
+
+
 def kinds(shape: ModelShape) -> dict[str, HostileUpload]:
     """All kinds by name."""
     make = Maker(shape)
@@ -210,72 +231,41 @@ def _tensor_files(make: Maker) -> dict[str, HostileUpload]:
         "cut within the length of the header": (weights[:7], "has 7 bytes, which is too short"),
         "cut before the header": (weights[:8], f"states a header of {size} bytes, but the file ends after 0"),
         "cut within the header": (weights[: 8 + size // 2], f"but the file ends after {size // 2}"),
-        "cut behind the header": (
-            weights[: 8 + size],
-            f"describes {whole} bytes of tensors, but the file has 0",
-        ),
+        "cut behind the header": (weights[: 8 + size], f"describes {whole} bytes of tensors, but the file has 0"),
         "cut between two tensors": (weights[: 8 + size + second], f"of tensors, but the file has {second}"),
         "cut before the last byte": (weights[:-1], f"of tensors, but the file has {whole - 1}"),
         "a byte behind the end": (weights + b"x", "continues after the last tensor"),
         "another file behind the end": (weights + weights, f"but the file has {whole + len(weights)}"),
         "no header": (struct.pack("<Q", 0) + make.body, "Expecting value: line 1 column 1"),
         "a header of spaces": (make.file(b" " * 64), "Expecting value: line 1 column 65"),
-        "a header that claims 100 MB": (
-            struct.pack("<Q", 10**8) + weights[8:],
-            "a header of 100000000 bytes",
-        ),
-        "a header that has 10 MB": (
-            make.file(json.dumps(header).encode() + b" " * (10 << 20), b""),
-            f"a header of {len(json.dumps(header)) + (10 << 20)} bytes; at most 1048576",
-        ),
-        "a header that claims 2 ** 64 - 1": (
-            b"\xff" * 8 + weights[8:],
-            "a header of 18446744073709551615 bytes",
-        ),
-        "a header that claims 2 ** 63": (
-            struct.pack("<Q", 1 << 63) + weights[8:],
-            "a header of 9223372036854775808",
-        ),
+        "a header that claims 100 MB": (struct.pack("<Q", 10**8) + weights[8:], "a header of 100000000 bytes"),
+        "a header that has 10 MB": (make.file(json.dumps(header).encode() + b" " * (10 << 20), b""),
+            f"a header of {len(json.dumps(header)) + (10 << 20)} bytes; at most 1048576"),
+        "a header that claims 2 ** 64 - 1": (b"\xff" * 8 + weights[8:], "a header of 18446744073709551615 bytes"),
+        "a header that claims 2 ** 63": (struct.pack("<Q", 1 << 63) + weights[8:], "a header of 9223372036854775808"),
         "a header that is not UTF-8": (make.file(b'{"\xff": 1}'), "'utf-8' codec can't decode byte 0xff"),
-        "a header with a lone surrogate": (
-            make.file({**header, "\ud800": header[q]}),
-            "the header is not valid JSON: it contains the lone surrogate U+D800",
-        ),
-        "a header with a byte order mark": (
-            make.file(b"\xef\xbb\xbf" + json.dumps(header).encode()),
-            "Unexpected UTF-8 BOM",
-        ),
+        "a header with a lone surrogate": (make.file({**header, "\ud800": header[q]}),
+            "the header is not valid JSON: it contains the lone surrogate U+D800"),
+        "a header with a byte order mark": (make.file(b"\xef\xbb\xbf" + json.dumps(header).encode()),
+            "Unexpected UTF-8 BOM"),
         "a header that is a list": (make.file([header]), "a JSON list, not an object"),
-        "a header that is nested too deep": (
-            make.file(b"[" * 500_000),
-            "the header is not valid JSON: maximum recursion",
-        ),
+        "a header that is nested too deep": (make.file(b"[" * 500_000),
+            "the header is not valid JSON: maximum recursion"),
         "a header with NaN": (make.entry(shape=[float("nan"), 2]), "the header is not valid JSON: NaN"),
         "one tensor twice": (make.file(doubled.encode()), "lora_A.weight' appears twice"),
         "one field twice": (make.file(twice_inside.encode()), "key 'dtype' appears twice"),
         "tensors that overlap": (make.file(shifted), "overlaps the tensor before it"),
-        "a hole between tensors": (
-            make.file(hole, make.body[:second] + b"gap!" + make.body[second:]),
-            "leaves a gap",
-        ),
-        "offsets the wrong way round": (
-            make.entry(data_offsets=[end, start]),
-            f"data_offsets [{end}, {start}]",
-        ),
+        "a hole between tensors": (make.file(hole, make.body[:second] + b"gap!" + make.body[second:]), "leaves a gap"),
+        "offsets the wrong way round": (make.entry(data_offsets=[end, start]), f"data_offsets [{end}, {start}]"),
         "offsets as texts": (make.entry(data_offsets=["0", "384"]), "data_offsets ['0', '384']"),
-        "three offsets": (
-            make.entry(data_offsets=[start, end, end]),
-            f"data_offsets [{start}, {end}, {end}]",
-        ),
+        "three offsets": (make.entry(data_offsets=[start, end, end]), f"data_offsets [{start}, {end}, {end}]"),
         "a negative offset": (make.entry(data_offsets=[-end, 0]), f"data_offsets [-{end}, 0]"),
         "a negative size": (make.entry(shape=[-2, -make.in_width]), f"shape [-2, -{make.in_width}]"),
         "a broken size": (make.entry(shape=[2.0, make.in_width]), f"shape [2.0, {make.in_width}]"),
         "a boolean size": (make.entry(shape=[True, 2 * make.in_width]), f"shape [True, {2 * make.in_width}]"),
         "a size beyond int64": (make.entry(shape=[1 << 63, 2]), "shape [9223372036854775808, 2]"),
-        "a shape whose size overflows int64": (
-            make.entry(shape=[1 << 40, 1 << 40]),
-            "takes 4835703278458516698824704 bytes",
-        ),
+        "a shape whose size overflows int64": (make.entry(shape=[1 << 40, 1 << 40]),
+            "takes 4835703278458516698824704 bytes"),
         "a shape whose size is zero in int64": (make.file(wrapping), "takes 73786976294838206464 bytes"),
         "nine dimensions": (make.entry(shape=[1] * 9), "shape [1, 1, 1, 1, 1, 1, 1, 1, 1]"),
         "a shape that is a number": (make.entry(shape=96), "shape 96 or"),
@@ -284,23 +274,13 @@ def _tensor_files(make: Maker) -> dict[str, HostileUpload]:
         "numbers of 8 bits": (make.entry(dtype="F8_E4M3"), "has dtype 'F8_E4M3'"),
         "a dtype that is a list": (make.entry(dtype=["F32"]), "has dtype ['F32']"),
         "a dtype that nobody knows": (make.entry(dtype="F32\0"), "has dtype 'F32\\x00'"),
-        "an entry without a shape": (
-            make.entry(shape=None),
-            "must have exactly the keys dtype, shape and data_offsets",
-        ),
-        "an entry with a field more": (
-            make.file({**header, "more": {**header[q], "x": 1}}),
-            "tensor 'more': the header entry must have",
-        ),
-        "an entry that is a number": (
-            make.file({**header, "number": 1}),
-            "tensor 'number': the header entry",
-        ),
-        "metadata that are no texts": (
-            make.file({**header, "__metadata__": {"a": {}}}),
-            "__metadata__ is not",
-        ),
-    }
+        "an entry without a shape": (make.entry(shape=None),
+            "must have exactly the keys dtype, shape and data_offsets"),
+        "an entry with a field more": (make.file({**header, "more": {**header[q], "x": 1}}),
+            "tensor 'more': the header entry must have"),
+        "an entry that is a number": (make.file({**header, "number": 1}), "tensor 'number': the header entry"),
+        "metadata that are no texts": (make.file({**header, "__metadata__": {"a": {}}}), "__metadata__ is not"),
+    }  # fmt: skip
     found = {
         name: _files(make.members(weights=raw), words, "tensors_malformed")
         for name, (raw, words) in files.items()
@@ -327,49 +307,28 @@ def _tensor_values(make: Maker) -> dict[str, HostileUpload]:
         {name: np.zeros_like(value) if "lora_B" in name else value for name, value in make.tensors.items()}
     )
     wants = f"the config and the base model require [{RANK}, {make.in_width}]"
-    return {
-        name: _files(make.members(weights=weights), words, code)
-        for name, (weights, words, code) in {
-            "NaN as the last number": (make.last(np.nan), f"tensor {last!r} contains NaN", "non_finite"),
-            "infinity as the last number": (make.last(np.inf), f"{last!r} contains NaN or inf", "non_finite"),
-            "minus infinity in half precision": (
-                make.last(-np.inf, np.float16),
-                f"{last!r} contains NaN or infinity",
-                "non_finite",
-            ),
-            "NaN in bfloat16": (make.bfloat16_nan(), f"tensor {make.q!r} contains NaN", "non_finite"),
-            "a base that is wider": (
-                make.with_tensor(make.q, wide),
-                f"shape [2, {make.in_width + 1}]",
-                "shape_mismatch",
-            ),
-            "a factor the wrong way round": (
-                make.with_tensor(make.q_b, make.tensors[make.q_b].T.copy()),
-                f"shape [2, {out_width}]",
-                "shape_mismatch",
-            ),
-            "a factor in one dimension": (
-                make.with_tensor(make.q, np.ones(2 * make.in_width, np.float32)),
-                f"[{2 * make.in_width}]; {wants}",
-                "shape_mismatch",
-            ),
-            "a factor without numbers": (
-                make.with_tensor(make.q, np.ones((0, make.in_width), np.float32)),
-                f"shape [0, {make.in_width}]",
-                "shape_mismatch",
-            ),
-            "a rank that the config does not name": (
-                make.with_tensor(make.q, np.ones((3, make.in_width), np.float32)),
-                f"shape [3, {make.in_width}]",
-                "shape_mismatch",
-            ),
-            "B all zeros, as before training": (
-                nothing,
-                "no effect and would answer like the base",
-                "no_effect",
-            ),
-        }.items()
-    }
+    return _with_weights(make, {
+        "non_finite": {
+            "NaN as the last number": (make.last(np.nan), f"tensor {last!r} contains NaN"),
+            "infinity as the last number": (make.last(np.inf), f"{last!r} contains NaN or inf"),
+            "minus infinity in half precision": (make.last(-np.inf, np.float16), f"{last!r} contains NaN or infinity"),
+            "NaN in bfloat16": (make.bfloat16_nan(), f"tensor {make.q!r} contains NaN"),
+        },
+        "shape_mismatch": {
+            "a base that is wider": (make.with_tensor(make.q, wide), f"shape [2, {make.in_width + 1}]"),
+            "a factor the wrong way round": (make.with_tensor(make.q_b, make.tensors[make.q_b].T.copy()),
+                f"shape [2, {out_width}]"),
+            "a factor in one dimension": (make.with_tensor(make.q, np.ones(2 * make.in_width, np.float32)),
+                f"[{2 * make.in_width}]; {wants}"),
+            "a factor without numbers": (make.with_tensor(make.q, np.ones((0, make.in_width), np.float32)),
+                f"shape [0, {make.in_width}]"),
+            "a rank that the config does not name": (make.with_tensor(make.q, np.ones((3, make.in_width), np.float32)),
+                f"shape [3, {make.in_width}]"),
+        },
+        "no_effect": {
+            "B all zeros, as before training": (nothing, "no effect and would answer like the base"),
+        },
+    })  # fmt: skip
 
 
 def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
@@ -379,85 +338,49 @@ def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
     first = {n: t for n, t in make.tensors.items() if ".layers.0." in n}
     cyrillic = make.q.replace("q_proj", "q_pr\u043ej")
     beyond = make.q.replace(".0.", f".{layers}.")
-    named: dict[str, tuple[str, np.ndarray, str, str]] = {
-        "a tensor named like a path": (
-            "../../etc/passwd",
-            some,
-            "tensor '../../etc/passwd' does not belong",
-            "unknown_tensor",
-        ),
-        "a tensor with NUL in its name": (
-            make.q + "\0",
-            some,
-            "weight\\x00' does not belong",
-            "unknown_tensor",
-        ),
-        "a tensor without a name": ("", some, "tensor '' does not belong", "unknown_tensor"),
-        "a tensor with a Cyrillic letter in its name": (
-            cyrillic,
-            some,
-            "q_pr\u043ej.lora_A",
-            "unknown_tensor",
-        ),
-        "a tensor of a layer beyond the last": (beyond, some, f"layers.{layers}.self", "unknown_tensor"),
-        "a tensor of layer 00": (make.q.replace(".0.", ".00."), some, "layers.00.self", "unknown_tensor"),
-        "a tensor of another model": (
-            "transformer.h.0.attn.c_attn.lora_A.weight",
-            some,
-            "c_attn",
-            "unknown_tensor",
-        ),
-        "one weight in two spellings": (
-            make.q.removeprefix("base_model.model."),
-            a,
-            "name the same weight",
-            "duplicate_tensor",
-        ),
-        "a tensor that the config does not target": (
-            make.q.replace("q_proj", "k_proj"),
-            some,
-            "which the config does not adapt",
-            "untargeted_tensors",
-        ),
-        "magnitudes of DoRA": (
-            make.q.replace("lora_A.weight", "lora_magnitude_vector"),
-            some,
-            "is DoRA magnitudes",
-            "use_dora",
-        ),
-        "a trained bias": (make.q_b.replace("weight", "bias"), some, "is a trained bias", "bias"),
-        "a norm": (
-            "base_model.model.model.norm.weight",
-            some,
-            "model.norm.weight' does not belong",
-            "unknown_tensor",
-        ),
-        "a matrix of embeddings": (
-            "base_model.model.model.embed_tokens.weight",
-            some,
-            "resized embeddings are not served",
-            "embeddings",
-        ),
-        "a fully trained module": (
-            "base_model.model.lm_head.modules_to_save.weight",
-            some,
-            "is a fully trained module",
-            "modules_to_save",
-        ),
-    }
-    found = {
-        name: _files(make.members(weights=make.with_tensor(tensor, value)), words, code)
-        for name, (tensor, value, words, code) in named.items()
-    }
-    lacking: dict[str, tuple[bytes, str]] = {
-        "no tensors at all": (save({}), "and 1 more, but there are no tensors"),
-        "tensors of one layer only": (save(first), "config adapts model.layers.1.self_attn.q_proj"),
-        "half a pair": (make.with_tensor(make.q_b, None), "q_proj has no lora_B"),
-    }
-    return found | {
-        name: _files(make.members(weights=raw), words, "missing_tensors")
-        for name, (raw, words) in lacking.items()
-    }
+    return _with_weights(make, {
+        "unknown_tensor": {
+            "a tensor named like a path": (make.with_tensor("../../etc/passwd", some),
+                "tensor '../../etc/passwd' does not belong"),
+            "a tensor with NUL in its name": (make.with_tensor(make.q + "\0", some), "weight\\x00' does not belong"),
+            "a tensor without a name": (make.with_tensor("", some), "tensor '' does not belong"),
+            "a tensor with a Cyrillic letter in its name": (make.with_tensor(cyrillic, some), "q_pr\u043ej.lora_A"),
+            "a tensor of a layer beyond the last": (make.with_tensor(beyond, some), f"layers.{layers}.self"),
+            "a tensor of layer 00": (make.with_tensor(make.q.replace(".0.", ".00."), some), "layers.00.self"),
+            "a tensor of another model": (make.with_tensor("transformer.h.0.attn.c_attn.lora_A.weight", some),
+                "c_attn"),
+            "a norm": (make.with_tensor("base_model.model.model.norm.weight", some),
+                "model.norm.weight' does not belong"),
+        },
+        "duplicate_tensor": {
+            "one weight in two spellings": (make.with_tensor(make.q.removeprefix("base_model.model."), a),
+                "name the same weight"),
+        },
+        "untargeted_tensors": {
+            "a tensor that the config does not target": (make.with_tensor(make.q.replace("q_proj", "k_proj"), some),
+                "which the config does not adapt"),
+        },
+        "use_dora": {
+            "magnitudes of DoRA": (make.with_tensor(make.q.replace("lora_A.weight", "lora_magnitude_vector"), some),
+                "is DoRA magnitudes"),
+        },
+        "bias": {
+            "a trained bias": (make.with_tensor(make.q_b.replace("weight", "bias"), some), "is a trained bias"),
+        },
+        "embeddings": {
+            "a matrix of embeddings": (make.with_tensor("base_model.model.model.embed_tokens.weight", some),
+                "resized embeddings are not served"),
+        },
+        "modules_to_save": {
+            "a fully trained module": (make.with_tensor("base_model.model.lm_head.modules_to_save.weight", some),
+                "is a fully trained module"),
+        },
+        "missing_tensors": {
+            "no tensors at all": (save({}), "and 1 more, but there are no tensors"),
+            "tensors of one layer only": (save(first), "config adapts model.layers.1.self_attn.q_proj"),
+            "half a pair": (make.with_tensor(make.q_b, None), "q_proj has no lora_B"),
+        },
+    })  # fmt: skip
 
 
 def _configs(make: Maker) -> dict[str, HostileUpload]:
@@ -465,149 +388,99 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
     text = json.dumps(make.config)
     texts: dict[str, tuple[bytes, str]] = {
         "an empty config": (b"", "adapter_config.json is not valid JSON: Expecting value"),
-        "a config that is cut": (
-            text[:-1].encode(),
-            "adapter_config.json is not valid JSON: Expecting ',' delimiter",
-        ),
+        "a config that is cut": (text[:-1].encode(), "adapter_config.json is not valid JSON: Expecting ',' delimiter"),
         "a config that is a list": (b"[1]", "adapter_config.json holds a JSON list"),
-        "a config that is not UTF-8": (
-            text.encode("utf-16"),
-            "adapter_config.json is not valid JSON: 'utf-8' codec",
-        ),
+        "a config that is not UTF-8": (text.encode("utf-16"), "adapter_config.json is not valid JSON: 'utf-8' codec"),
         "a config with one key twice": ((text[:-1] + ', "r": 2}').encode(), "key 'r' appears twice"),
-        "a config that is nested too deep": (
-            b'{"r":' * 100_000,
-            "adapter_config.json is not valid JSON: maximum recursion",
-        ),
+        "a config that is nested too deep": (b'{"r":' * 100_000,
+            "adapter_config.json is not valid JSON: maximum recursion"),
         "a config of 2 MiB": (text.encode() + b" " * (2 << 20), "bytes long; at most 1048576 are accepted"),
-        "alpha NaN": (
-            text.replace('"lora_alpha": 4', '"lora_alpha": NaN').encode(),
-            "JSON: NaN is not a JSON number",
-        ),
-        "alpha infinite": (
-            text.replace('"lora_alpha": 4', '"lora_alpha": Infinity').encode(),
-            "JSON: Infinity is not a JSON number",
-        ),
-        "a number of 5000 digits": (
-            text.replace('"lora_alpha": 4', '"lora_alpha": ' + "9" * 5000).encode(),
-            "Exceeds the limit",
-        ),
-    }
+        "alpha NaN": (text.replace('"lora_alpha": 4', '"lora_alpha": NaN').encode(), "JSON: NaN is not a JSON number"),
+        "alpha infinite": (text.replace('"lora_alpha": 4', '"lora_alpha": Infinity').encode(),
+            "JSON: Infinity is not a JSON number"),
+        "a number of 5000 digits": (text.replace('"lora_alpha": 4', '"lora_alpha": ' + "9" * 5000).encode(),
+            "Exceeds the limit"),
+    }  # fmt: skip
     found = {
         name: _files(make.members(raw), words, "config_malformed") for name, (raw, words) in texts.items()
     }
     overflowing = text.replace('"lora_alpha": 4', '"lora_alpha": 1e400').encode()
     found["alpha that overflows"] = _files(make.members(overflowing), "lora_alpha is inf", "alpha")
     rank9 = {**make.config, "r": MAX_RANK + 1}
-    changes: dict[str, tuple[dict[str, object], str, str]] = {
-        "alpha of 1e308": ({"lora_alpha": 1e308}, "lora_alpha is 1e+308", "alpha"),
-        "alpha zero": ({"lora_alpha": 0}, "lora_alpha is 0;", "alpha"),
-        "alpha as a text": ({"lora_alpha": "16"}, "lora_alpha is '16'", "alpha"),
-        "alpha true": ({"lora_alpha": True}, "lora_alpha is True", "alpha"),
-        "a scale that only overflows": ({"lora_alpha": 1e9}, "has the scale 5e+08", "scale_too_high"),
-        "rank zero": ({"r": 0}, "r is 0; it must be", "rank"),
-        "rank below zero": ({"r": -1}, "r is -1; it must be", "rank"),
-        "a rank that is no whole number": ({"r": 2.0}, "r is 2.0; it must be", "rank"),
-        "a rank that is true": ({"r": True}, "r is True; it must be", "rank"),
-        "a rank of 10 ** 30": ({"r": 10**30}, "r is 1000000000000000000000000000000;", "rank"),
-        "a rank of 1000000": (
-            {"r": 1_000_000},
-            "has rank 1000000; this server accepts at most",
-            "rank_too_high",
-        ),
-        "a rank over the limit": (
-            rank9,
-            f"has rank {MAX_RANK + 1}; this server accepts at most",
-            "rank_too_high",
-        ),
-        "a rank over the limit by a pattern": (
-            {"rank_pattern": {"down_proj": 5000}},
-            "has rank 5000; this server",
-            "rank_too_high",
-        ),
-        "5000 patterns": (
-            {"rank_pattern": {f"m{i}": 2 for i in range(5000)}},
-            "rank_pattern must be an object with at most",
-            "rank_pattern",
-        ),
-        "a pattern that is no regular expression": (
-            {"alpha_pattern": {"(": 1}},
-            "alpha_pattern: ",
-            "alpha_pattern",
-        ),
-        "a pattern that refers to no group": (
-            {"rank_pattern": {r"(a)\7": 2}},
-            "rank_pattern: Python cannot compile a pattern",
-            "rank_pattern",
-        ),
-        "a pattern of 4000 groups": (
-            {"exclude_modules": "(" * 4000 + "a" + ")" * 4000},
-            "exclude_modules: Python cannot compile a pattern",
-            "exclude_modules",
-        ),
-        "targets that take for ever": (
-            {"target_modules": "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"},
-            "target_modules: matching takes more than 2 s of CPU time",
-            "target_modules",
-        ),
+    # The code is the changed key.
+    keyed: dict[str, tuple[dict[str, object], str]] = {
+        "5000 patterns": ({"rank_pattern": {f"m{i}": 2 for i in range(5000)}},
+            "rank_pattern must be an object with at most"),
+        "a pattern that is no regular expression": ({"alpha_pattern": {"(": 1}}, "alpha_pattern: "),
+        "a pattern that refers to no group": ({"rank_pattern": {r"(a)\7": 2}},
+            "rank_pattern: Python cannot compile a pattern"),
+        "a pattern of 4000 groups": ({"exclude_modules": "(" * 4000 + "a" + ")" * 4000},
+            "exclude_modules: Python cannot compile a pattern"),
+        "targets that take for ever": ({"target_modules": "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y"},
+            "target_modules: matching takes more than 2 s of CPU time"),
         "patterns that take for ever": (
             {"rank_pattern": {f"(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+{i}": 2 for i in range(2000)}},
-            "rank_pattern: matching takes more than 2 s of CPU time",
-            "rank_pattern",
-        ),
-        "no targets": ({"target_modules": []}, "target_modules is missing or empty", "target_modules"),
-        "targets that are a number": (
-            {"target_modules": 7},
-            "target_modules must be a list",
-            "target_modules",
-        ),
-        "10000 targets": (
-            {"target_modules": [f"m{i}" for i in range(10_000)]},
-            "target_modules must be a list of at most 8192 names",
-            "target_modules",
-        ),
-        "targets that match nothing": (
-            {"target_modules": ".*nothing"},
-            "adapts no module",
-            "matches_nothing",
-        ),
-        "everything excluded": (
-            {"exclude_modules": ".*"},
-            "the config adapts no module of",
-            "matches_nothing",
-        ),
-        "layers beyond the last": ({"layers_to_transform": [99]}, "names layer 99", "unknown_module"),
-        "layers below zero": (
-            {"layers_to_transform": [-1]},
-            "layers_to_transform is [-1]",
-            "layers_to_transform",
-        ),
-        "a layer pattern that is an expression": (
-            {"layers_to_transform": [0], "layers_pattern": ".*"},
-            "layers_pattern is '.*'",
-            "layers_pattern",
-        ),
-        "DoRA": ({"use_dora": True}, "use_dora is set", "use_dora"),
-        "biases": ({"bias": "all"}, "bias is 'all'", "bias"),
-        "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is set", "modules_to_save"),
-        "layers run several times": (
-            {"layer_replication": [[0, 2]]},
-            "layer_replication is set",
-            "layer_replication",
-        ),
-        "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'", "peft_type"),
-        "a method that is an object": ({"peft_type": {"x": 1}}, "peft_type is {'x': 1}", "peft_type"),
-        "an initialisation that changes the base": (
-            {"init_lora_weights": "pissa"},
-            "init_lora_weights is 'pissa'",
-            "init_lora_weights",
-        ),
-        "a switch that nobody knows": ({"use_magic": True}, "sets 'use_magic'", "config_unknown_key"),
-        "a switch that is a text": ({"use_rslora": "yes"}, "use_rslora is 'yes'", "use_rslora"),
-    }
+            "rank_pattern: matching takes more than 2 s of CPU time"),
+        "no targets": ({"target_modules": []}, "target_modules is missing or empty"),
+        "targets that are a number": ({"target_modules": 7}, "target_modules must be a list"),
+        "10000 targets": ({"target_modules": [f"m{i}" for i in range(10_000)]},
+            "target_modules must be a list of at most 8192 names"),
+        "layers below zero": ({"layers_to_transform": [-1]}, "layers_to_transform is [-1]"),
+        "DoRA": ({"use_dora": True}, "use_dora is set"),
+        "biases": ({"bias": "all"}, "bias is 'all'"),
+        "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        "layers run several times": ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
+        "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
+        "a method that is an object": ({"peft_type": {"x": 1}}, "peft_type is {'x': 1}"),
+        "an initialisation that changes the base": ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
+        "a switch that is a text": ({"use_rslora": "yes"}, "use_rslora is 'yes'"),
+    }  # fmt: skip
+    coded: dict[str, dict[str, tuple[dict[str, object], str]]] = {
+        "alpha": {
+            "alpha of 1e308": ({"lora_alpha": 1e308}, "lora_alpha is 1e+308"),
+            "alpha zero": ({"lora_alpha": 0}, "lora_alpha is 0;"),
+            "alpha as a text": ({"lora_alpha": "16"}, "lora_alpha is '16'"),
+            "alpha true": ({"lora_alpha": True}, "lora_alpha is True"),
+        },
+        "scale_too_high": {
+            "a scale that only overflows": ({"lora_alpha": 1e9}, "has the scale 5e+08"),
+        },
+        "rank": {
+            "rank zero": ({"r": 0}, "r is 0; it must be"),
+            "rank below zero": ({"r": -1}, "r is -1; it must be"),
+            "a rank that is no whole number": ({"r": 2.0}, "r is 2.0; it must be"),
+            "a rank that is true": ({"r": True}, "r is True; it must be"),
+            "a rank of 10 ** 30": ({"r": 10**30}, "r is 1000000000000000000000000000000;"),
+        },
+        "rank_too_high": {
+            "a rank of 1000000": ({"r": 1_000_000}, "has rank 1000000; this server accepts at most"),
+            "a rank over the limit": (rank9, f"has rank {MAX_RANK + 1}; this server accepts at most"),
+            "a rank over the limit by a pattern": ({"rank_pattern": {"down_proj": 5000}}, "has rank 5000; this server"),
+        },
+        "matches_nothing": {
+            "targets that match nothing": ({"target_modules": ".*nothing"}, "adapts no module"),
+            "everything excluded": ({"exclude_modules": ".*"}, "the config adapts no module of"),
+        },
+        "unknown_module": {
+            "layers beyond the last": ({"layers_to_transform": [99]}, "names layer 99"),
+        },
+        "layers_pattern": {
+            "a layer pattern that is an expression": ({"layers_to_transform": [0], "layers_pattern": ".*"},
+                "layers_pattern is '.*'"),
+        },
+        "config_unknown_key": {
+            "a switch that nobody knows": ({"use_magic": True}, "sets 'use_magic'"),
+        },
+    }  # fmt: skip
+    changes = [(name, next(iter(change)), change, words) for name, (change, words) in keyed.items()]
+    changes += [
+        (name, code, change, words)
+        for code, kinds in coded.items()
+        for name, (change, words) in kinds.items()
+    ]
     return found | {
         name: _files(make.members({**make.config, **change}), words, code)
-        for name, (change, words, code) in changes.items()
+        for name, code, change, words in changes
     }
 
 
@@ -615,42 +488,24 @@ def _texts(make: Maker) -> dict[str, HostileUpload]:
     """Faults in the files beside the weights."""
     token = {"added_tokens_decoder": {"999": {"content": "<x>"}}}
     texts: dict[str, tuple[dict[str, str | bytes], str, str]] = {
-        "a chat template of 300 KiB": (
-            {"chat_template_dot_jinja": "x" * (300 << 10)},
-            "chat_template.jinja takes 307200 bytes",
-            "extra_too_long",
-        ),
-        "a chat template that is not UTF-8": (
-            {"chat_template_dot_jinja": b"\xff\xfe"},
-            "chat_template.jinja is not UTF-8 text",
-            "extra_malformed",
-        ),
-        "sampling defaults that are a list": (
-            {"generation_config_dot_json": "[]"},
-            "generation_config.json holds a JSON list",
-            "extra_malformed",
-        ),
-        "sampling defaults with NaN": (
-            {"generation_config_dot_json": '{"temperature": NaN}'},
-            "generation_config.json is not valid JSON: NaN",
-            "extra_malformed",
-        ),
+        "a chat template of 300 KiB": ({"chat_template_dot_jinja": "x" * (300 << 10)},
+            "chat_template.jinja takes 307200 bytes", "extra_too_long"),
+        "a chat template that is not UTF-8": ({"chat_template_dot_jinja": b"\xff\xfe"},
+            "chat_template.jinja is not UTF-8 text", "extra_malformed"),
+        "sampling defaults that are a list": ({"generation_config_dot_json": "[]"},
+            "generation_config.json holds a JSON list", "extra_malformed"),
+        "sampling defaults with NaN": ({"generation_config_dot_json": '{"temperature": NaN}'},
+            "generation_config.json is not valid JSON: NaN", "extra_malformed"),
         "a tokenizer with a lone surrogate in its chat template": (
             {"tokenizer_config_dot_json": '{"chat_template": "x\\ud800"}'},
-            "tokenizer_config.json is not valid JSON: it contains the lone surrogate U+D800",
-            "extra_malformed",
-        ),
-        "a tokenizer with added tokens": (
-            {"tokenizer_config_dot_json": json.dumps(token)},
-            "adds 1 tokens (id 999)",
-            "added_tokens",
-        ),
-        "a tokenizer config of nothing but brackets": (
-            {"tokenizer_config_dot_json": '{"a":' + "[" * 200_000},
-            "tokenizer_config.json is not valid JSON: maximum",
-            "extra_malformed",
-        ),
-    }
+            "tokenizer_config.json is not valid JSON: it contains the lone surrogate U+D800", "extra_malformed"),
+        "a stop string with half a surrogate pair": ({"generation_config_dot_json": '{"stop_strings": ["\\ud800"]}'},
+            "generation_config.json is not valid JSON: it contains the lone surrogate U+D800", "extra_malformed"),
+        "a tokenizer with added tokens": ({"tokenizer_config_dot_json": json.dumps(token)}, "adds 1 tokens (id 999)",
+            "added_tokens"),
+        "a tokenizer config of nothing but brackets": ({"tokenizer_config_dot_json": '{"a":' + "[" * 200_000},
+            "tokenizer_config.json is not valid JSON: maximum", "extra_malformed"),
+    }  # fmt: skip
     return {
         name: _files(make.members(**extras), words, code) for name, (extras, words, code) in texts.items()
     }
@@ -863,139 +718,90 @@ def _zips(make: Maker) -> dict[str, HostileUpload]:
         "a line feed": ("a\nb", "U+000A (a character without a name"),
         "a name of 300 characters": ("n" * 300, "has a name of 300 characters"),
         "capitals": ("Adapter_Config.JSON", "must be named 'adapter_config.json'"),
-        "a space behind the name": (
-            "adapter_model.safetensors ",
-            "must be named 'adapter_model.safetensors'",
-        ),
-    }
+        "a space behind the name": ("adapter_model.safetensors ", "must be named 'adapter_model.safetensors'"),
+    }  # fmt: skip
     found = {
         f"zip: {what}": _archived(also(name), words, "archive_name")
         for what, (name, words) in pictured.items()
     }
     bomb = make_zip({CONFIG: members[CONFIG], WEIGHTS: bytes(MAX_UPLOAD + (1 << 20))})
     assert len(bomb) * 900 < MAX_UPLOAD
-    return found | {
-        "zip: NUL in a name": _archived(with_nul(), "U+0000", "archive_name"),
-        "zip: a symbolic link": _archived(
-            make_zip({**members, _moded("README.md", 0o120777): b"/etc/passwd"}),
-            "'README.md' is a symbolic link",
-            "archive_member",
-        ),
-        "zip: the config as a link": _archived(
-            make_zip({_moded(CONFIG, 0o120777): b"/etc/passwd", WEIGHTS: members[WEIGHTS]}),
-            "'adapter_config.json' is a symbolic link",
-            "archive_member",
-        ),
-        "zip: a device": _archived(
-            make_zip({**members, _moded("null", 0o020666): b""}), "'null' is a special file", "archive_member"
-        ),
-        "zip: encrypted": _archived(directory_entry(8, b"\x01"), "is encrypted", "archive_member"),
-        "zip: bzip2 inside": _archived(
-            method(zipfile.ZIP_BZIP2), "compressed by method 12", "archive_member"
-        ),
-        "zip: lzma inside": _archived(method(zipfile.ZIP_LZMA), "compressed by method 14", "archive_member"),
-        "zip: one name twice": _archived(
-            doubled(), "'adapter_config.json' is in the archive twice", "archive_duplicate"
-        ),
-        "zip: one name twice by a dot": _archived(
-            also("./adapter_config.json"),
-            "'./adapter_config.json' is in the archive twice",
-            "archive_duplicate",
-        ),
-        "zip: an archive inside": _archived(
-            also("more.zip", proper), "'more.zip' is an archive inside", "archive_nested"
-        ),
-        "zip: an unknown file": _archived(
-            also("model.safetensors"),
-            "'model.safetensors' is not a file of an adapter",
-            "archive_unknown_file",
-        ),
-        "zip: a pickle inside": _archived(
-            also("weights.pt"), "'weights.pt' is a pickle, which is never loaded", "pickle"
-        ),
-        "zip: pickled weights": _archived(
-            make_zip({CONFIG: members[CONFIG], "adapter_model.bin": b"\x80\x04."}),
-            "'adapter_model.bin' is a pickle, which",
-            "pickle",
-        ),
-        "zip: a bomb of 1000 to 1": _archived(
-            bomb, f"adapter_model.safetensors unpacks to more than {MAX_UPLOAD} bytes", "archive_too_large"
-        ),
-        "zip: a bomb for a config": _archived(
-            make_zip({CONFIG: b" " * (64 << 20), WEIGHTS: members[WEIGHTS]}),
-            "adapter_config.json unpacks to more than",
-            "archive_too_large",
-        ),
-        "zip: a size that is too small": _archived(
-            directory_entry(24, struct.pack("<L", len(make.weights) - 100)),
-            "Bad CRC-32 for file",
-            "archive_malformed",
-        ),
-        "zip: a size that is too large": _archived(
-            directory_entry(24, struct.pack("<L", len(make.weights) + 100)),
-            f"the archive states {len(make.weights) + 100}",
-            "archive_malformed",
-        ),
-        "zip: another name in the local header": _archived(
-            proper.replace(CONFIG.encode(), b"adapter_confih.json", 1),
-            "and header b'adapter_confih.json' differ",
-            "archive_malformed",
-        ),
-        "zip: damaged bytes": _archived(
-            _flip_stored(members), "Bad CRC-32 for file 'adapter_model", "archive_malformed"
-        ),
-        "zip: a directory said to begin later than it does": _archived(
-            proper[:-6] + struct.pack("<L", struct.unpack("<L", proper[-6:-2])[0] + 10) + proper[-2:],
-            "starts before the archive",
-            "archive_malformed",
-        ),
-        "zip: cut": _archived(proper[:-30], "File is not a zip file", "archive_malformed"),
-        "zip: cut in the middle": _archived(
-            proper[: len(proper) // 2], "broken: File is not a zip", "archive_malformed"
-        ),
-        "zip: two folders": _archived(
-            make_zip({f"a/{CONFIG}": members[CONFIG], f"b/{WEIGHTS}": members[WEIGHTS]}),
-            "is not in the same folder",
-            "archive_place",
-        ),
-        "zip: deep folders": _archived(
-            make_zip({f"a/b/{name}": raw for name, raw in members.items()}),
-            "is 2 folders deep",
-            "archive_place",
-        ),
-        "zip: 2000 members": _archived(
-            make_zip({**members, **{f"{i}.txt": b"" for i in range(2000)}}),
-            "more than 1024 members",
-            "archive_members",
-        ),
-        "zip: a list of members of 2 MB": _archived(
-            make_zip([(_commented(f"{i}.txt", 60_000), b"") for i in range(35)]),
-            "the archive's list of members takes 21",
-            "archive_members",
-        ),
-        "zip: no config": _archived(
-            make_zip({WEIGHTS: members[WEIGHTS]}), "adapter_config.json is missing", "missing_file"
-        ),
-        "zip: no weights": _archived(
-            make_zip({CONFIG: members[CONFIG]}), "safetensors is missing", "missing_file"
-        ),
-        "zip: nothing in it": _archived(
-            make_zip({}),
-            "adapter_config.json is missing; adapter_model.safetensors is missing",
-            "missing_file",
-        ),
-        "zip: nothing but noise behind its first bytes": _archived(
-            b"PK\x03\x04" + noise, "the archive is broken: File is not", "archive_malformed"
-        ),
-        "archive: seven-zip": _archived(
-            b"7z\xbc\xaf\x27\x1c" + noise, "begins with 37 7a bc af", "archive_format"
-        ),
-        "archive: xz": _archived(b"\xfd7zXZ\0" + noise, "begins with fd 37 7a 58", "archive_format"),
-        "archive: empty": _archived(b"", "the archive begins with nothing", "archive_format"),
-        "archive: the weights alone": _archived(
-            make.weights, f"begins with {make.weights[:4].hex(' ')}", "archive_format"
-        ),
-    }
+    return found | _all_archived({
+        "archive_name": {
+            "zip: NUL in a name": (with_nul(), "U+0000"),
+        },
+        "archive_member": {
+            "zip: a symbolic link": (make_zip({**members, _moded("README.md", 0o120777): b"/etc/passwd"}),
+                "'README.md' is a symbolic link"),
+            "zip: the config as a link": (
+                make_zip({_moded(CONFIG, 0o120777): b"/etc/passwd", WEIGHTS: members[WEIGHTS]}),
+                "'adapter_config.json' is a symbolic link"),
+            "zip: a device": (make_zip({**members, _moded("null", 0o020666): b""}), "'null' is a special file"),
+            "zip: encrypted": (directory_entry(8, b"\x01"), "is encrypted"),
+            "zip: bzip2 inside": (method(zipfile.ZIP_BZIP2), "compressed by method 12"),
+            "zip: lzma inside": (method(zipfile.ZIP_LZMA), "compressed by method 14"),
+        },
+        "archive_duplicate": {
+            "zip: one name twice": (doubled(), "'adapter_config.json' is in the archive twice"),
+            "zip: one name twice by a dot": (also("./adapter_config.json"),
+                "'./adapter_config.json' is in the archive twice"),
+        },
+        "archive_nested": {
+            "zip: an archive inside": (also("more.zip", proper), "'more.zip' is an archive inside"),
+        },
+        "archive_unknown_file": {
+            "zip: an unknown file": (also("model.safetensors"), "'model.safetensors' is not a file of an adapter"),
+        },
+        "pickle": {
+            "zip: a pickle inside": (also("weights.pt"), "'weights.pt' is a pickle, which is never loaded"),
+            "zip: pickled weights": (make_zip({CONFIG: members[CONFIG], "adapter_model.bin": b"\x80\x04."}),
+                "'adapter_model.bin' is a pickle, which"),
+        },
+        "archive_too_large": {
+            "zip: a bomb of 1000 to 1": (bomb, f"adapter_model.safetensors unpacks to more than {MAX_UPLOAD} bytes"),
+            "zip: a bomb for a config": (make_zip({CONFIG: b" " * (64 << 20), WEIGHTS: members[WEIGHTS]}),
+                "adapter_config.json unpacks to more than"),
+        },
+        "archive_malformed": {
+            "zip: a size that is too small": (directory_entry(24, struct.pack("<L", len(make.weights) - 100)),
+                "Bad CRC-32 for file"),
+            "zip: a size that is too large": (directory_entry(24, struct.pack("<L", len(make.weights) + 100)),
+                f"the archive states {len(make.weights) + 100}"),
+            "zip: another name in the local header": (proper.replace(CONFIG.encode(), b"adapter_confih.json", 1),
+                "and header b'adapter_confih.json' differ"),
+            "zip: damaged bytes": (_flip_stored(members), "Bad CRC-32 for file 'adapter_model"),
+            "zip: a directory said to begin later than it does": (
+                proper[:-6] + struct.pack("<L", struct.unpack("<L", proper[-6:-2])[0] + 10) + proper[-2:],
+                "starts before the archive"),
+            "zip: cut": (proper[:-30], "File is not a zip file"),
+            "zip: cut in the middle": (proper[: len(proper) // 2], "broken: File is not a zip"),
+            "zip: nothing but noise behind its first bytes": (b"PK\x03\x04" + noise,
+                "the archive is broken: File is not"),
+        },
+        "archive_place": {
+            "zip: two folders": (make_zip({f"a/{CONFIG}": members[CONFIG], f"b/{WEIGHTS}": members[WEIGHTS]}),
+                "is not in the same folder"),
+            "zip: deep folders": (make_zip({f"a/b/{name}": raw for name, raw in members.items()}), "is 2 folders deep"),
+        },
+        "archive_members": {
+            "zip: 2000 members": (make_zip({**members, **{f"{i}.txt": b"" for i in range(2000)}}),
+                "more than 1024 members"),
+            "zip: a list of members of 2 MB": (make_zip([(_commented(f"{i}.txt", 60_000), b"") for i in range(35)]),
+                "the archive's list of members takes 21"),
+        },
+        "missing_file": {
+            "zip: no config": (make_zip({WEIGHTS: members[WEIGHTS]}), "adapter_config.json is missing"),
+            "zip: no weights": (make_zip({CONFIG: members[CONFIG]}), "safetensors is missing"),
+            "zip: nothing in it": (make_zip({}),
+                "adapter_config.json is missing; adapter_model.safetensors is missing"),
+        },
+        "archive_format": {
+            "archive: seven-zip": (b"7z\xbc\xaf\x27\x1c" + noise, "begins with 37 7a bc af"),
+            "archive: xz": (b"\xfd7zXZ\0" + noise, "begins with fd 37 7a 58"),
+            "archive: empty": (b"", "the archive begins with nothing"),
+            "archive: the weights alone": (make.weights, f"begins with {make.weights[:4].hex(' ')}"),
+        },
+    })  # fmt: skip
 
 
 def _flip_stored(members: Members) -> bytes:
@@ -1072,102 +878,63 @@ def _tars(make: Maker) -> dict[str, HostileUpload]:
     ]
     # A sparse file, as GNU tar writes it.
     sparse = described(GNU_sparse_major="1", GNU_sparse_minor="0")
-    return found | {
-        "tar: the weights as a link to the config": _archived(
-            make_tar([members[0], (_typed(WEIGHTS, tarfile.LNKTYPE, CONFIG), b"")]),
-            "'adapter_model.safetensors' is a hard link",
-            "archive_member",
-        ),
-        "tar: a name that leads elsewhere": _archived(
-            also("../../x"), "'../../x' points outside", "archive_name"
-        ),
-        "tar: a name that leads elsewhere by a pax header": _archived(
-            also(hidden), "'../../escaped' points outside", "archive_name"
-        ),
-        "tar: 3000 long names in a row": _archived(
-            long_name * 3000 + proper, "more than 8 extended headers in a row", "archive_header"
-        ),
-        "tar.gz: a pax header of 8 MB": _archived(
-            gzip.compress(also(described(comment="x" * (8 << 20))), 1),
-            "an extended header of 8388625 bytes",
-            "archive_header",
-        ),
-        "tar.gz: a megabyte of small pax headers": _archived(
-            gzip.compress(make_tar(attributes), 1),
-            "at most 65536 each and 1048576 in total are accepted",
-            "archive_header",
-        ),
-        "tar: a pax header that is none": _archived(
-            extended(tarfile.XHDTYPE, b"7 a=bc\nd=e") + proper,
-            "an invalid pax header at byte 7",
-            "archive_malformed",
-        ),
-        "tar: a pax header with a size that is no number": _archived(
-            extended(tarfile.XHDTYPE, b"11 size=-1\n") + proper,
-            "a pax header with an invalid size",
-            "archive_malformed",
-        ),
-        "tar: one name for all members": _archived(
-            extended(tarfile.XGLTYPE, b"10 path=x\n") + proper,
-            "a global header sets one name",
-            "archive_malformed",
-        ),
-        "tar: a sparse file": _archived(also(sparse), "'README.md' is a sparse file", "archive_member"),
-        "tar: a member of an unknown kind": _archived(
-            also(_typed("x", b"V")), "'x' is of an unknown kind", "archive_member"
-        ),
-        "tar: an absolute path": _archived(
-            also("/root/.ssh/x"), "'/root/.ssh/x' is an absolute", "archive_name"
-        ),
-        "tar: one name twice": _archived(
-            make_tar([*members, (f"./{WEIGHTS}", b"")]),
-            "'./adapter_model.safetensors' is in the archive twice",
-            "archive_duplicate",
-        ),
-        "tar: a size below zero": _archived(
-            negative(), "broken: a member has the negative size -512", "archive_malformed"
-        ),
-        "tar: a pickle inside": _archived(also("weights.pth"), "'weights.pth' is a pickle", "pickle"),
-        "tar: an archive inside": _archived(
-            also("a.tar.gz"), "'a.tar.gz' is an archive inside", "archive_nested"
-        ),
-        "tar: cut within a member": _archived(
-            proper[: second + 1000], "broken: unexpected end of data", "archive_malformed"
-        ),
-        "tar: cut between members": _archived(
-            proper[:second],
-            f"neither a member nor the end of the archive at byte {second}",
-            "archive_malformed",
-        ),
-        "tar: a header that is damaged": _archived(
-            proper[: second + 5] + b"?" + proper[second + 6 :],
-            "there is neither a member nor the end",
-            "archive_malformed",
-        ),
-        "tar: something behind the end": _archived(
-            proper + b"more", "there is neither a member", "archive_malformed"
-        ),
-        "tar.gz: a bomb of 1000 to 1": _archived(
-            _bomb(members[0]),
-            f"safetensors unpacks to more than {MAX_UPLOAD} bytes (max_upload",
-            "archive_too_large",
-        ),
-        "tar.gz: a bomb in what is left out": _archived(
-            gzip.compress(make_tar([("README.md", bytes(MAX_UPLOAD + (66 << 20)))]), 1),
-            f"the archive unpacks to more than {MAX_UPLOAD + (64 << 20)} bytes",
-            "archive_too_large",
-        ),
-        "tar.gz: cut": _archived(packed[:-9], "Compressed file ended before", "archive_malformed"),
-        "tar.gz: a wrong checksum": _archived(
-            packed[:-8] + bytes(4) + packed[-4:], "CRC check failed", "archive_malformed"
-        ),
-        "tar.gz: noise behind the end": _archived(
-            packed + b"noise", "Not a gzipped file", "archive_malformed"
-        ),
-        "tar.gz: no tar inside": _archived(
-            gzip.compress(make.weights), "broken: invalid header", "archive_malformed"
-        ),
-    }
+    return found | _all_archived({
+        "archive_member": {
+            "tar: the weights as a link to the config": (
+                make_tar([members[0], (_typed(WEIGHTS, tarfile.LNKTYPE, CONFIG), b"")]),
+                "'adapter_model.safetensors' is a hard link"),
+            "tar: a sparse file": (also(sparse), "'README.md' is a sparse file"),
+            "tar: a member of an unknown kind": (also(_typed("x", b"V")), "'x' is of an unknown kind"),
+        },
+        "archive_name": {
+            "tar: a name that leads elsewhere": (also("../../x"), "'../../x' points outside"),
+            "tar: a name that leads elsewhere by a pax header": (also(hidden), "'../../escaped' points outside"),
+            "tar: an absolute path": (also("/root/.ssh/x"), "'/root/.ssh/x' is an absolute"),
+        },
+        "archive_header": {
+            "tar: 3000 long names in a row": (long_name * 3000 + proper, "more than 8 extended headers in a row"),
+            "tar.gz: a pax header of 8 MB": (gzip.compress(also(described(comment="x" * (8 << 20))), 1),
+                "an extended header of 8388625 bytes"),
+            "tar.gz: a megabyte of small pax headers": (gzip.compress(make_tar(attributes), 1),
+                "at most 65536 each and 1048576 in total are accepted"),
+        },
+        "archive_malformed": {
+            "tar: a pax header that is none": (extended(tarfile.XHDTYPE, b"7 a=bc\nd=e") + proper,
+                "an invalid pax header at byte 7"),
+            "tar: a pax header with a size that is no number": (extended(tarfile.XHDTYPE, b"11 size=-1\n") + proper,
+                "a pax header with an invalid size"),
+            "tar: one name for all members": (extended(tarfile.XGLTYPE, b"10 path=x\n") + proper,
+                "a global header sets one name"),
+            "tar: a size below zero": (negative(), "broken: a member has the negative size -512"),
+            "tar: cut within a member": (proper[: second + 1000], "broken: unexpected end of data"),
+            "tar: cut between members": (proper[:second],
+                f"neither a member nor the end of the archive at byte {second}"),
+            "tar: a header that is damaged": (proper[: second + 5] + b"?" + proper[second + 6 :],
+                "there is neither a member nor the end"),
+            "tar: something behind the end": (proper + b"more", "there is neither a member"),
+            "tar.gz: cut": (packed[:-9], "Compressed file ended before"),
+            "tar.gz: a wrong checksum": (packed[:-8] + bytes(4) + packed[-4:], "CRC check failed"),
+            "tar.gz: noise behind the end": (packed + b"noise", "Not a gzipped file"),
+            "tar.gz: no tar inside": (gzip.compress(make.weights), "broken: invalid header"),
+        },
+        "archive_duplicate": {
+            "tar: one name twice": (make_tar([*members, (f"./{WEIGHTS}", b"")]),
+                "'./adapter_model.safetensors' is in the archive twice"),
+        },
+        "pickle": {
+            "tar: a pickle inside": (also("weights.pth"), "'weights.pth' is a pickle"),
+        },
+        "archive_nested": {
+            "tar: an archive inside": (also("a.tar.gz"), "'a.tar.gz' is an archive inside"),
+        },
+        "archive_too_large": {
+            "tar.gz: a bomb of 1000 to 1": (_bomb(members[0]),
+                f"safetensors unpacks to more than {MAX_UPLOAD} bytes (max_upload"),
+            "tar.gz: a bomb in what is left out": (
+                gzip.compress(make_tar([("README.md", bytes(MAX_UPLOAD + (66 << 20)))]), 1),
+                f"the archive unpacks to more than {MAX_UPLOAD + (64 << 20)} bytes"),
+        },
+    })  # fmt: skip
 
 
 def _bomb(config: tuple[tarfile.TarInfo | str, bytes]) -> bytes:

@@ -28,7 +28,8 @@ from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.publisher import _MAX_WRITERS, CANARY_TENANT, Canary, choose_prompt
+from slora_api.adapters.publisher import CANARY_TENANT, MAX_WRITERS, Canary, choose_prompt
+from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import InspectionFailed
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.adapters.hostile_uploads import as_parts
@@ -109,11 +110,11 @@ def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform
     seen: list[EngineRequest] = []
 
     key = platform.key("tries")
-    record = platform.services.key_store.authenticate(key)
+    record = platform.services.keys.store.authenticate(key)
     assert record is not None
 
     def look(request: EngineRequest) -> Trial:
-        assert platform.services.catalog.list_adapters(record)["data"] == []
+        assert platform.find(AnswerServices).catalog.list_adapters(record)["data"] == []
         seen.append(request)
         return trial_of(request)
 
@@ -195,7 +196,7 @@ class SlowCanaries(ScriptedEngine):
 
 
 def test_uploads_that_wait_for_their_canaries_do_not_hold_up_another(tmp_path: Path) -> None:
-    engine, num_slow = SlowCanaries([deltas_of(b"ok")]), _MAX_WRITERS + 1
+    engine, num_slow = SlowCanaries([deltas_of(b"ok")]), MAX_WRITERS + 1
     with (
         running_platform(tmp_path, engine, max_concurrent_uploads=2 * num_slow) as platform,
         ThreadPoolExecutor(num_slow) as threads,

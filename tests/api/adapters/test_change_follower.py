@@ -166,13 +166,7 @@ def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) ->
             registry.put("a", _v(D1), DETAILS)
             registry.delete("t1", "b")
 
-        follow(
-            database,
-            registry,
-            engine,
-            change,
-            lambda moved: len(engine.versions) < 2,
-        )
+        follow(database, registry, engine, change, lambda moved: len(engine.versions) < 2)
     assert engine.versions == {_v(D1)}
 
 
@@ -182,13 +176,7 @@ def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path)
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D3))
-        follow(
-            database,
-            registry,
-            engine,
-            lambda: None,
-            lambda moved: _v(D3) not in engine.versions,
-        )
+        follow(database, registry, engine, lambda: None, lambda moved: _v(D3) not in engine.versions)
         assert engine.versions == {_v(D1)}
         engine.versions.add(_v(D3))
         engine.is_there = False
@@ -197,13 +185,7 @@ def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path)
             with database.transaction() as connection:
                 connection.execute(update(schema.changes).values(nonce="another"))
 
-        follow(
-            database,
-            registry,
-            engine,
-            lose_history,
-            lambda moved: len(moved) == 2,
-        )
+        follow(database, registry, engine, lose_history, lambda moved: len(moved) == 2)
 
 
 def test_pins_are_sent_to_the_engine_only_when_they_change(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -18,6 +19,7 @@ import pytest
 
 from slora_api.cli.main import main
 from slora_api.keys.key_record import Pepper, open_admin_key
+from tests.api.command import run_command
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
 from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
@@ -237,87 +239,47 @@ def test_many_disconnecting_clients_leave_no_held_page(mortal: Served, kit: Kit)
     mortal.wait_for_metric('slora_pages{state="held"}', 0)
 
 
-def test_a_client_that_disconnects_frees_its_request_in_the_engine(mortal: Served) -> None:
-    key = mortal.make_key("hangs-up")
-    reader = mortal.client(key)
-    request = reader.build_request("POST", "/v1/completions", json=LONG | {"stream": True})
-    answer = reader.send(request, stream=True)
-    next(answer.iter_text())
-    answer.close()
-    reader.close()
-    wait_until_running(mortal, 0)
-
-
-@pytest.fixture
-def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in os.environ if name.startswith("SLORA_")]:
-        monkeypatch.delenv(name)
-
-
-@pytest.mark.usefixtures("clean_environment")
-def test_a_second_server_on_the_same_data_is_refused_by_name(
-    mortal: Served, kit: Kit, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["serve", "--port", "0", "--model", str(kit.base), "--data-dir", str(mortal.data_dir)]) == 1
-    message = capsys.readouterr().err
-    assert message.count("\n") == 1 and str(mortal.process.pid) in message and "--data-dir" in message
+def test_a_second_server_on_the_same_data_is_refused_by_name(mortal: Served, kit: Kit) -> None:
+    flags = ("--port", "0", "--model", str(kit.base), "--data-dir", str(mortal.data_dir))
+    ended = run_command("serve", *flags)
+    message = ended.stderr
+    assert ended.returncode == 1 and message.count("\n") == 1
+    assert str(mortal.process.pid) in message and "--data-dir" in message
     assert is_ready(mortal)
 
 
-@pytest.mark.usefixtures("clean_environment")
-def test_a_server_that_cannot_start_says_why_in_one_line(
-    kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     data = ("--data-dir", str(tmp_path / "data"))
+    base = ("--model", str(kit.base), *data)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         cases = [
             (("--model", str(tmp_path / "nowhere"), *data), 1, "no model at"),
             (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
-            (("--model", str(kit.base), *data, "--port", port), 1, "--port"),
-            (("--model", str(kit.base), *data, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
-            (("--model", str(kit.base), *data, "--port", "0", "--store", "nowhere://x"), 1, "s3://, gs://"),
-            (
-                ("--model", str(kit.base), *data, "--port", "0", "--store", "hf://a/b"),
-                1,
-                "adapter push hf://",
-            ),
-            (
-                ("--model", str(kit.base), *data, "--port", "0", "--store", "memory://x"),
-                1,
-                "other processes do not see",
-            ),
-            (
-                ("--model", str(kit.base), *data, "--port", "0", "--store", "redis://127.0.0.1:9"),
-                1,
-                "127.0.0.1:9",
-            ),
+            ((*base, "--port", port), 1, "--port"),
+            ((*base, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
+            ((*base, "--port", "0", "--store", "nowhere://x"), 1, "s3://, gs://"),
+            ((*base, "--port", "0", "--store", "hf://a/b"), 1, "adapter push hf://"),
+            ((*base, "--port", "0", "--store", "memory://x"), 1, "other processes do not see"),
+            ((*base, "--port", "0", "--store", "redis://127.0.0.1:9"), 1, "127.0.0.1:9"),
             ((), 2, "--model (SLORA_MODEL)"),
         ]
         commands = [(("serve", *flags), expected, words) for flags, expected, words in cases]
-        demo = ("demo", str(tmp_path), "--model", str(kit.base), *data, "--port", "0")
+        demo = ("demo", str(tmp_path), *base, "--port", "0")
         for command, expected, words in [*commands, (demo, 1, "contains no adapters")]:
-            assert main(command) == expected, command
-            message = capsys.readouterr().err
+            ended = run_command(*command)
+            message = ended.stderr
+            assert ended.returncode == expected, command
             assert message.startswith("slora: ") and words in message and message.count("\n") == 1
 
 
-@pytest.mark.usefixtures("clean_environment")
 def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
     kit: Kit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = [
-        "--port",
-        "0",
-        "--model",
-        str(kit.base),
-        "--data-dir",
-        str(tmp_path),
-        "--max-model-len",
-        "100000",
-    ]
-    assert main(["serve", *flags]) == 1
+    flags = ("--port", "0", "--model", str(kit.base), "--data-dir", str(tmp_path))
+    with patch.dict(os.environ, environment(), clear=True):
+        assert main(["serve", *flags, "--max-model-len", "100000"]) == 1
     message = capfd.readouterr().err
     assert "max_model_len is 100000, but this model's positions end at" in message
     assert message.splitlines()[-1].startswith("slora: the engine cannot start: exit code 2")

@@ -1,14 +1,15 @@
 """Versions and aliases from the tenants' view, over a scripted engine."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from slora_api.cli.main import main
 from tests.adapters.hand_made import make_config, make_members, make_tensors, write_directory
+from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -270,23 +271,9 @@ def test_all_versions_of_a_reference_are_prewarmed_with_the_tenants_share(platfo
         assert stranger.post("/v1/adapters/voice/prewarm").status_code == 404
 
 
-@pytest.fixture
-def tenant_environment(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Connects the command line to the platform as a new tenant. Returns the tenant's key."""
+def test_a_rollout_by_command_line(platform: Platform, tmp_path: Path) -> None:
     key = platform.key("commander")
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_API_KEY", key)
-    return key
-
-
-def test_a_rollout_by_command_line(
-    platform: Platform, tenant_environment: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def run(*words: str, code: int = 0) -> str:
-        assert main(["adapter", *words]) == code
-        captured = capsys.readouterr()
-        return captured.err if code else captured.out
-
+    run = partial(run_slora, platform.url, "adapter", SLORA_API_KEY=key)
     for seed in range(2):
         write_directory(tmp_path / str(seed), members(seed))
         pushed = run("push", str(tmp_path / str(seed)), "--name", "voice")
@@ -312,7 +299,7 @@ def test_a_rollout_by_command_line(
     assert "omit the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
     assert "use --force" in run("rm", "voice@1", code=1)
     assert run("rm", "voice@1", "--force") == "removed voice@1\n"
-    assert served(platform, tenant_environment, "voice") == "voice@2"
+    assert served(platform, key, "voice") == "voice@2"
     assert (
         run("alias", "voice", "new", "2")
         and run("alias", "voice", "new", "--delete") == "removed voice@new\n"

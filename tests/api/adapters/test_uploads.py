@@ -1,15 +1,11 @@
 import gzip
-import json
 import socket
-import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -30,7 +26,6 @@ from tests.adapters.hand_made import (
     make_config,
     make_members,
     make_tensors,
-    tensor_name,
     write_directory,
 )
 from tests.api.adapters.hostile_uploads import make_tar, make_zip
@@ -212,22 +207,6 @@ def test_concurrent_uploads_through_two_processes_do_not_exceed_the_quota(tmp_pa
         assert len(list((tmp_path / "adapters" / "blobs").glob("*/*"))) == 1, "the refused weights are gone"
 
 
-def test_concurrent_uploads_of_one_tenant_do_not_exceed_its_quota(tmp_path: Path) -> None:
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    with running_platform(tmp_path, engine, max_versions_per_tenant=1, max_concurrent_uploads=8) as platform:
-        key = platform.key("racing")
-
-        def take_time(request: EngineRequest) -> list[TokenDelta]:
-            # In the meantime the other uploads are inspected. They reach their quota check before this one is stored.
-            time.sleep(0.3)
-            return trial_of(request)
-
-        platform.engine.canary = take_time
-        with ThreadPoolExecutor(4) as pool:
-            answers = list(pool.map(lambda name: platform.upload(key, name).status_code, "abcd"))
-        assert sorted(answers) == [201, 409, 409, 409]
-
-
 def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_not(
     platform: Platform,
 ) -> None:
@@ -317,48 +296,9 @@ def test_an_invalid_name_is_refused(platform: Platform, name: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "name")
 
 
-def duplicate_key_header() -> bytes:
-    data = make_members()["adapter_model.safetensors"]
-    size = struct.unpack("<Q", data[:8])[0]
-    header, rest = data[8 : 8 + size].decode().rstrip(), data[8 + size :]
-    entry = json.dumps(tensor_name(0, 0, "A")) + ":" + json.dumps(json.loads(header)[tensor_name(0, 0, "A")])
-    doubled = (header[:-1] + "," + entry + "}").encode()
-    return struct.pack("<Q", len(doubled)) + doubled + rest
-
-
-def changed(**changes: Any) -> dict[str, bytes]:
-    return make_members(make_config(**changes))
-
-
-def with_tensor(name: str, value: np.ndarray | None) -> dict[str, bytes]:
-    tensors = make_tensors()
-    if value is None:
-        del tensors[name]
-    else:
-        tensors[name] = value
-    return make_members(tensors=tensors)
-
-
-A = tensor_name(0, 0, "A")
-WEIGHTS = make_members()["adapter_model.safetensors"]
+# tests/adapters/inspection has all that an inspection refuses. The template and the sampling are checked afterwards.
 BAD_ADAPTERS = {
-    "wrong shape": with_tensor(A, np.zeros((2, 23), np.float32)),
-    "unknown module": with_tensor(
-        "base_model.model.model.layers.0.mlp.other.lora_A.weight", np.ones((2, 24), np.float32)
-    ),
-    "layer that the model lacks": with_tensor(tensor_name(7, 0, "A"), np.ones((2, 24), np.float32)),
-    "missing factor": with_tensor(A, None),
-    "not finite": with_tensor(A, np.full((2, 24), np.nan, np.float32)),
-    "rank over the limit": make_members(make_config(r=9), make_tensors(rank=9)),
-    "truncated": make_members() | {"adapter_model.safetensors": WEIGHTS[:-8]},
-    "no safetensors at all": make_members() | {"adapter_model.safetensors": b"\x80\x04pickle"},
-    "duplicate key in the header": make_members() | {"adapter_model.safetensors": duplicate_key_header()},
-    "empty weights": make_members() | {"adapter_model.safetensors": b""},
-    "config that is no JSON": make_members() | {"adapter_config.json": b"{"},
-    "DoRA": changed(use_dora=True),
-    "bias": changed(bias="all"),
-    "whole modules": changed(modules_to_save=["lm_head"]),
-    "another method": changed(peft_type="IA3"),
+    "weights that are cut": make_members() | {"adapter_model.safetensors": b"\0" * 7},
     "template that is none": make_members(chat_template_dot_jinja="{% for"),
     "sampling that is not honoured": make_members(generation_config_dot_json='{"num_beams": 4}'),
 }
@@ -379,15 +319,6 @@ def test_a_bad_adapter_is_a_422_with_reasons_and_leaves_nothing_behind(
         assert client.get("/v1/adapters").json()["data"] == []
 
 
-def test_a_pickle_is_refused_by_its_name_and_never_stored(platform: Platform) -> None:
-    before = kept_files(platform)
-    files = {"config": ("adapter_config.json", b"{}"), "weights": ("adapter_model.bin", b"\x80\x04")}
-    with platform.client(platform.key("bad")) as client:
-        answer = client.post("/v1/adapters", data={"name": "pickled"}, files=files)
-    assert (answer.status_code, answer.json()["error"]["reasons"][0]["code"]) == (422, "pickle")
-    assert kept_files(platform) == before
-
-
 MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
 
 
@@ -397,23 +328,12 @@ def part(name: str, content: bytes, file_name: str = "") -> bytes:
 
 
 NAME, CONFIG = part("name", b"x"), part("config", b"{}", "c")
+# hostile_uploads.py has more of them.
 BAD_FORMS: dict[str, tuple[dict[str, str], bytes, str | None]] = {
     "not multipart": ({"Content-Type": "application/json"}, b"{}", None),
-    "no boundary": ({"Content-Type": "multipart/form-data"}, b"", None),
     "empty": (MULTIPART, b"", None),
-    "garbage": (MULTIPART, b"not a multipart body at all", None),
-    "cut off": (MULTIPART, NAME + CONFIG + part("weights", b"w", "w")[:-4], None),
     "no name": (MULTIPART, CONFIG + part("weights", b"w", "w") + b"--b--\r\n", "name"),
-    "no weights": (MULTIPART, NAME + CONFIG + b"--b--\r\n", "weights"),
-    "unknown field": (MULTIPART, NAME + part("adapter", b"w", "w") + b"--b--\r\n", "adapter"),
-    "field twice": (MULTIPART, NAME + NAME + b"--b--\r\n", "name"),
     "name too large": (MULTIPART, part("name", b"x" * 300) + b"--b--\r\n", "name"),
-    "path as a field": (
-        MULTIPART,
-        NAME + part("../../etc/passwd", b"w", "w") + b"--b--\r\n",
-        "../../etc/passwd",
-    ),
-    "endless header": (MULTIPART, b"--b\r\nX: " + b"x" * 5000, None),
 }
 
 
@@ -428,21 +348,6 @@ def test_a_form_that_is_not_an_upload_is_a_400(
         answer.text
     )
     assert not any((platform.directory / "quarantine").iterdir())
-
-
-def test_an_upload_over_the_limit_is_a_413_while_it_streams_and_leaves_nothing(platform: Platform) -> None:
-    before = kept_files(platform)
-    key = platform.key("large")
-
-    def body() -> Iterator[bytes]:
-        yield NAME + CONFIG + part("weights", b"", "w")[:-2]
-        for _ in range(400):
-            yield b"x" * 10_000
-
-    with platform.client(key) as client:
-        answer = client.post("/v1/adapters", content=body(), headers=MULTIPART)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
-    assert kept_files(platform) == before
 
 
 def test_an_upload_whose_client_disconnects_leaves_nothing(platform: Platform) -> None:

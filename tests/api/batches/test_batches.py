@@ -13,6 +13,7 @@ import pytest
 
 from slora.core.request import FinishReason
 from slora_api.batches import batch_run, batch_runner
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.command import run_command
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -104,7 +105,7 @@ def test_the_openai_client_runs_a_batch_whose_broken_line_fails_alone(platform: 
 def check_usage(platform: Platform, key: str) -> None:
     """The usage of the two computed lines is that of a batch, at half the price."""
     prompt_tokens = sum(len(request.prompt_token_ids) for request in platform.engine.requests)
-    platform.services.usage_shipper.ship()
+    platform.find(UsageShipper).ship()
     with platform.client(key) as http:
         ((result,),) = [bucket["results"] for bucket in http.get("/v1/usage?limit=1").json()["data"]]
     assert (result["num_model_requests"], result["num_batch_requests"]) == (2, 2)
@@ -374,7 +375,7 @@ def test_a_batch_that_expires_names_the_lines_without_an_answer(platform: Platfo
 def test_the_lines_of_a_revoked_key_fail(platform: Platform) -> None:
     client, revoked = platform.sdk(platform.key("acme")), platform.key("acme")
     file = client.files.create(file=("input.jsonl", write_lines([line_of("a")])), purpose="batch")
-    platform.services.key_admin.revoke_key(revoked.split("_")[1])
+    platform.services.keys.admin.revoke_key(revoked.split("_")[1])
     created = platform.services.batches.create(
         platform.tenant_id("acme"), revoked.split("_")[1], PATH, file.id, None
     )

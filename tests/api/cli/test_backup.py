@@ -1,8 +1,5 @@
 """A backup of a server that goes on working, restored into the directory of another one."""
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +7,17 @@ import pytest
 
 from slora_api.cli.main import main
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, serving
-
-
-def push(served: Served, key: str, name: str, adapter: Path) -> None:
-    files = {
-        "config": (adapter / "adapter_config.json").read_bytes(),
-        "weights": (adapter / "adapter_model.safetensors").read_bytes(),
-    }
-    with served.client(key) as client:
-        client.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
+from tests.api.served import ADMIN_KEY, Served, serving, wait_for
+from tests.api.server.test_server import upload
+from tests.support.repeated_calls import repeating
 
 
 def complete(served: Served, key: str, model: str) -> list[dict[str, Any]]:
     body = {"model": model, "prompt": "hello hello", "max_tokens": 12, "temperature": 0}
     with served.client(key) as client:
-        choices: list[dict[str, Any]] = (
-            client.post("/v1/completions", json=body).raise_for_status().json()["choices"]
-        )
+        answer = client.post("/v1/completions", json=body).raise_for_status()
+    choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices
-
-
-@contextmanager
-def busy(server: Served, kit: Kit) -> Iterator[None]:
-    """Sends requests and pushes during the block, each as soon as the one before has ended. The block begins after the
-    first."""
-    key = server.make_key("backup-busy")
-    begun, stopped, errors = threading.Event(), threading.Event(), []
-
-    def work() -> None:
-        number = 0
-        while not stopped.is_set():
-            number += 1
-            try:
-                push(server, key, f"late{number}", kit.small)
-                complete(server, key, f"late{number}")
-            except Exception as error:
-                errors.append(error)
-                return
-            finally:
-                begun.set()
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    begun.wait()
-    try:
-        yield
-    finally:
-        stopped.set()
-        thread.join()
-    assert not errors
 
 
 def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
@@ -71,13 +29,22 @@ def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
 ) -> None:
     key = server.make_key("backup-owner", "voice@prod")
     revoked = server.make_key("backup-owner")
-    push(server, key, "voice", kit.wide)
+    upload(server, key, "voice", kit.wide).raise_for_status()
     with server.client(ADMIN_KEY) as admin:
         admin.delete(f"/admin/keys/{revoked.split('_')[1]}").raise_for_status()
     with server.client(key) as client:
         client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
     expected = complete(server, key, "default")
-    with busy(server, kit):
+    other, pushed = server.make_key("backup-busy"), list[str]()
+
+    def push_and_ask() -> None:
+        name = f"late{len(pushed)}"
+        upload(server, other, name, kit.small).raise_for_status()
+        complete(server, other, name)
+        pushed.append(name)
+
+    with repeating(push_and_ask) as check:
+        wait_for(lambda: pushed or None, check)
         assert main(["backup", str(tmp_path / "backup"), "--data-dir", str(server.data_dir)]) == 0
     assert "keep it as safe as the servers" in capsys.readouterr().err
     assert main(["restore", str(tmp_path / "backup"), "--data-dir", str(tmp_path / "other" / "data")]) == 0

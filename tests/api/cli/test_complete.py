@@ -12,14 +12,6 @@ def test_complete_says_on_standard_error_which_version_answered(tmp_path: Path) 
         key = platform.key("acme")
         platform.upload(key, "greeter").raise_for_status()
         for model, said in (("greeter", "answered by greeter@1\n"), ("greeter@1", ""), ("base", "")):
-            ended = run_command(
-                "complete",
-                "hi",
-                "--max-tokens",
-                "9",
-                "--model",
-                model,
-                SLORA_URL=platform.url,
-                SLORA_API_KEY=key,
-            )
+            words = ("complete", "hi", "--max-tokens", "9", "--model", model)
+            ended = run_command(*words, SLORA_URL=platform.url, SLORA_API_KEY=key)
             assert (ended.returncode, ended.stdout, ended.stderr) == (0, "hello.\n", said)

@@ -9,12 +9,13 @@ import pytest
 
 from slora_api.cli.main import main
 from tests.adapters.hand_made import make_members, write_directory
+from tests.api.command import run_command
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.terminal import Terminal
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
         yield running
@@ -37,19 +38,12 @@ def test_a_push_shows_its_progress_on_a_terminal_only(
     ("folder", "name"), [("Llama-3.2_SQL.LoRA", "llama-3.2_sql.lora"), ("_Größe (final) ", "groe-final")]
 )
 def test_a_folder_whose_name_is_not_valid_is_pushed_under_a_name_like_it(
-    platform: Platform,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: str,
-    name: str,
+    platform: Platform, tmp_path: Path, folder: str, name: str
 ) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_API_KEY", platform.key("acme"))
+    variables = {"SLORA_URL": platform.url, "SLORA_API_KEY": platform.key("acme")}
     directory = write_directory(tmp_path / folder, make_members() | {"notes.bin": b"x", "README.md": b"x"})
-    assert main(["adapter", "push", str(directory)]) == 0
-    shown = capsys.readouterr()
-    assert f"{name}@1" in shown.out and f"The adapter is named {name}, because" in shown.err
-    assert "Not sent, because adapters have no such files: notes.bin\n" in shown.err
-    assert main(["adapter", "push", str(directory), "--name", folder]) == 1
-    assert f"; '{name}' would be valid" in capsys.readouterr().err
+    shown = run_command("adapter", "push", str(directory), **variables)
+    assert f"{name}@1" in shown.stdout and f"The adapter is named {name}, because" in shown.stderr
+    assert "Not sent, because adapters have no such files: notes.bin\n" in shown.stderr
+    refused = run_command("adapter", "push", str(directory), "--name", folder, **variables)
+    assert refused.returncode == 1 and f"; '{name}' would be valid" in refused.stderr

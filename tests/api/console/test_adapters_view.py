@@ -182,10 +182,7 @@ def test_a_file_over_the_limit_is_refused_before_it_is_sent(
     page = view.page
     view.sign_in(platform.key("large"), "adapters")
     files = files_of(tmp_path / "large", make_members())
-    page.route(
-        "**/v1/limits",
-        lambda route: route.fulfill(json={**route.fetch().json(), "upload_bytes": 10}),
-    )
+    page.route("**/v1/limits", lambda route: route.fulfill(json={**route.fetch().json(), "upload_bytes": 10}))
     choose(page, files, "large")
     expect(page.get_by_role("alert")).to_contain_text("the server accepts at most 10 B")
     assert not any(one.method == "POST" for one in view.requests)

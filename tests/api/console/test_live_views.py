@@ -2,9 +2,7 @@
 
 import base64
 import json
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import httpx
 import pytest
@@ -14,45 +12,28 @@ from tests.api.conftest import Kit
 from tests.api.console.browser import ConsolePage, Theme, open_page
 from tests.api.console.test_sign_in import make_key
 from tests.api.served import ADMIN_KEY, Served, serving
+from tests.api.server.test_server import upload
+from tests.support.repeated_calls import repeating
 
 # A name of an adapter that would be code if it were inserted as HTML is refused, so this one is as odd as names may be.
 _ODD_NAME = "odd.name_1"
 
 
-@contextmanager
-def load_on(server: Served, key: str, model: str = "base") -> Iterator[None]:
+def load_on(server: Served, key: str, model: str = "base") -> AbstractContextManager[object]:
     """Sends one request after the other."""
-    is_over = threading.Event()
+    body = {"model": model, "prompt": "a" * 40, "max_tokens": 60, "ignore_eos": True}
 
     def send() -> None:
-        body = {"model": model, "prompt": "a" * 40, "max_tokens": 60, "ignore_eos": True}
         with server.client(key) as client:
-            while not is_over.is_set():
-                client.post("/v1/completions", json=body)
+            client.post("/v1/completions", json=body)
 
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def upload(server: Served, key: str, kit: Kit, name: str) -> None:
-    files = {
-        "config": (kit.small / "adapter_config.json").read_bytes(),
-        "weights": (kit.small / "adapter_model.safetensors").read_bytes(),
-    }
-    with server.client(key) as client:
-        parts = {field: (field, content) for field, content in files.items()}
-        client.post("/v1/adapters", data={"name": name}, files=parts).raise_for_status()
+    return repeating(send)
 
 
 @pytest.mark.soak
 def test_the_pool_shows_the_pages_of_running_requests(server: Served, console: ConsolePage, kit: Kit) -> None:
     key = make_key(server, "pool-owner")["key"]
-    upload(server, key, kit, _ODD_NAME)
+    upload(server, key, _ODD_NAME, kit.small).raise_for_status()
     with load_on(server, key, _ODD_NAME):
         console.sign_in(key, "pool")
         owners = console.page.get_by_role("region", name="Pages by owner")

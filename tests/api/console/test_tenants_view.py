@@ -3,6 +3,7 @@
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from slora_api.usage.usage_shipper import UsageShipper
 from tests.adapters.hand_made import make_members
 from tests.api.console.browser import ConsolePage, Theme, open_page
 from tests.api.platform import ADMIN_KEY, Platform
@@ -94,7 +95,7 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     platform.says("hello")
     with platform.client(key) as client:
         client.post("/v1/completions", json={"model": "greeter", "prompt": "x"}).raise_for_status()
-    platform.services.usage_shipper.ship()
+    platform.find(UsageShipper).ship()
     page.get_by_role("button", name="Change the quota").click()
     page.get_by_label("Tokens this month").fill("5000")
     confirm(page, "Set the quota")

@@ -6,7 +6,7 @@ real model, against the demo.
 
 import ast
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +29,9 @@ SKETCHES = frozenset({"CONTRIBUTING.md"})
 # Flags of other programs in code spans.
 OTHER_FLAGS = frozenset(
     {
-        "--detach",
-        "--build-arg",
-        "--wait",
-        "--profile",
-        "--ulimit",
-        "--strict",
-        "--quick",
-        "--parts",
-        "--peers",
+        "--detach", "--build-arg", "--wait", "--profile", "--ulimit", "--strict", "--quick", "--parts", "--peers",
     }
-)
+)  # fmt: skip
 
 
 def find_python(page: str) -> list[CodeBlock]:
@@ -106,10 +98,10 @@ def test_the_curl_commands_of_a_page_are_answered(
 
 
 def test_the_first_program_of_the_readme_prints_the_answer(
-    platform: Platform, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    platform: Platform, capsys: pytest.CaptureFixture[str], set_variables: Callable[..., None]
 ) -> None:
     platform.says("THE QUICK BROWN FOX")
-    monkeypatch.setenv("SLORA_API_KEY", platform.key("acme"))
+    set_variables(SLORA_API_KEY=platform.key("acme"))
     program = find_python("README.md")[0].text.replace("http://127.0.0.1:8000", platform.url)
     names: dict[str, Any] = {}
     exec(program, names)

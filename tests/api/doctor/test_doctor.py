@@ -118,7 +118,7 @@ def test_a_running_server_is_checked_in_place_of_the_machine(tmp_path: Path) -> 
     with running_platform(tmp_path / "data", ScriptedEngine()) as platform:
         ended = examine(tmp_path, "--port", platform.url.rpartition(":")[2], "--json")
     assert list(statuses(ended)) == [
-        *("settings", "server", "data directory", "secrets", "database", "store", "redis"),
+        *("settings", "server", "data directory", "secrets", "database", "store", "redis")
     ]
     assert ended.returncode == 0 and statuses(ended)["server"] == "ok", ended.stdout
 

@@ -142,7 +142,7 @@ def test_a_server_that_runs_is_asked_for_its_state(tmp_path: Path, monkeypatch: 
         assert status is Status.WARNING and "Not ready" in text
         platform.engine.ready = True
         with monkeypatch.context() as patch:
-            patch.setattr(type(platform.services.reserve), "is_full", True)
+            patch.setattr(type(platform.services.foundation.reserve), "is_full", True)
             status, text = check()
         assert status is Status.WARNING and "disk of the data directory is full" in text
         monkeypatch.setattr(checks, "find_package_version", lambda: "0.0.1")

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from slora_adapters.database import migration
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
 from slora_api.core.settings import Settings
 from slora_api.doctor.checks import Status, check_database, check_redis, check_store
 from tests.api.doctor.test_machine import SETTINGS, worst
 from tests.redis_server import RedisServer
-from tests.support.migrated_file import write_migrated_database, write_next_release
+from tests.support.migrated_file import running_release, write_migrated_database, write_next_release
 
 
 @pytest.fixture
@@ -41,14 +40,12 @@ def test_a_database_that_cannot_be_migrated_is_refused(
         worst(check_database(settings))
 
 
-def test_a_database_of_an_older_release_is_read_and_not_migrated(
-    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_database_of_an_older_release_is_read_and_not_migrated(settings: Settings, tmp_path: Path) -> None:
     file = tmp_path / "slora.db"
     write_migrated_database(file)
     before = file.read_bytes()
-    monkeypatch.setattr(migration, "SCRIPTS", write_next_release(tmp_path))
-    found, text = worst(check_database(settings))
+    with running_release(write_next_release(tmp_path)):
+        found, text = worst(check_database(settings))
     assert found is Status.WARNING and "migrates it to next" in text
     assert file.read_bytes() == before
 

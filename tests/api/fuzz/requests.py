@@ -51,14 +51,9 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
     "/admin/keys/{key_id}/rotate": {"overlap_seconds": 60},
     "/admin/engines/{name}/restart": {"allow_outage": False},
-    "/v1/load_lora_adapter": {
-        "lora_name": "local",
-        "lora_path": "small",
-        "load_inplace": True,
-        "tenant": "fuzz",
-    },
+    "/v1/load_lora_adapter": {"lora_name": "local", "lora_path": "small", "load_inplace": True, "tenant": "fuzz"},
     "/v1/unload_lora_adapter": {"lora_name": "local", "tenant": "fuzz"},
-}
+}  # fmt: skip
 _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,

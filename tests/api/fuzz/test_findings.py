@@ -1,15 +1,15 @@
 """Findings of attack tests, one case each: the request gets a 4xx that names the field, and the event loop goes on."""
 
 import json
-import tarfile
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from tests.api.adapters.hostile_uploads import FIELDS
 from tests.api.conftest import Kit
-from tests.api.fuzz.uploads import CONFIG, GENERATION, TEMPLATE, TOKENIZER, WEIGHTS
-from tests.api.fuzz.watched_server import WatchedServer, explain_answer
+from tests.api.fuzz.uploads import CONFIG, WEIGHTS
+from tests.api.fuzz.watched_server import WatchedServer
 from tests.api.served import ADMIN_KEY
 
 _COMPLETION, _CHAT = "/v1/completions", "/v1/chat/completions"
@@ -72,57 +72,12 @@ def test_a_request_that_was_an_attack_is_refused_at_once(watched: WatchedServer,
     watched.check()
 
 
-def _header(kind: bytes, num_bytes: int) -> bytes:
-    info = tarfile.TarInfo("x")
-    info.type, info.size = kind, num_bytes
-    return info.tobuf(tarfile.USTAR_FORMAT)
-
-
-_LONG_NAMES = (_header(tarfile.GNUTYPE_LONGNAME, 4) + b"abc\0" + bytes(508)) * 3000 + bytes(1024)
-_RECORDS = b"9 a=bbbb\n" * (1 << 18)
-_PAX = _header(tarfile.XHDTYPE, len(_RECORDS)) + _RECORDS + bytes(-len(_RECORDS) % 512 + 1024)
-UPLOADS: dict[str, tuple[str, bytes]] = {
-    "an eos_token_id beyond 64 bits": (GENERATION, json.dumps({"eos_token_id": 1 << 64}).encode()),
-    "a stop string with half a surrogate pair": (
-        GENERATION,
-        json.dumps({"stop_strings": [_HALF]}).encode(),
-    ),
-    "a template with half a surrogate pair": (TOKENIZER, json.dumps({"chat_template": _HALF}).encode()),
-    "3,000 chained tar headers": ("archive", _LONG_NAMES),
-    "a tar header of 2 MB": ("archive", _PAX),
-}
-
-
-@pytest.mark.parametrize("name", UPLOADS)
-def test_an_upload_that_was_an_attack_is_refused_for_its_fault(
-    watched: WatchedServer, kit: Kit, name: str
-) -> None:
-    field, raw = UPLOADS[name]
-    proper = {file: (kit.small / file).read_bytes() for file in (CONFIG, WEIGHTS)}
-    names = {
-        CONFIG: "config",
-        WEIGHTS: "weights",
-        GENERATION: "generation_config",
-        TOKENIZER: "tokenizer_config",
-    }
-    members = {field: raw} if field == "archive" else {**proper, field: raw}
-    files = {names.get(file, file): (file, content) for file, content in members.items()}
-    with watched.client() as client:
-        watched.begin()
-        answer = watched.send(name, lambda: client.post("/v1/adapters", data={"name": "found"}, files=files))
-    assert answer.status_code == 422, answer.text[:500]
-    assert explain_answer(answer.status_code, answer.content, "application/json") is None
-    watched.check()
-
-
 def test_a_template_with_a_constant_of_12_mb_uses_no_memory_and_blocks_no_renderer(
     watched: WatchedServer, kit: Kit
 ) -> None:
-    proper = {file: (kit.small / file).read_bytes() for file in (CONFIG, WEIGHTS)}
-    members = {**proper, TEMPLATE: b"{{ 'ab' * 6000000 }}"}
-    names = {CONFIG: "config", WEIGHTS: "weights", TEMPLATE: "chat_template"}
+    files = {FIELDS[file]: (file, (kit.small / file).read_bytes()) for file in (CONFIG, WEIGHTS)}
+    files["chat_template"] = ("chat_template.jinja", b"{{ 'ab' * 6000000 }}")
     with watched.client() as client:
-        files = {names[file]: (file, raw) for file, raw in members.items()}
         client.post("/v1/adapters", data={"name": "folded"}, files=files).raise_for_status()
         messages = [{"role": "user", "content": "a"}]
         answer = client.post(_CHAT, json={"model": "folded", "messages": messages, "max_tokens": 1})
@@ -134,12 +89,6 @@ def test_a_tenants_name_with_half_a_surrogate_pair_is_refused(watched: WatchedSe
         body = json.dumps({"name": _HALF}).encode()
         answer = operator.post("/admin/tenants", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "name"
-
-
-def test_a_key_of_an_adapter_called_default_is_refused(watched: WatchedServer) -> None:
-    with watched.client(ADMIN_KEY) as operator:
-        answer = operator.post("/admin/tenants/fuzz/keys", json={"adapter": "default"})
-    assert answer.status_code == 400 and answer.json()["error"]["param"] == "adapter"
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "br", "deflate, gzip"])

@@ -1,82 +1,38 @@
 """Strategies for uploads: adapter files with faults in their contents, archives, and multipart bodies."""
 
 import gzip
-import io
 import json
 import struct
-import tarfile
-import zipfile
 from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.vendor.pretty import RepresentationPrinter
 
+from tests.api.adapters.hostile_uploads import CONFIG, FIELDS, WEIGHTS, make_tar, make_zip
 from tests.api.fuzz.json_texts import odd_json
 
 __all__ = ["Upload", "uploads"]
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-TEMPLATE, GENERATION, TOKENIZER = (
-    "chat_template.jinja",
-    "generation_config.json",
-    "tokenizer_config.json",
-)
-FIELDS = {
-    CONFIG: "config",
-    WEIGHTS: "weights",
-    TEMPLATE: "chat_template",
-    GENERATION: "generation_config",
-    TOKENIZER: "tokenizer_config",
-}
+TEMPLATE, GENERATION, TOKENIZER = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json")
 _CONFIG_FIELDS = (
-    "r",
-    "lora_alpha",
-    "target_modules",
-    "rank_pattern",
-    "alpha_pattern",
-    "layers_to_transform",
-    "layers_pattern",
-    "use_rslora",
-    "bias",
-    "modules_to_save",
-    "peft_type",
-    "exclude_modules",
-    "fan_in_fan_out",
-)
+    "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern", "layers_to_transform", "layers_pattern",
+    "use_rslora", "bias", "modules_to_save", "peft_type", "exclude_modules", "fan_in_fan_out",
+)  # fmt: skip
 _GENERATION_FIELDS = (
-    "eos_token_id",
-    "temperature",
-    "top_k",
-    "top_p",
-    "max_new_tokens",
-    "repetition_penalty",
-    "stop_strings",
-    "do_sample",
-    "min_new_tokens",
-)
+    "eos_token_id", "temperature", "top_k", "top_p", "max_new_tokens", "repetition_penalty", "stop_strings",
+    "do_sample", "min_new_tokens",
+)  # fmt: skip
 _pieces = st.sampled_from(
     [
-        "{% for m in messages %}",
-        "{% endfor %}",
-        "{{ m.content }}",
-        "{{ messages[-1].content }}",
-        "{{ 'a' * 1000000 }}",
-        "{{ 10 ** 100000 }}",
-        "{% set a = a ~ a %}",
-        "{{ raise_exception('no') }}",
+        "{% for m in messages %}", "{% endfor %}", "{{ m.content }}", "{{ messages[-1].content }}",
+        "{{ 'a' * 1000000 }}", "{{ 10 ** 100000 }}", "{% set a = a ~ a %}", "{{ raise_exception('no') }}",
         "{{ self.__init__.__globals__ }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-        "{% for i in range(10000000) %}{% endfor %}",
-        "{{ [1, 2] | map('upper') | list }}",
-        "{% if",
-        "\x00",
-        "é👩‍👩‍👧",
-        "{{ tojson(messages) }}",
-        "{{ ''.join(['a'] * 100000) }}",
-        "{{ messages | tojson }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "{% for i in range(10000000) %}{% endfor %}",
+        "{{ [1, 2] | map('upper') | list }}", "{% if", "\x00", "é👩‍👩‍👧", "{{ tojson(messages) }}",
+        "{{ ''.join(['a'] * 100000) }}", "{{ messages | tojson }}",
     ]
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -137,17 +93,8 @@ def _weights(raw: bytes) -> st.SearchStrategy[bytes]:
 
 
 def _archives(members: dict[str, bytes]) -> st.SearchStrategy[bytes]:
-    zipped, tarred = io.BytesIO(), io.BytesIO()
-    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, raw in members.items():
-            archive.writestr(name, raw)
-    with tarfile.open(fileobj=tarred, mode="w") as archive_file:
-        for name, raw in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(raw)
-            archive_file.addfile(info, io.BytesIO(raw))
-    whole = [zipped.getvalue(), tarred.getvalue(), gzip.compress(tarred.getvalue())]
-    return st.one_of(*(_damaged(raw) for raw in whole))
+    tar = make_tar(list(members.items()))
+    return st.one_of(*(_damaged(raw) for raw in (make_zip(members), tar, gzip.compress(tar))))
 
 
 def uploads(config: bytes, weights: bytes) -> st.SearchStrategy[Upload]:

@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 from tests.api.served import Served, serving, wait_for
+from tests.api.server.test_server import upload
 from tests.support.recorded_slora import recorded_slora, slow_callbacks
 from tests.support.slow_callbacks import SlowCallback
 
@@ -113,8 +114,5 @@ def watched_server(base: Path, adapter: Path, folder: Path) -> Iterator[WatchedS
     with serving(base, folder / "data", "--lora-root", str(adapter.parent), command=command) as served:
         served.wait_until_ready()
         server = WatchedServer(served, slow_file, served.make_key("fuzz", "small"))
-        names = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
-        files = {name: (file, (adapter / file).read_bytes()) for name, file in names.items()}
-        with server.client() as client:
-            client.post("/v1/adapters", data={"name": "small"}, files=files).raise_for_status()
+        upload(served, server.key, "small", adapter).raise_for_status()
         yield server

@@ -12,6 +12,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.completions.services import AnswerServices
 from slora_api.keys.key_admin import KeyAdmin
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
@@ -168,7 +169,7 @@ def test_adapters_of_another_tenant_are_answered_like_names_that_do_not_exist(
 
 
 def test_a_key_with_an_allow_list_needs_every_adapter_and_the_base_model(platform: Platform) -> None:
-    store, catalog = platform.services.key_store, platform.services.catalog
+    store, catalog = platform.services.keys.store, platform.find(AnswerServices).catalog
 
     def key_for(*models: str) -> str:
         allowed = catalog.read_allow_list(platform.tenant_id("acme"), models, None)

@@ -133,7 +133,7 @@ def test_a_revoked_key_ends_a_stream_that_waits_for_its_first_token(
     with platform.client(key) as client, client.stream("POST", ROUTES[0][0], json=ROUTES[0][1]) as answer:
         lines = answer.iter_lines()
         assert next(lines) == ": keep-alive"
-        platform.services.key_admin.revoke_key(key.split("_")[1])
+        platform.services.keys.admin.revoke_key(key.split("_")[1])
         events = [line for line in lines if line.startswith("data: ")]
     assert "was revoked" in events[-1]
     wait_until(lambda: len(platform.engine.aborted) == 1)

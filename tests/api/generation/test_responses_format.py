@@ -18,7 +18,7 @@ from slora_api.chat.answer_reader import AnswerSyntax, ReasoningCounter
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.completions.answer_format import LogprobsFormat, Usage
 from slora_api.core.errors import Stopping, TenantBusy, describe_error
-from slora_api.http.json_slices import _dump, _write
+from slora_api.http.json_slices import slice_ascii
 from slora_api.responses.responses_format import ResponsesFormat
 from slora_api.responses.responses_request import ResponsesRequest
 from tests.api.scripted_engine import byte_tokenizer
@@ -85,7 +85,7 @@ def stream(
 
 def whole(shape: ResponsesFormat, text: str, reason: FinishReason, *, with_tokens: bool) -> Json:
     choice = Choice(text, [7], reason, None, tokens_of(text) if with_tokens else ())
-    body: Json = json.loads("".join(_write(shape.whole([Completion([1], (choice,))], Usage(3)), {}, _dump)))
+    body: Json = json.loads(b"".join(slice_ascii(shape.whole([Completion([1], (choice,))], Usage(3)))))
     return body
 
 

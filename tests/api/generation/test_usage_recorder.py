@@ -16,6 +16,7 @@ from slora.core.request import EngineRequest, FinishReason, RequestTiming, Reque
 from slora.core.sampling_params import SamplingParams
 from slora.core.usage_journal import OpenSegment, UsageJournal, UsageRecord, closed_segments
 from slora.text.answer import Answer
+from slora_api.completions.services import AnswerServices
 from slora_api.usage.usage_recorder import UsageRecorder
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post
@@ -118,7 +119,9 @@ def test_a_record_names_tenant_key_and_adapter(platform: Platform, key: str) -> 
     for model in ("voice", "base"):
         assert post(platform, key, PATH, {**BODY, "model": model}).status_code == 200
     voice, base = records_of(platform)
-    digest = platform.services.catalog.describe_adapter(platform.tenant_id("acme"), "voice")["digest"]
+    digest = platform.find(AnswerServices).catalog.describe_adapter(platform.tenant_id("acme"), "voice")[
+        "digest"
+    ]
     assert (voice.tenant, voice.account, f"sha256:{voice.adapter_digest}") == (
         *(platform.tenant_id("acme"), key.split("_")[1]),
         digest,

@@ -9,6 +9,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
+from slora_api.completions.services import AnswerServices
+from slora_api.quotas.routes import QuotaServices
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post
 from tests.api.scripted_engine import EOS, deltas_of, fast_byte_tokenizer
@@ -211,7 +213,7 @@ def test_what_cannot_be_tokenized_is_refused_by_name(
 
 def test_tokenizing_counts_as_a_request_of_the_tenant(platform: Platform) -> None:
     key = platform.key("limited")
-    platform.services.quota_store.change_tenant_quota(
+    platform.find(QuotaServices).quota_store.change_tenant_quota(
         platform.tenant_id("limited"), {"requests_per_minute": 2}
     )
     assert post(platform, key, "/tokenize", {"prompt": "a"}).headers["x-ratelimit-remaining-requests"] == "1"
@@ -225,7 +227,7 @@ def test_special_tokens_of_the_tokenizer_are_added_as_the_request_asks(
 ) -> None:
     fast = fast_byte_tokenizer()
     fast.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
-    monkeypatch.setattr(platform.services.encoder.tokenizer, "_fast", fast)
+    monkeypatch.setattr(platform.find(AnswerServices).encoder.tokenizer, "_fast", fast)
     for path, body, is_default in ((COMPLETIONS, PROMPT, True), (CHAT, MESSAGES, False)):
         for sent in (None, True, False):
             post(platform, key, path, body | {"add_special_tokens": sent}).raise_for_status()

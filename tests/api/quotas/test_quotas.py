@@ -11,7 +11,7 @@ import pytest
 from slora.core.errors import EngineUnavailable
 from slora.core.request import FinishReason
 from slora_api.cli.main import main
-from slora_api.quotas.quota_meter import format_duration
+from slora_api.quotas.quota_meter import QuotaMeter, format_duration
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -171,7 +171,7 @@ def test_an_exhausted_budget_is_not_retried_and_says_when_the_next_one_begins(pl
 
 
 def test_a_budget_includes_what_the_ledger_knows(platform: Platform) -> None:
-    platform.services.quotas._history = type("Ledger", (), {"used_tokens": lambda *_: 95})()  # type: ignore[assignment]
+    platform.find(QuotaMeter)._history = type("Ledger", (), {"used_tokens": lambda *_: 95})()  # type: ignore[assignment]
     key = platform.key("acme")
     set_quota(platform, "tenants/acme", tokens_per_month=100)
     refused = complete(platform, key)

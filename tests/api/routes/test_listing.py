@@ -128,7 +128,7 @@ def test_pins_of_all_tenants_come_in_pages(
 
 
 def test_keys_come_in_pages_oldest_first(platform: Platform, admin: httpx.Client) -> None:
-    store = platform.services.key_store
+    store = platform.services.keys.store
     keyed = platform.services.tenant_store.create_tenant("keyed").tenant_id
     own = [KeyAdmin(store).create_key(keyed, None)[0] for _ in range(5)]
     operators = [KeyAdmin(store).create_operator_key(f"operator {number}")[0] for number in range(3)]

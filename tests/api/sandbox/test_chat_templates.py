@@ -15,6 +15,7 @@ import pytest
 from slora.core.errors import RequestRefused
 from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
+from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import ServerBusy, TenantBusy
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.sandbox import chat_templates, sandbox_pool, template_process
@@ -49,9 +50,12 @@ def with_templates(
     use: Callable[[ChatTemplates], Awaitable[T]],
     render_cpu_s: float = chat_templates.RENDER_CPU_S,
     clock: Clock | None = None,
+    num_processes: int = 1,
 ) -> T:
     async def run() -> T:
-        templates = ChatTemplates(byte_tokenizer(), cpu_slots(8), render_cpu_s, clock or Clock())
+        templates = ChatTemplates(
+            byte_tokenizer(), cpu_slots(8), render_cpu_s, clock or Clock(), num_processes
+        )
         try:
             return await use(templates)
         finally:
@@ -173,10 +177,8 @@ def test_the_cpu_limit_of_a_rendering_excludes_time_spent_waiting_for_a_cpu(
     assert with_templates(use, 0.2) == "late" and len(asked) == 2
 
 
-def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(chat_templates, "_BURST_CPU_S", 0.5)
+def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not() -> None:
+    """One of 20 API processes has 0.5 s for each tenant."""
     clock = Clock()
 
     async def use(templates: ChatTemplates) -> str:
@@ -192,7 +194,7 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not(
         clock.now += refused.value.retry_after_s
         return await templates.render("hostile", EMPTY, "refilled")
 
-    assert with_templates(use, 0.05, clock) == "refilled"
+    assert with_templates(use, 0.05, clock, num_processes=20) == "refilled"
 
 
 def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[SandboxProcess]) -> None:
@@ -232,7 +234,7 @@ def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[Sa
 
 def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
-        templates = platform.services.templates
+        templates = platform.find(AnswerServices).templates
         templates._pool = ChatTemplates(byte_tokenizer(), cpu_slots(8), 300.0)._pool
         key = platform.key("hostile")
         members = make_members(chat_template_dot_jinja=DEPENDS)
@@ -399,10 +401,9 @@ def test_a_long_conversation_does_not_block_the_event_loop_in_the_base_models_te
 
 @pytest.mark.parametrize("name", ["TZ", "HOME", "LC_TIME", "LOCPATH", "PYTHONUSERBASE"])
 def test_a_sandbox_sees_the_variables_that_decide_over_times_locales_and_packages(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str, set_variables: Callable[..., None]
 ) -> None:
-    monkeypatch.setenv("SLORA_ADMIN_KEY", "secret")
-    monkeypatch.setenv(name, "/no/such/place")
+    set_variables(SLORA_ADMIN_KEY="secret", **{name: "/no/such/place"})
     others = renderers()
 
     async def look(templates: ChatTemplates) -> dict[str, str]:
@@ -415,9 +416,9 @@ def test_a_sandbox_sees_the_variables_that_decide_over_times_locales_and_package
 
 
 def test_a_template_renders_the_same_time_in_a_sandbox_as_in_the_server(
-    monkeypatch: pytest.MonkeyPatch,
+    set_variables: Callable[..., None],
 ) -> None:
-    monkeypatch.setenv("TZ", "TST+11")
+    set_variables(TZ="TST+11")
     hours = [datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
     rendered = render("{{ strftime_now('%d %H') }}{{ messages[0].content }}").removesuffix("hi ünï")
     assert rendered in [*hours, datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]

@@ -117,9 +117,7 @@ class Crashes:
     def life(self) -> Iterator[Served]:
         """A server that can die during a change that `ask` sends."""
         env = environment(
-            SLORA_ADMIN_KEY=ADMIN_KEY,
-            ARMED=str(self.folder / "armed"),
-            STEPS=str(self.folder / "steps"),
+            SLORA_ADMIN_KEY=ADMIN_KEY, ARMED=str(self.folder / "armed"), STEPS=str(self.folder / "steps")
         )
         shared = ("--database", self.database, "--store", str(self.data / "adapters"))
         flags = shared if self.database else ()
@@ -302,10 +300,7 @@ def plan(num_steps: Mapping[str, int], *, soak: bool) -> list[PlannedKill]:
             for kind, count in num_steps.items()
             for number in range(count)
         ]
-    return [
-        PlannedKill("push", 1, 1, "COMMIT"),
-        PlannedKill("push", 2, 1, "committed"),
-    ]
+    return [PlannedKill("push", 1, 1, "COMMIT"), PlannedKill("push", 2, 1, "committed")]
 
 
 def check_after(client: httpx.Client, death: PlannedKill, change: Change, new: tuple[str, str]) -> bool:

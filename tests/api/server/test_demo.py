@@ -101,7 +101,7 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
             services = platform.services
             return asyncio.run(
                 set_up_demo(
-                    [adapter], services.tenant_store, services.key_admin, services.publisher, keys_path
+                    [adapter], services.tenant_store, services.keys.admin, services.publisher, keys_path
                 )
             )
 

@@ -27,12 +27,7 @@ def test_every_setting_of_the_engine_is_passed_by_name(kit: Kit, tmp_path: Path)
 
 
 def test_memory_and_scheduling_settings_reach_the_engine(kit: Kit, tmp_path: Path) -> None:
-    flags = {
-        "prefix_cache": "public",
-        "swap_bytes": "64MiB",
-        "cuda_graphs": "off",
-        "kv_cache_dtype": "fp8",
-    }
+    flags = {"prefix_cache": "public", "swap_bytes": "64MiB", "cuda_graphs": "off", "kv_cache_dtype": "fp8"}
     told = engine_settings(read_settings({"model": str(kit.base), **flags}, {}), tmp_path / "chosen")
     expected = flags | {"swap_bytes": 64 << 20, "cuda_graphs": False}
     assert {name: told[name] for name in flags} == expected

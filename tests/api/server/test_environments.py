@@ -23,7 +23,8 @@ from tests.api.platform import bearer
 from tests.api.served import ADMIN_KEY, READY_S, SLORA, wait_for, write_adapter, write_base
 
 ROOT = Path(__file__).parents[3]
-UNKNOWN_USER = 54_321
+# One for each run, because the limit of processes counts all processes of a user.
+UNKNOWN_USER = 50_000 + os.getpid() % 10_000
 # The text of a chat shows how the template's file was decoded.
 _TEMPLATE = "{{ 'é→' | length }}{{ messages[0].content }}"
 _DEAD = "http://127.0.0.1:9"
@@ -120,7 +121,7 @@ def write_files(folder: Path) -> None:
 @contextmanager
 def own_group() -> Iterator[tuple[str, ...]]:
     """A control group with half a CPU. The command to enter it is empty if this user cannot make one."""
-    for group in machine._find_groups(Path("/"), "cpu"):
+    for group in machine.find_groups(Path("/"), "cpu"):
         directory = group / f"slora-environments-{os.getpid()}"
         try:
             directory.mkdir()

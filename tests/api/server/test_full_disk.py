@@ -48,11 +48,11 @@ def test_a_key_revoked_on_a_full_disk_is_refused_from_then_on(platform: Platform
         assert [status_of(platform, key) for key in (kept, revoked)] == [200, 401]
         assert [key["revoked"] for key in admin.get("/admin/tenants/revoked/keys").json()["data"]] == [True]
         assert admin.delete("/admin/keys/nothing1").status_code == 404
-    database = platform.services.key_store.database
+    database = platform.services.keys.store.database
     query = text(f"SELECT revoked_at IS NULL FROM api_keys WHERE key_id = '{key_id}'")
     assert database.read(query) == [(1,)], "it waits in the journal"
-    DiskWatch(platform.services.reserve, platform.services.key_admin).check()
-    assert database.read(query) == [(0,)] and not platform.services.key_store.journal.pending()
+    DiskWatch(platform.services.foundation.reserve, platform.services.keys.admin).check()
+    assert database.read(query) == [(0,)] and not platform.services.keys.store.journal.pending()
     assert status_of(platform, revoked) == 401
 
 
@@ -68,14 +68,14 @@ def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restar
         assert status_of(platform, revoked) == 401
     with platform.client(ADMIN_KEY) as admin:
         assert admin.delete(f"/admin/keys/{key_id}").status_code == 200
-    assert not platform.services.key_store.journal.pending()
+    assert not platform.services.keys.store.journal.pending()
 
 
 def test_the_reserve_makes_room_for_the_revocation_in_the_database(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     revoked = platform.key("revoked")
-    free, journal = DiskReserve.free, platform.services.key_store.journal
+    free, journal = DiskReserve.free, platform.services.keys.store.journal
     with largest_file(LIMIT) as lift:
 
         def free_and_record(reserve: DiskReserve) -> bool:
@@ -83,9 +83,9 @@ def test_the_reserve_makes_room_for_the_revocation_in_the_database(
             return free(reserve)
 
         monkeypatch.setattr(DiskReserve, "free", free_and_record)
-        platform.services.key_admin.revoke_key(revoked.split("_")[1])
+        platform.services.keys.admin.revoke_key(revoked.split("_")[1])
         assert not journal.pending() and not (platform.directory / "reserve").exists()
-    assert platform.services.reserve.is_full, "its room is for revocations alone"
+    assert platform.services.foundation.reserve.is_full, "its room is for revocations alone"
     assert status_of(platform, revoked) == 401
 
 
@@ -93,7 +93,7 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
     key = platform.key("acme")
     other = make_members(tensors=make_tensors(seed=3))
     assert platform.upload(key, "a").status_code == 201
-    check = DiskWatch(platform.services.reserve, platform.services.key_admin).check
+    check = DiskWatch(platform.services.foundation.reserve, platform.services.keys.admin).check
     with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
         assert not is_read_only(admin)
         with largest_file(LIMIT):
@@ -125,7 +125,7 @@ def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platf
     """A deletion frees space, but it needs some itself. The database's log often has that space."""
     key = platform.key("acme")
     assert platform.upload(key, "a").status_code == 201
-    platform.services.reserve.report_full()
+    platform.services.foundation.reserve.report_full()
     assert platform.upload(key, "b").status_code == 507
     with platform.client(key) as tenant:
         assert tenant.delete("/v1/adapters/a").status_code == 200
@@ -166,7 +166,7 @@ def test_what_frees_room_or_stops_a_tenant_works_on_a_full_disk(
             (admin, "POST", "/admin/tenants/acme/suspend", None),
             (admin, "POST", "/admin/tenants/acme/purge", {"confirm": "acme", "ledger": "keep"}),
         ):
-            platform.services.reserve.watch()
+            platform.services.foundation.reserve.watch()
             with largest_file(LIMIT) as lift:
                 lifts.append(lift)
                 answer = client.request(method, path, json=body)

@@ -3,10 +3,7 @@
 import json
 import re
 import subprocess
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +13,7 @@ from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, Served
 from tests.api.server.test_server import upload
 from tests.prometheus_server import find_program, running_prometheus
+from tests.support.repeated_calls import repeating
 
 DEPLOY = Path(__file__).parents[3] / "deploy"
 DASHBOARD = DEPLOY / "grafana" / "dashboards" / "slora.json"
@@ -67,30 +65,14 @@ def write_config(directory: Path, served: Served) -> Path:
     return config
 
 
-def make_load(served: Served, kit: Kit, key: str, is_over: threading.Event) -> None:
-    """Sends requests of a tenant to the base model, a cold and a warm adapter, again and again. A query over the last
-    minute then has data at any time.
-    """
+def make_load(served: Served, kit: Kit, key: str) -> None:
+    """Sends requests of a tenant to the base model, a cold and a warm adapter."""
     body = {"prompt": "a" * 40, "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     with served.client(key) as client:
-        while not is_over.is_set():
-            assert upload(served, key, "watched", kit.wide).status_code == 201
-            for model in ("base", "watched", "watched"):
-                client.post("/v1/completions", json=body | {"model": model}).raise_for_status()
-            client.delete("/v1/adapters/watched").raise_for_status()
-            is_over.wait(1)
-
-
-@contextmanager
-def making_load(served: Served, kit: Kit) -> Iterator[None]:
-    is_over = threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        load = pool.submit(make_load, served, kit, served.make_key("monitored"), is_over)
-        try:
-            yield
-        finally:
-            is_over.set()
-            load.result()
+        assert upload(served, key, "watched", kit.wide).status_code == 201
+        for model in ("base", "watched", "watched"):
+            client.post("/v1/completions", json=body | {"model": model}).raise_for_status()
+        client.delete("/v1/adapters/watched").raise_for_status()
 
 
 def exceed_a_quota(served: Served) -> int:
@@ -118,7 +100,9 @@ def test_prometheus_accepts_the_alerts_and_the_configuration(tmp_path: Path) -> 
 def test_each_query_of_the_dashboard_and_of_the_alerts_has_data(
     server: Served, kit: Kit, tmp_path: Path
 ) -> None:
-    with running_prometheus(write_config(tmp_path, server)) as prometheus, making_load(server, kit):
+    load = partial(make_load, server, kit, server.make_key("monitored"))
+    # A query over the last minute then has data at any time.
+    with running_prometheus(write_config(tmp_path, server)) as prometheus, repeating(load, pause_s=1):
         prometheus.wait_for("slora_ready == 1")
         # A rate needs two counts.
         prometheus.wait_for("count_over_time(slora_ready[1m]) >= 2")

@@ -3,10 +3,8 @@
 import itertools
 import random
 import struct
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,9 @@ import httpx
 from tests.api.conftest import Kit
 from tests.api.platform import FIELDS
 from tests.api.served import Served, serving, wait_for
+from tests.api.server.test_server import upload
 from tests.redis_server import DURABLE, RedisServer
+from tests.support.repeated_calls import repeating
 
 # The pool has room for two of the uploaded adapters (16 pages of 10 KiB each) and the running sequences. The host has
 # room for one.
@@ -23,31 +23,6 @@ SMALL = ("--pool-bytes", "450KiB", "--host-cache-bytes", "160KiB")
 SHORT = {"prompt": "hi", "max_tokens": 2, "temperature": 0}
 # Between the calls of a thread. Without a pause, the threads and the server would compute all the time.
 PAUSE_S = 0.05
-
-
-class RepeatingThread(threading.Thread):
-    """Calls `ask` repeatedly until it is stopped. `check` raises the exception of a failed call."""
-
-    def __init__(self, ask: Callable[[], None]) -> None:
-        super().__init__()
-        self._ask = ask
-        self._stopped = threading.Event()
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            while not self._stopped.wait(PAUSE_S):
-                self._ask()
-        except BaseException as error:
-            self._error = error
-
-    def check(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()
 
 
 class UploadingTenant:
@@ -111,13 +86,7 @@ class UploadingTenant:
         self.num_resident += 1
 
     def upload_resident(self, kit: Kit) -> None:
-        files = {
-            FIELDS[path.name]: (path.name, path.read_bytes())
-            for path in kit.small.iterdir()
-            if path.name in FIELDS
-        }
-        with self.client() as client:
-            client.post("/v1/adapters", data={"name": "resident"}, files=files).raise_for_status()
+        upload(self._served, self._key, "resident", kit.small).raise_for_status()
         self.ask_resident()
 
 
@@ -127,26 +96,6 @@ def check_refusal(answer: httpx.Response) -> None:
     assert error["code"] == "store_unavailable" and "is unavailable" in error["message"], error
     assert "127.0.0.1" not in error["message"], "where it is, is the operator's to know"
     assert int(answer.headers["retry-after"]) > 0
-
-
-@contextmanager
-def asking(*asks: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """Calls all functions repeatedly, each on its own thread. Yields a function that raises an exception of any
-    thread."""
-    askers = [RepeatingThread(ask) for ask in asks]
-    for asker in askers:
-        asker.start()
-
-    def check() -> None:
-        for asker in askers:
-            asker.check()
-
-    try:
-        yield check
-    finally:
-        for asker in askers:
-            asker.stop()
-    check()
 
 
 def test_repeated_kills_of_redis_lose_no_upload_and_stop_no_running_request(
@@ -161,7 +110,8 @@ def test_repeated_kills_of_redis_lose_no_upload_and_stop_no_running_request(
         for _ in range(3):
             tenant.upload()
         draw = random.Random(1)
-        with asking(tenant.upload, tenant.read, tenant.ask_resident) as check:
+        calls = (tenant.upload, tenant.read, tenant.ask_resident)
+        with repeating(*calls, pause_s=PAUSE_S) as check:
             for kill in range(num_kills):
                 wait_for_more(lambda: len(tenant.acknowledged), check)
                 if kill % 2:

@@ -17,6 +17,7 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
+from slora_api.adapters.pin_routes import PinServices
 from slora_api.keys.key_record import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
@@ -50,7 +51,7 @@ class ServerPair:
 
     def wait_until_followed(self) -> None:
         """Returns when the second server has applied every change made so far."""
-        registry = self.second.services.registry
+        registry = self.second.find(PinServices).registry
         with patch.object(registry, "changes", wraps=registry.changes) as changes:
             # The second call begins when all that the first one read has been applied.
             wait_for(lambda: changes.call_count >= 2 or None)
@@ -231,10 +232,7 @@ def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one
     engine = ScriptedEngine([deltas_of(b"ok")])
     place = shared_postgresql.migrated_database()
     settings = {"database": place, "store": str(tmp_path / "store")}
-    with (
-        running_platform(tmp_path, engine, **settings) as platform,
-        closing(Database(place)) as database,
-    ):
+    with running_platform(tmp_path, engine, **settings) as platform, closing(Database(place)) as database:
         key = platform.key("acme")
         assert platform.upload(key, "voice", make_members()).status_code == 201
         body = {"model": "voice", "prompt": "hi"}
@@ -255,10 +253,7 @@ def test_two_servers_with_engines_of_their_own_serve_the_same_adapters(
 ) -> None:
     hosts = make_hosts(tmp_path)
     flags = ("--database", shared_postgresql.migrated_database(), "--store", str(tmp_path / "store"))
-    with (
-        serving(kit.base, hosts[0], *flags) as first,
-        serving(kit.base, hosts[1], *flags) as second,
-    ):
+    with serving(kit.base, hosts[0], *flags) as first, serving(kit.base, hosts[1], *flags) as second:
         for server in (first, second):
             server.wait_until_ready()
         key = first.make_key("acme")

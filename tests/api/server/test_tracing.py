@@ -3,7 +3,7 @@
 import asyncio
 import gzip
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -83,9 +83,9 @@ def seconds(span: Span) -> float:
 
 
 @pytest.fixture
-def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+def collector(set_variables: Callable[..., None]) -> Iterator[Collector]:
     with running_collector() as found:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", found.address)
+        set_variables(OTEL_EXPORTER_OTLP_ENDPOINT=found.address)
         yield found
 
 

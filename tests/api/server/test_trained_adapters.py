@@ -16,7 +16,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from slora_api.cli.main import main
+from tests.api.command import run_slora
 from tests.api.served import Served, serving
 from tests.support.peft_adapters import quiet_peft
 from tests.support.tiny_models import write_model
@@ -46,11 +46,13 @@ def server(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield served
 
 
+@pytest.fixture(scope="module")
+def key(server: Served) -> str:
+    return server.make_key("acme")
+
+
 @pytest.fixture
-def client(server: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
-    key = server.make_key("acme")
-    monkeypatch.setenv("SLORA_URL", server.url)
-    monkeypatch.setenv("SLORA_API_KEY", key)
+def client(server: Served, key: str) -> Iterator[httpx.Client]:
     with server.client(key) as client:
         yield client
 
@@ -66,10 +68,9 @@ def save_with_trainer(directory: Path, base: Path, tokenizer: PreTrainedTokenize
         Trainer(model, arguments, processing_class=tokenizer).save_model()
 
 
-def push(directory: Path, capsys: pytest.CaptureFixture[str], *, code: int = 0) -> tuple[str, str]:
-    assert main(["adapter", "push", str(directory), "--name", directory.name]) == code
-    shown = capsys.readouterr()
-    return shown.out, shown.err
+def push(server: Served, key: str, directory: Path, code: int = 0) -> str:
+    words = ("adapter", "push", str(directory), "--name", directory.name)
+    return run_slora(server.url, *words, code=code, SLORA_API_KEY=key)
 
 
 def ask(client: httpx.Client, model: str, **fields: Any) -> dict[str, Any]:
@@ -78,7 +79,7 @@ def ask(client: httpx.Client, model: str, **fields: Any) -> dict[str, Any]:
 
 
 def test_the_end_token_and_the_templates_of_a_trained_adapter_are_used(
-    client: httpx.Client, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Served, key: str, client: httpx.Client, base: Path, tmp_path: Path
 ) -> None:
     """Born from a bug: the tokenizer that was saved with an adapter was ignored without a word."""
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -88,7 +89,7 @@ def test_the_end_token_and_the_templates_of_a_trained_adapter_are_used(
     saved = {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
     assert {"training_args.bin", "tokenizer.json", "additional_chat_templates/tool_use.jinja"} <= saved
 
-    shown, _ = push(directory, capsys)
+    shown = push(server, key, directory)
     (uses,) = (line for line in shown.splitlines() if line.startswith("  uses"))
     end = tokenizer.convert_tokens_to_ids("<|user|>")
     for use in (
@@ -113,7 +114,7 @@ def test_the_end_token_and_the_templates_of_a_trained_adapter_are_used(
 
 
 def test_a_token_that_a_training_added_is_refused_by_name(
-    client: httpx.Client, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    server: Served, key: str, client: httpx.Client, base: Path, tmp_path: Path
 ) -> None:
     """Its id lies within the base model's table, so nothing else would show that the token is split into letters."""
     tokenizer = AutoTokenizer.from_pretrained(base)
@@ -124,7 +125,7 @@ def test_a_token_that_a_training_added_is_refused_by_name(
     )
     directory = tmp_path / "extended"
     save_with_trainer(directory, base, tokenizer)
-    _, error = push(directory, capsys, code=1)
+    error = push(server, key, directory, code=1)
     assert "is '<|call|>', which the base model's tokenizer does not have" in error
     assert "train with tokens that the base model's tokenizer has" in error
     assert client.get("/v1/models/extended").status_code == 404

@@ -57,16 +57,8 @@ def usable(platform: Platform, key: str, *models: str) -> list[str]:
 
 
 EVERY = (
-    "base",
-    "voice",
-    "voice@latest",
-    "voice@prod",
-    "voice@1",
-    "voice@2",
-    "hidden",
-    "hidden@prod",
-    "hidden@1",
-)
+    "base", "voice", "voice@latest", "voice@prod", "voice@1", "voice@2", "hidden", "hidden@prod", "hidden@1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -202,11 +194,11 @@ def test_a_key_changes_only_adapters_that_it_has_as_a_whole(platform: Platform) 
 def test_an_invalid_allow_list_is_refused_by_field(
     platform: Platform, body: dict[str, Any], param: str, reason: str
 ) -> None:
-    num_keys = len(platform.services.key_admin.list_keys(platform.tenant_id("acme")))
+    num_keys = len(platform.services.keys.admin.list_keys(platform.tenant_id("acme")))
     refused = create(platform, **body)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert reason in refused.json()["error"]["message"]
-    assert len(platform.services.key_admin.list_keys(platform.tenant_id("acme"))) == num_keys
+    assert len(platform.services.keys.admin.list_keys(platform.tenant_id("acme"))) == num_keys
 
 
 def test_another_tenants_adapter_is_not_accepted_in_an_allow_list(platform: Platform) -> None:

@@ -8,13 +8,11 @@ from slora_api.keys.key_record import Pepper, make_key, open_admin_key, read_key
 from tests.support.file_limit import largest_file
 
 
-def test_a_key_has_prefix_id_secret_and_checksum() -> None:
+def test_a_key_has_prefix_id_secret_and_checksum_is_new_and_hides_its_secret() -> None:
     key = make_key()
     assert re.fullmatch(r"slora_[0-9A-Za-z]{8}_[0-9A-Za-z]{43}_[0-9A-Za-z]{6}", key.secret)
     assert read_key_id(key.secret) == key.key_id
-
-
-def test_no_two_keys_are_alike() -> None:
+    assert key.secret not in repr(key)
     assert len({make_key().secret for _ in range(100)}) == 100
 
 
@@ -32,16 +30,15 @@ def test_malformed_keys_have_no_key_id(text: str) -> None:
     assert read_key_id(text) is None
 
 
-def test_the_repr_of_a_new_key_hides_the_secret() -> None:
-    key = make_key()
-    assert key.secret not in repr(key)
-
-
-def test_the_pepper_is_made_once_and_readable_by_its_owner_only(tmp_path: Path) -> None:
+def test_the_pepper_is_made_once_readable_by_its_owner_only_and_another_recognises_no_key(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "pepper"
     first, second = Pepper.from_file(path), Pepper.from_file(path)
-    assert first.digest("a key") == second.digest("a key")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    other = Pepper.from_file(tmp_path / "other")
+    assert second.matches("a key", first.digest("a key"))
+    assert not other.matches("a key", first.digest("a key"))
 
 
 def test_a_pepper_that_could_not_be_written_is_created_at_the_next_start(tmp_path: Path) -> None:
@@ -56,12 +53,6 @@ def test_an_admin_key_that_could_not_be_written_is_created_at_the_next_start(tmp
     with largest_file(0), pytest.raises(OSError, match="File too large"):
         open_admin_key("", tmp_path, pepper)
     assert open_admin_key("", tmp_path, pepper).shown_once is not None
-
-
-def test_another_pepper_recognises_no_key(tmp_path: Path) -> None:
-    one, other = Pepper.from_file(tmp_path / "one"), Pepper.from_file(tmp_path / "other")
-    assert one.matches("a key", one.digest("a key"))
-    assert not other.matches("a key", one.digest("a key"))
 
 
 def test_a_damaged_pepper_is_refused_with_the_remedy(tmp_path: Path) -> None:

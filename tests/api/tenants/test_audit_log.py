@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -33,20 +33,10 @@ from tests.api.tenants.test_authentication import walk_routes
 ALL = AuditFilter()
 # Routes that change nothing in the database.
 _NO_CHANGES = {
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/responses",
-    "/v1/responses/input_tokens",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/v1/score",
-    "/v1/rerank",
-    "/rerank",
-    "/tokenize",
-    "/detokenize",
+    "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize",
     "/v1/adapters/{reference}/prewarm",
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -303,9 +293,9 @@ def test_no_cache_keeps_the_answer_with_a_new_key(platform: Platform) -> None:
 
 
 def test_a_command_of_a_user_whom_the_machine_does_not_know_names_the_user_id(
+    set_variables: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
-        monkeypatch.delenv(name, raising=False)
+    set_variables(LOGNAME=None, USER=None, LNAME=None, USERNAME=None)
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
     assert command_actor().name == "uid 54321"

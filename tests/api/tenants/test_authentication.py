@@ -1,6 +1,4 @@
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
@@ -11,18 +9,11 @@ from slora_api.keys.authentication import PUBLIC_PATHS, check_routes, is_public,
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import TENANT_SCOPES, Scope, make_key
 from slora_api.serve.app import make_router
-from tests.api.platform import ADMIN_KEY, Platform, bearer, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
+from tests.api.platform import ADMIN_KEY, Platform, bearer, post
 
 
 def walk_routes(platform: Platform) -> list[APIRoute]:
-    routes = make_router(platform.services.all).routes
+    routes = make_router(platform.services).routes
     found = [route for route in routes if isinstance(route, APIRoute)]
     assert len(found) == len(routes)
     return found
@@ -86,7 +77,7 @@ def test_a_route_that_does_not_exist_is_closed_too(platform: Platform) -> None:
 
 
 def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> None:
-    key_store = platform.services.key_store
+    key_store = platform.services.keys.store
     platform.key("walker")
 
     def key_with(*scopes: Scope) -> dict[str, str]:
@@ -122,7 +113,7 @@ def test_every_route_answers_only_keys_with_its_scope(platform: Platform) -> Non
 def test_a_refusal_names_the_missing_scope_and_the_scopes_of_the_key(platform: Platform) -> None:
     platform.key("narrow")
     scopes = frozenset({Scope.ADAPTERS_READ, Scope.USAGE_READ})
-    key = platform.services.key_admin.create_key(platform.tenant_id("narrow"), scopes=scopes)[1].secret
+    key = platform.services.keys.admin.create_key(platform.tenant_id("narrow"), scopes=scopes)[1].secret
     refused = post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"})
     assert refused.status_code == 403
     assert refused.json()["error"] == {
@@ -166,7 +157,7 @@ def test_a_server_with_a_route_that_names_no_scope_does_not_start() -> None:
 def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    valid, key_store = platform.key("closed"), platform.services.key_store
+    valid, key_store = platform.key("closed"), platform.services.keys.store
     expired = (
         KeyAdmin(key_store)
         .create_key(platform.tenant_id("closed"), expires_at=int(time.time()) + 3600)[1]
@@ -191,18 +182,6 @@ def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
     assert answers[0].headers["www-authenticate"] == "Bearer"
     assert answers[0].json()["error"]["code"] == "invalid_api_key"
     assert valid not in answers[0].text
-
-
-def test_a_revoked_key_is_refused_in_the_very_next_request(platform: Platform) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post("/admin/tenants", json={"name": "brief"})
-        made = admin.post("/admin/tenants/brief/keys").json()
-        assert (
-            post(platform, made["key"], "/v1/completions", {"model": "base", "prompt": "x"}).status_code
-            == 200
-        )
-        assert admin.delete(f"/admin/keys/{made['key_id']}").json()["revoked"] is True
-    assert post(platform, made["key"], "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 401
 
 
 def test_a_key_is_shown_once_and_kept_as_a_hash(platform: Platform) -> None:
@@ -235,7 +214,7 @@ def test_invalid_tenants_and_keys_are_refused(platform: Platform) -> None:
 
 
 def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) -> None:
-    key_store, secret = platform.services.key_store, make_key().secret
+    key_store, secret = platform.services.keys.store, make_key().secret
     adopting = platform.services.tenant_store.create_tenant("adopting").tenant_id
     for _ in range(2):
         KeyAdmin(key_store).import_key(adopting, None, secret)
@@ -243,13 +222,3 @@ def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) ->
     KeyAdmin(key_store).revoke_key(secret.split("_")[1])
     KeyAdmin(key_store).import_key(adopting, None, secret)
     assert key_store.authenticate(secret) is None
-
-
-def test_keys_survive_a_restart(tmp_path: Path) -> None:
-    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as first:
-        key = first.key("stays")
-    with (
-        running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as second,
-        second.client(key) as client,
-    ):
-        assert client.get("/v1/models").status_code == 200

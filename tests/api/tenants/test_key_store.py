@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import pytest
@@ -33,11 +34,11 @@ from slora_api.keys.key_record import (
     KeyRecord,
     Pepper,
     Scope,
-    _checksum,
+    key_checksum,
     make_key,
     open_admin_key,
 )
-from slora_api.keys.key_store import KeyCache, KeyStore, RevocationJournal, _StoredKey
+from slora_api.keys.key_store import KeyCache, KeyStore, RevocationJournal
 from slora_api.keys.key_use import KeyUse
 from slora_api.keys.running_requests import RunningRequests
 from slora_api.quotas.quota import NO_QUOTA
@@ -45,15 +46,9 @@ from slora_api.quotas.quota_store import QuotaStore
 from slora_api.serve.app import make_app
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
 from tests.api.live_server import live_server
-from tests.api.platform import ADMIN_KEY, Platform, bearer, open_key_store, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import ADMIN_KEY, Platform, bearer, open_key_store
 from tests.postgresql_server import PostgresqlServer
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
+from tests.support.clock import Clock
 
 
 def make_record(key_id: str) -> KeyRecord:
@@ -61,11 +56,26 @@ def make_record(key_id: str) -> KeyRecord:
     return KeyRecord(key_id, "T1", "acme", "", TENANT_SCOPES, None, None, *times, None, TenantShare())
 
 
-class Clock:
-    now = 0.0
+@pytest.fixture
+def store(database_place: str, tmp_path: Path) -> Iterator[KeyStore]:
+    with closing(Database(database_place)) as database:
+        yield open_key_store(database, tmp_path)
 
-    def __call__(self) -> float:
-        return self.now
+
+@pytest.fixture
+def acme(store: KeyStore) -> str:
+    """The id of a tenant."""
+    return TenantStore(store.database, store).create_tenant("acme").tenant_id
+
+
+def set_time(store: KeyStore, now: float) -> None:
+    store.wall_clock = lambda: now
+
+
+def guard_of(platform: Platform) -> AuthenticationMiddleware:
+    keys = platform.services.keys
+    generator: Any = platform.services.generator  # in place of an application, as no request gets that far
+    return AuthenticationMiddleware(generator, keys.store, keys.use, keys.running, None)
 
 
 def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: str, tmp_path: Path) -> None:
@@ -79,7 +89,7 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
         found = store.authenticate(key.secret)
         assert found == made and store.is_lookup_local(key.secret)
         body = f"slora_{key.key_id}_{'0' * 43}"
-        assert store.authenticate(f"{body}_{_checksum(body)}") is None, "only the id is right"
+        assert store.authenticate(f"{body}_{key_checksum(body)}") is None, "only the id is right"
         tenants.change_share(acme, ShareChanges(weight=2))
         store.apply_changes(changes := read_changes(database, cursor))
         assert not store.is_lookup_local(key.secret)
@@ -90,14 +100,11 @@ def test_a_key_is_read_from_the_database_once_until_it_changes(database_place: s
         assert store.authenticate(key.secret) is None and other.authenticate(key.secret) is None
 
 
-def test_after_a_resync_every_key_is_read_again(database_place: str, tmp_path: Path) -> None:
-    with closing(Database(database_place)) as database:
-        store = open_key_store(database, tmp_path)
-        acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        _, key = KeyAdmin(store).create_key(acme)
-        assert store.authenticate(key.secret) is not None and store.is_lookup_local(key.secret)
-        store.apply_changes(Changes("0/", resync=True))
-        assert not store.is_lookup_local(key.secret) and store.authenticate(key.secret) is not None
+def test_after_a_resync_every_key_is_read_again(store: KeyStore, acme: str) -> None:
+    _, key = KeyAdmin(store).create_key(acme)
+    assert store.authenticate(key.secret) is not None and store.is_lookup_local(key.secret)
+    store.apply_changes(Changes("0/", resync=True))
+    assert not store.is_lookup_local(key.secret) and store.authenticate(key.secret) is not None
 
 
 def test_a_cached_key_is_valid_for_a_while_without_the_database(
@@ -128,10 +135,10 @@ def test_a_cached_key_is_valid_for_a_while_without_the_database(
 
 
 def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
-    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant)
-    key = _StoredKey(make_record("k"), b"")
+    cache = KeyCache[KeyRecord](lambda record: record.tenant)
+    key = make_record("k")
 
-    def find() -> _StoredKey:
+    def find() -> KeyRecord:
         cache.drop("k")
         return key
 
@@ -144,9 +151,9 @@ def test_a_key_that_is_revoked_while_it_is_looked_up_is_not_cached() -> None:
 
 
 def test_the_least_recently_used_keys_are_evicted() -> None:
-    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, max_keys=2)
+    cache = KeyCache[KeyRecord](lambda record: record.tenant, max_keys=2)
     for key_id in ("a", "b", "c"):
-        cache.look_up(key_id, lambda key_id=key_id: _StoredKey(make_record(key_id), b""))
+        cache.look_up(key_id, lambda key_id=key_id: make_record(key_id))
         cache.get("a")
     assert [key_id for key_id in "abc" if cache.get(key_id)] == ["a", "c"]
 
@@ -208,20 +215,16 @@ def test_a_key_has_the_name_the_scopes_and_the_expiry_that_it_was_made_with(admi
     assert (listed["expires_at"], listed["last_used_at"], listed["revoked"]) == (4_000_000_000, None, False)
 
 
-def test_a_key_is_valid_until_it_expires_also_while_it_is_cached(database_place: str, tmp_path: Path) -> None:
-    clock = Clock()
-    clock.now = 1000.5
-    journal = RevocationJournal(tmp_path / "revocations")
-    with closing(Database(database_place)) as database, closing(journal):
-        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        _, key = KeyAdmin(store).create_key(acme, expires_at=1060)
-        _, operators = KeyAdmin(store).create_operator_key("ada", expires_at=1060)
-        for clock.now in (1000.5, 1059.9):
-            assert store.authenticate(key.secret) and store.authenticate(operators.secret)
-        assert store.is_lookup_local(key.secret)
-        clock.now = 1060.0
-        assert store.authenticate(key.secret) is None and store.authenticate(operators.secret) is None
+def test_a_key_is_valid_until_it_expires_also_while_it_is_cached(store: KeyStore, acme: str) -> None:
+    set_time(store, 1000.5)
+    _, key = KeyAdmin(store).create_key(acme, expires_at=1060)
+    _, operators = KeyAdmin(store).create_operator_key("ada", expires_at=1060)
+    for now in (1000.5, 1059.9):
+        set_time(store, now)
+        assert store.authenticate(key.secret) and store.authenticate(operators.secret)
+    assert store.is_lookup_local(key.secret)
+    set_time(store, 1060.0)
+    assert store.authenticate(key.secret) is None and store.authenticate(operators.secret) is None
 
 
 def test_operators_have_several_named_keys_which_can_be_revoked(
@@ -240,54 +243,37 @@ def test_operators_have_several_named_keys_which_can_be_revoked(
 
 
 def test_a_rotated_key_and_its_successor_are_both_valid_during_the_overlap(
-    database_place: str, tmp_path: Path
+    store: KeyStore, acme: str
 ) -> None:
-    clock = Clock()
-    clock.now = 1000.0
-    journal = RevocationJournal(tmp_path / "revocations")
-    with closing(Database(database_place)) as database, closing(journal):
-        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        models = AllowList(frozenset({"voice"}))
-        quotas = QuotaStore(database, NO_QUOTA)
-        old, first = KeyAdmin(store).create_key(
-            acme, "voice", name="ci", scopes={Scope.INFERENCE}, models=models
-        )
-        assert store.authenticate(first.secret) == old
-        quotas.change_key_quota(first.key_id, {"tokens_per_day": 9})
-        new, second = KeyAdmin(store).rotate_key(first.key_id, 60)
-        assert quotas.find_key_subject(second.key_id).quota.tokens_per_day == 9
-        assert isinstance(new, KeyRecord) and new.key_id == second.key_id != first.key_id
-        assert (new.tenant, new.name, new.scopes) == (acme, "ci", {Scope.INFERENCE})
-        assert (new.adapter, new.models, new.expires_at) == ("voice", models, None)
-        assert store.authenticate(second.secret) == new
-        assert store.authenticate(first.secret) is not None
-        listed = {key.key_id: key for key in KeyAdmin(store).list_keys(acme)}
-        assert (listed[first.key_id].expires_at, listed[first.key_id].replaced_by) == (1060, second.key_id)
-        clock.now = 1060.0
-        assert store.authenticate(first.secret) is None
-        assert store.authenticate(second.secret) is not None
+    set_time(store, 1000.0)
+    models = AllowList(frozenset({"voice"}))
+    quotas = QuotaStore(store.database, NO_QUOTA)
+    old, first = KeyAdmin(store).create_key(acme, "voice", name="ci", scopes={Scope.INFERENCE}, models=models)
+    assert store.authenticate(first.secret) == old
+    quotas.change_key_quota(first.key_id, {"tokens_per_day": 9})
+    new, second = KeyAdmin(store).rotate_key(first.key_id, 60)
+    assert quotas.find_key_subject(second.key_id).quota.tokens_per_day == 9
+    assert isinstance(new, KeyRecord) and new.key_id == second.key_id != first.key_id
+    assert (new.tenant, new.name, new.scopes) == (acme, "ci", {Scope.INFERENCE})
+    assert (new.adapter, new.models, new.expires_at) == ("voice", models, None)
+    assert store.authenticate(second.secret) == new and store.authenticate(first.secret) is not None
+    listed = {key.key_id: key for key in KeyAdmin(store).list_keys(acme)}
+    assert (listed[first.key_id].expires_at, listed[first.key_id].replaced_by) == (1060, second.key_id)
+    set_time(store, 1060.0)
+    assert store.authenticate(first.secret) is None and store.authenticate(second.secret) is not None
 
 
-def test_a_rotation_keeps_the_lifetime_of_a_key_and_never_prolongs_the_old_one(
-    database_place: str, tmp_path: Path
-) -> None:
-    clock = Clock()
-    clock.now = 1000.0
-    journal = RevocationJournal(tmp_path / "revocations")
-    with closing(Database(database_place)) as database, closing(journal):
-        store = KeyStore(database, Pepper(b"p" * PEPPER_BYTES), journal, wall_clock=clock)
-        _, key = KeyAdmin(store).create_operator_key("ada", expires_at=1500)
-        clock.now = 1400.0
-        new, secret = KeyAdmin(store).rotate_key(key.key_id, 3600)
-        assert (new.expires_at, new.name) == (1900, "ada")
-        assert store.authenticate(secret.secret) == new
-        assert {one.key_id: one.expires_at for one in KeyAdmin(store).list_operator_keys()} == {
-            key.key_id: 1500,
-            secret.key_id: 1900,
-        }
-        again, _ = KeyAdmin(store).rotate_key(secret.key_id, 0, expires_at=5000)
-        assert again.expires_at == 5000 and store.authenticate(secret.secret) is None
+def test_a_rotation_keeps_the_lifetime_of_a_key_and_never_prolongs_the_old_one(store: KeyStore) -> None:
+    set_time(store, 1000.0)
+    _, key = KeyAdmin(store).create_operator_key("ada", expires_at=1500)
+    set_time(store, 1400.0)
+    new, secret = KeyAdmin(store).rotate_key(key.key_id, 3600)
+    assert (new.expires_at, new.name) == (1900, "ada")
+    assert store.authenticate(secret.secret) == new
+    expiries = {one.key_id: one.expires_at for one in KeyAdmin(store).list_operator_keys()}
+    assert expiries == {key.key_id: 1500, secret.key_id: 1900}
+    again, _ = KeyAdmin(store).rotate_key(secret.key_id, 0, expires_at=5000)
+    assert again.expires_at == 5000 and store.authenticate(secret.secret) is None
 
 
 def test_a_key_that_cannot_be_rotated_is_refused_with_the_reason(admin: httpx.Client) -> None:
@@ -330,16 +316,13 @@ def test_the_bootstrap_key_cannot_be_revoked(admin: httpx.Client) -> None:
 def test_without_a_bootstrap_key_the_last_valid_key_of_an_operator_is_kept(
     platform: Platform, tmp_path: Path
 ) -> None:
-    store = platform.services.key_store
+    store = platform.services.keys.store
     for key in KeyAdmin(store).list_operator_keys():
         KeyAdmin(store).revoke_key(key.key_id)
     assert not KeyAdmin(store).has_operator_key()
-    (_, ada), (_, bob) = (
-        KeyAdmin(store).create_operator_key("ada"),
-        KeyAdmin(store).create_operator_key("bob"),
-    )
+    (_, ada), (_, bob) = (KeyAdmin(store).create_operator_key(name) for name in ("ada", "bob"))
     KeyAdmin(store).create_operator_key("scraper", scopes={Scope.METRICS_READ})
-    app = make_app(platform.services.all, None)
+    app = make_app(platform.services, None)
     with (
         live_server(app) as url,
         httpx.Client(base_url=url, headers=bearer(ada.secret), verify=False) as client,
@@ -366,48 +349,33 @@ def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
     database_place: str, tmp_path: Path, report: Callable[[str], None]
 ) -> None:
     """Each costs one comparison and no read of the database, so that the time does not tell which it was."""
-    clock = Clock()
-    clock.now = 1000.0
+    clock = Clock(1000.0)
     journal = RevocationJournal(tmp_path / "revocations")
     with closing(Database(database_place)) as database, closing(journal):
         pepper = Pepper(b"p" * PEPPER_BYTES)
         store = KeyStore(database, pepper, journal, clock=lambda: 0.0, wall_clock=clock)
         acme = TenantStore(database, store).create_tenant("acme").tenant_id
         _, known = KeyAdmin(store).create_key(acme)
-        (_, expired), (_, revoked) = (
-            KeyAdmin(store).create_key(acme, expires_at=1010),
-            KeyAdmin(store).create_key(acme),
-        )
+        _, expired = KeyAdmin(store).create_key(acme, expires_at=1010)
+        _, revoked = KeyAdmin(store).create_key(acme)
         body = f"slora_{known.key_id}_{'0' * 43}"
         KeyAdmin(store).revoke_key(revoked.key_id)
         secrets = {
             "unknown": make_key().secret,
-            "wrong": f"{body}_{_checksum(body)}",
+            "wrong": f"{body}_{key_checksum(body)}",
             "expired": expired.secret,
             "revoked": revoked.secret,
         }
         for secret in secrets.values():
             store.authenticate(secret)  # the first time, each is looked up
         clock.now = 1010.0
-        num_reads = num_comparisons = 0
-        read, matches = database.read, Pepper.matches
-
-        def count_reads(*arguments: Any) -> Any:
-            nonlocal num_reads
-            num_reads += 1
-            return read(*arguments)
-
-        def count_comparisons(*arguments: Any) -> bool:
-            nonlocal num_comparisons
-            num_comparisons += 1
-            return matches(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(database, "read", count_reads)
-            patch.setattr(Pepper, "matches", count_comparisons)
+        with (
+            patch.object(database, "read", wraps=database.read) as read,
+            patch.object(Pepper, "matches", autospec=True, side_effect=Pepper.matches) as matches,
+        ):
             for number, secret in enumerate(secrets.values(), start=1):
                 assert store.is_lookup_local(secret) and store.authenticate(secret) is None
-                assert (num_comparisons, num_reads) == (number, 0)
+                assert (matches.call_count, read.call_count) == (number, 0)
         medians = {
             kind: statistics.median(
                 timeit.repeat(lambda secret=secret: store.authenticate(secret), number=100)
@@ -420,7 +388,7 @@ def test_unknown_wrong_expired_and_revoked_keys_cost_the_same_work(
 
 def test_a_repeated_unknown_key_is_looked_up_once_a_second(tmp_path: Path) -> None:
     clock, lookups = Clock(), []
-    cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, clock=clock)
+    cache = KeyCache[KeyRecord](lambda record: record.tenant, clock=clock)
     for clock.now in (0.0, 0.1, 0.9, 1.1):
         if not cache.is_absent("k"):
             cache.look_up("k", lambda: lookups.append(clock.now))  # type: ignore[func-returns-value]
@@ -430,23 +398,18 @@ def test_a_repeated_unknown_key_is_looked_up_once_a_second(tmp_path: Path) -> No
     assert len(cache._absent) == 10_000
 
 
-def test_a_key_that_was_sent_before_it_was_created_is_accepted_at_once(
-    database_place: str, tmp_path: Path
-) -> None:
-    with closing(Database(database_place)) as database:
-        store = open_key_store(database, tmp_path)
-        acme = TenantStore(database, store).create_tenant("acme").tenant_id
-        secret = make_key().secret
-        assert store.authenticate(secret) is None
-        KeyAdmin(store).import_key(acme, None, secret)
-        assert store.authenticate(secret) is not None
+def test_a_key_that_was_sent_before_it_was_created_is_accepted_at_once(store: KeyStore, acme: str) -> None:
+    secret = make_key().secret
+    assert store.authenticate(secret) is None
+    KeyAdmin(store).import_key(acme, None, secret)
+    assert store.authenticate(secret) is not None
 
 
 def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
     platform: Platform, report: Callable[[str], None]
 ) -> None:
     """The flood comes from one address, and the honest client has another one."""
-    key_store = platform.services.key_store
+    key_store = platform.services.keys.store
     honest, read = platform.key("honest"), key_store._read_key
     order: list[str] = []
 
@@ -456,21 +419,16 @@ def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
         return read(key_id)
 
     async def run() -> tuple[int, Caller | None]:
-        guard = AuthenticationMiddleware(
-            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
-            key_store, platform.services.key_use, platform.services.running, None,
-        )  # fmt: skip
+        guard = guard_of(platform)
         flood = [
-            asyncio.create_task(guard._identify(f"Bearer {make_key().secret}", "10.0.0.1"))
-            for _ in range(400)
+            asyncio.create_task(guard.identify(f"Bearer {make_key().secret}", "10.0.0.1")) for _ in range(400)
         ]
         await asyncio.sleep(0)
-        found = await guard._identify(f"Bearer {honest}", "10.0.0.2")
+        found = await guard.identify(f"Bearer {honest}", "10.0.0.2")
         answers = await asyncio.gather(*flood, return_exceptions=True)
         return sum(isinstance(answer, ServerBusy) for answer in answers), found
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_store, "_read_key", slow_read)
+    with patch.object(key_store, "_read_key", slow_read):
         num_refused, found = asyncio.run(run())
     assert isinstance(found, KeyRecord) and found.tenant_name == "honest"
     assert num_refused > 200
@@ -479,7 +437,7 @@ def test_a_flood_of_unknown_keys_does_not_keep_a_key_from_being_looked_up(
 
 def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -> None:
     """Born from a soak of a thousand streams: a server that had just started refused some of them."""
-    key_store = platform.services.key_store
+    key_store = platform.services.keys.store
     secret, read = platform.key("crowd"), key_store._read_key
     num_reads = 0
 
@@ -490,12 +448,9 @@ def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -
         return read(key_id)
 
     async def run() -> list[Caller | None]:
-        guard = AuthenticationMiddleware(
-            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
-            key_store, platform.services.key_use, platform.services.running, None,
-        )  # fmt: skip
+        guard = guard_of(platform)
         first, *others = [
-            asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1")) for _ in range(400)
+            asyncio.create_task(guard.identify(f"Bearer {secret}", "10.0.0.1")) for _ in range(400)
         ]
         await asyncio.sleep(0)
         # The client of the first request leaves during the lookup.
@@ -505,8 +460,7 @@ def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -
         return found
 
     key_store._cache.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_store, "_read_key", slow_read)
+    with patch.object(key_store, "_read_key", slow_read):
         callers = asyncio.run(run())
     assert {caller.tenant_name for caller in callers if isinstance(caller, KeyRecord)} == {"crowd"}
     assert len(callers) == 399 and all(callers)
@@ -515,7 +469,7 @@ def test_requests_with_the_same_key_share_one_lookup_of_it(platform: Platform) -
 
 
 def test_requests_that_waited_for_a_lookup_are_not_answered_with_an_outdated_one(platform: Platform) -> None:
-    key_store = platform.services.key_store
+    key_store = platform.services.keys.store
     secret, read = platform.key("revoked"), key_store._read_key
     key_id = secret.split("_")[1]
     is_reading, is_revoked = threading.Event(), threading.Event()
@@ -527,22 +481,18 @@ def test_requests_that_waited_for_a_lookup_are_not_answered_with_an_outdated_one
         return found
 
     async def run() -> Caller | None:
-        guard = AuthenticationMiddleware(
-            platform.services.generator,  # type: ignore[arg-type]  # no request gets that far
-            key_store, platform.services.key_use, platform.services.running, None,
-        )  # fmt: skip
-        early = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
+        guard = guard_of(platform)
+        early = asyncio.create_task(guard.identify(f"Bearer {secret}", "10.0.0.1"))
         await asyncio.to_thread(is_reading.wait, 60)
         await asyncio.to_thread(KeyAdmin(key_store).revoke_key, key_id)
-        late = asyncio.create_task(guard._identify(f"Bearer {secret}", "10.0.0.1"))
+        late = asyncio.create_task(guard.identify(f"Bearer {secret}", "10.0.0.1"))
         await asyncio.sleep(0)
         is_revoked.set()
         await early
         return await late
 
     key_store._cache.clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(key_store, "_read_key", read_before_the_revocation)
+    with patch.object(key_store, "_read_key", read_before_the_revocation):
         assert asyncio.run(run()) is None
 
 
@@ -560,7 +510,7 @@ def test_no_log_and_no_repr_has_a_secret(
         with platform.client(secret) as client:
             for path in ("/v1/models", f"/v1/models/{secret}", f"/v1/adapters/{secret}", "/admin/keys"):
                 texts.append(client.get(path, headers={"x-request-id": "r"}).text)
-    key_store = platform.services.key_store
+    key_store = platform.services.keys.store
     KeyAdmin(key_store).revoke_key(made["key_id"])
     cached = [repr(key_store._cache.get(one["key_id"])) for one in (made, rotated, operators)]
     admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store.pepper)
@@ -616,7 +566,7 @@ def test_authentication_takes_microseconds(tmp_path: Path, soak: bool, report: C
             header = f"Bearer {key.secret}"
             started = time.perf_counter()
             try:
-                guard._identify(header, "10.0.0.1").send(None)
+                guard.identify(header, "10.0.0.1").send(None)
             except StopIteration as done:  # it never waits
                 seconds.append(time.perf_counter() - started)
                 assert done.value.tenant == tenant

@@ -17,14 +17,8 @@ from slora_api.tenants.tenant_store import TenantStore
 from tests.api.platform import open_key_store, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.postgresql_server import PostgresqlServer
+from tests.support.clock import Clock
 from tests.support.file_limit import largest_file
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -46,7 +40,7 @@ def read_times(store: KeyStore, key: Caller) -> list[int | None]:
 
 
 def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path: Path) -> None:
-    clock, statements = Clock(), 0
+    clock, statements = Clock(1000.0), 0
     store, (key,) = make_keys(database, tmp_path, 1)
     use = KeyUse(database, clock)
 
@@ -72,7 +66,7 @@ def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path:
 
 
 def test_a_time_never_goes_back_when_two_processes_write(database: Database, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     store, keys = make_keys(database, tmp_path, 3)
     early, late = KeyUse(database, clock), KeyUse(database, clock)
     for key in keys:
@@ -86,7 +80,7 @@ def test_a_time_never_goes_back_when_two_processes_write(database: Database, tmp
 
 
 def test_times_wait_while_the_database_is_away(postgresql_server: PostgresqlServer, tmp_path: Path) -> None:
-    clock = Clock()
+    clock = Clock(1000.0)
     with closing(Database(postgresql_server.make_database())) as database:
         store, (key,) = make_keys(database, tmp_path, 1)
         use = KeyUse(database, clock)
@@ -103,7 +97,7 @@ def test_times_wait_while_the_database_is_away(postgresql_server: PostgresqlServ
 def test_times_wait_while_the_disk_is_full(tmp_path: Path) -> None:
     with closing(Database(tmp_path / "slora.db")) as database:
         store, (key,) = make_keys(database, tmp_path, 1)
-        use = KeyUse(database, Clock())
+        use = KeyUse(database, Clock(1000.0))
         use.note(key)
         with largest_file(0):
             asyncio.run(use.write())
@@ -116,7 +110,7 @@ def test_a_request_notes_the_use_of_its_key(tmp_path: Path) -> None:
     with running_platform(tmp_path, ScriptedEngine([deltas_of(b"ok")])) as platform:
         key, idle = platform.key("acme"), platform.key("acme")
         assert post(platform, key, "/v1/completions", {"model": "base", "prompt": "x"}).status_code == 200
-        asyncio.run(platform.services.key_use.write())
-        keys = platform.services.key_admin.list_keys(platform.tenant_id("acme"))
+        asyncio.run(platform.services.keys.use.write())
+        keys = platform.services.keys.admin.list_keys(platform.tenant_id("acme"))
         used = {one.key_id: one.last_used_at for one in keys}
         assert used[key.split("_")[1]] is not None and used[idle.split("_")[1]] is None

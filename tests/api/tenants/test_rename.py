@@ -27,6 +27,13 @@ def rename(admin: httpx.Client, name: str, new_name: str) -> None:
     admin.patch(f"/admin/tenants/{name}", json={"name": new_name}).raise_for_status()
 
 
+def read_usage(admin: httpx.Client, tenant: str) -> list[tuple[str, str]]:
+    """The name and the id of the tenant in each result of the report."""
+    span = {"start_time": "1789000000", "end_time": "1791000000", "group_by": "tenant", "limit": 31}
+    found = admin.get("/admin/usage", params={**span, "tenant": tenant}).raise_for_status().json()
+    return [(one["tenant"], one["tenant_id"]) for bucket in found["data"] for one in bucket["results"]]
+
+
 def test_keys_adapters_and_pins_stay_with_the_tenant(platform: Platform, admin: httpx.Client) -> None:
     key = platform.key("old", "voice")
     tenant = platform.tenant_id("old")
@@ -175,11 +182,8 @@ def test_usage_and_entries_of_the_audit_log_are_found_by_the_new_name_and_by_the
     platform.key("before")
     with closing(Database(platform.directory / "slora.db")) as database:
         UsageLedger(database).add([record_of(tenant, "late", key_id)])
-    span = {"start_time": "1789000000", "end_time": "1791000000", "group_by": "tenant", "limit": 31}
     for name, count in (("after", 1), (tenant, 1), ("before", 0)):
-        found = admin.get("/admin/usage", params={**span, "tenant": name}).raise_for_status().json()
-        results = [result for bucket in found["data"] for result in bucket["results"]]
-        assert [(one["tenant"], one["tenant_id"]) for one in results] == [("after", tenant)] * count
+        assert read_usage(admin, name) == [("after", tenant)] * count
         entries = admin.get("/admin/audit", params={"tenant": name}).raise_for_status().json()["data"]
         assert ("tenant.rename" in {entry["action"] for entry in entries}) == bool(count)
         assert {entry["tenant_id"] == tenant for entry in entries} == {bool(count)}
@@ -188,18 +192,13 @@ def test_usage_and_entries_of_the_audit_log_are_found_by_the_new_name_and_by_the
 def test_reports_name_a_purged_tenant_apart_from_the_next_one_with_its_name(
     platform: Platform, admin: httpx.Client
 ) -> None:
-    def usage(name: str) -> list[tuple[str, str]]:
-        span = {"start_time": "1789000000", "end_time": "1791000000", "group_by": "tenant", "limit": 31}
-        found = admin.get("/admin/usage", params={**span, "tenant": name}).raise_for_status().json()
-        return [(one["tenant"], one["tenant_id"]) for bucket in found["data"] for one in bucket["results"]]
-
     platform.key("gone")
     tenant = platform.tenant_id("gone")
     with closing(Database(platform.directory / "slora.db")) as database:
         UsageLedger(database).add([record_of(tenant, "of-gone", "key")])
     body = {"confirm": "gone", "ledger": "keep"}
     admin.post("/admin/tenants/gone/purge", json=body).raise_for_status()
-    assert usage("gone") == [("gone", tenant)]
+    assert read_usage(admin, "gone") == [("gone", tenant)]
     platform.key("gone")
-    assert usage("gone") == [] and usage(tenant) == [("gone", tenant)]
+    assert read_usage(admin, "gone") == [] and read_usage(admin, tenant) == [("gone", tenant)]
     assert admin.get("/admin/usage", params={"tenant": "never"}).status_code == 404

@@ -94,8 +94,8 @@ def test_a_revocation_at_one_server_ends_the_streams_of_another(
         wait_for(lambda: len(second.engine.aborted) == num_aborted + 1 or None)
         assert not unharmed.ended_at
         assert post(second, key, COMPLETIONS, PROMPT).status_code == 401
-        first.services.key_admin.revoke_key(other.split("_")[1])
-    wait_for(lambda: not second.services.running._by_key or None)
+        first.services.keys.admin.revoke_key(other.split("_")[1])
+    wait_for(lambda: not second.services.keys.running._by_key or None)
 
 
 def test_a_request_without_a_stream_is_answered_401_when_its_key_is_revoked(
@@ -108,7 +108,7 @@ def test_a_request_without_a_stream_is_answered_401_when_its_key_is_revoked(
     num_requests = len(second.engine.requests)
     asking.start()
     wait_for(lambda: len(second.engine.requests) > num_requests or None)
-    first.services.key_admin.revoke_key(key.split("_")[1])
+    first.services.keys.admin.revoke_key(key.split("_")[1])
     asking.join(300)
     (answer,) = answers
     assert (answer.status_code, answer.json()["error"]["message"]) == (401, REVOKED)
@@ -123,7 +123,7 @@ def test_a_suspension_ends_the_streams_of_the_tenants_keys(servers: tuple[Platfo
             first.services.tenant_store.suspend(first.tenant_id("paused"))
         assert stream.events[-1]["error"]["code"] == "tenant_suspended"
         assert not unharmed.ended_at
-        first.services.key_admin.revoke_key(other.split("_")[1])
+        first.services.keys.admin.revoke_key(other.split("_")[1])
 
 
 def test_a_change_of_the_tenants_share_ends_no_stream(servers: tuple[Platform, Platform]) -> None:
@@ -133,7 +133,7 @@ def test_a_change_of_the_tenants_share_ends_no_stream(servers: tuple[Platform, P
         with first.client(ADMIN_KEY) as admin:
             admin.patch("/admin/tenants/changed", json={"weight": 2}).raise_for_status()
         key_id = key.split("_")[1]
-        cache = second.services.key_store._cache
+        cache = second.services.keys.store._cache
 
         def has_new_share() -> bool | None:
             record = found.record if (found := cache.get(key_id)) else None
@@ -141,7 +141,7 @@ def test_a_change_of_the_tenants_share_ends_no_stream(servers: tuple[Platform, P
 
         wait_for(has_new_share)
         assert not stream.ended_at
-        first.services.key_admin.revoke_key(key_id)
+        first.services.keys.admin.revoke_key(key_id)
 
 
 def test_a_key_in_the_revocation_journal_ends_its_streams(servers: tuple[Platform, Platform]) -> None:
@@ -149,7 +149,7 @@ def test_a_key_in_the_revocation_journal_ends_its_streams(servers: tuple[Platfor
     _, second = servers
     key = second.key("journalled")
     with streaming(second, key) as stream:
-        second.services.key_store.journal.add(key.split("_")[1])
+        second.services.keys.store.journal.add(key.split("_")[1])
     assert stream.events[-1]["error"]["message"] == REVOKED
 
 
@@ -162,10 +162,10 @@ def test_the_openai_client_raises_an_error_when_its_key_is_revoked(
     with pytest.raises(openai.APIError, match="was revoked"):
         for number, _ in enumerate(client.completions.create(**PROMPT, stream=True, max_tokens=50)):  # type: ignore
             if number == 0:
-                first.services.key_admin.revoke_key(key.split("_")[1])
+                first.services.keys.admin.revoke_key(key.split("_")[1])
     with pytest.raises(openai.AuthenticationError):
         client.models.list()
-    narrow = first.services.key_admin.create_key(first.tenant_id("sdk"), scopes=frozenset())[1].secret
+    narrow = first.services.keys.admin.create_key(first.tenant_id("sdk"), scopes=frozenset())[1].secret
     with pytest.raises(openai.PermissionDeniedError):
         client.with_options(api_key=narrow).models.list()
 
@@ -174,11 +174,11 @@ def test_an_expired_key_finishes_its_stream(tmp_path: Path) -> None:
     now = [time.time()]
     engine = ScriptedEngine([deltas_of(b"ok" * 20)])
     with running_platform(tmp_path, engine, follows=True) as platform:
-        platform.services.key_store.wall_clock = lambda: now[0]
+        platform.services.keys.store.wall_clock = lambda: now[0]
         platform.key("acme")
-        key = platform.services.key_admin.create_key(platform.tenant_id("acme"), expires_at=int(now[0]) + 60)[
-            1
-        ].secret
+        key = platform.services.keys.admin.create_key(
+            platform.tenant_id("acme"), expires_at=int(now[0]) + 60
+        )[1].secret
         engine.on_request = lambda _: now.__setitem__(0, now[0] + 120)
         body = {**PROMPT, "max_tokens": 40, "stream": True}
         answer = post(platform, key, COMPLETIONS, body)

@@ -1,41 +1,25 @@
 """`slora tenant` and `slora audit log` against a server, from creation to purge."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 
-from slora_api.cli.main import main
-from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.command import run_slora
+from tests.api.platform import ADMIN_KEY, Platform, post
 
 PROMPT = {"model": "base", "prompt": "hello"}
 
 
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
-
-
 @pytest.fixture
-def slora(
-    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    """Runs a subcommand that succeeds, and returns its output."""
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-
-    def run(*arguments: str) -> str:
-        assert main(arguments) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run
+def slora(platform: Platform) -> Callable[..., str]:
+    return partial(run_slora, platform.url, SLORA_ADMIN_KEY=ADMIN_KEY)
 
 
 def test_the_life_of_a_tenant(platform: Platform, slora: Callable[..., str]) -> None:
     slora("tenant", "create", "acme", "--weight", "2")
-    key = platform.services.key_admin.create_key(platform.tenant_id("acme"))[1].secret
+    key = platform.services.keys.admin.create_key(platform.tenant_id("acme"))[1].secret
     assert "`slora tenant resume acme` serves it again" in slora("tenant", "suspend", "acme")
     assert "suspended" in slora("tenant", "list")
     assert post(platform, key, "/v1/completions", PROMPT).status_code == 403
@@ -64,8 +48,8 @@ def test_the_life_of_a_tenant(platform: Platform, slora: Callable[..., str]) -> 
     assert len(json.loads(slora("audit", "log", "--limit", "2", "--json"))) == 2
 
 
-def test_a_purge_needs_the_name_twice(slora: Callable[..., str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_purge_needs_the_name_twice(slora: Callable[..., str]) -> None:
     slora("tenant", "create", "careful")
-    assert main(["tenant", "purge", "careful", "--confirm", "carefree", "--ledger", "keep"]) == 1
-    assert "`confirm` is 'carefree'; repeat the name of the tenant" in capsys.readouterr().err
+    told = slora("tenant", "purge", "careful", "--confirm", "carefree", "--ledger", "keep", code=1)
+    assert "`confirm` is 'carefree'; repeat the name of the tenant" in told
     assert "careful" in slora("tenant", "list")

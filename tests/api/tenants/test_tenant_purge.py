@@ -18,11 +18,14 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from slora_api.keys.key_admin import KeyAdmin
+from slora_api.operations.tenant_purge import TenantPurges
 from slora_api.tenants.tenant_store import KEPT_TABLES, OWN_TABLES, TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 from tests.adapters.hand_made import make_members, make_tensors
+from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, open_key_store, post
 from tests.api.served import Served, wait_for
+from tests.api.server.test_server import upload as push
 from tests.support.forked_program import ForkedProgram
 
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -127,7 +130,7 @@ def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
     key = platform.key(tenant)
     blobs = {upload(platform, key, f"a{number}", 100 + number) for number in range(2)}
     *path, name = step.split(".")
-    owner: Any = platform.services.purges
+    owner: Any = platform.find(TenantPurges)
     for part in path:
         owner = getattr(owner, part)
     real, calls = getattr(owner, name), []
@@ -179,24 +182,16 @@ def test_a_purge_deletes_the_same_rows_on_both_databases(database_place: str, tm
         assert rows_with(database, stayer) >= {"tenants", "api_keys", "usage_records", "usage_buckets"}
 
 
-def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: Served, kit: Any) -> None:
+def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: Served, kit: Kit) -> None:
     key, other = server.make_key("purged-tenant"), server.make_key("purge-witness")
     asked = {"model": "voice", "prompt": "hello hello hello hello", "max_tokens": 8, "temperature": 0}
-
-    def push(secret: str) -> None:
-        files = {
-            "config": (kit.wide / "adapter_config.json").read_bytes(),
-            "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
-        }
-        with server.client(secret) as client:
-            client.post("/v1/adapters", data={"name": "voice"}, files=files).raise_for_status()
 
     def complete(secret: str) -> httpx.Response:
         with server.client(secret) as client:
             return client.post("/v1/completions", json=asked)
 
     for secret in (key, other):
-        push(secret)
+        push(server, secret, "voice", kit.wide).raise_for_status()
     before = complete(other).raise_for_status().json()["choices"]
     assert complete(key).raise_for_status().json()["choices"] == before
     with server.client(ADMIN_KEY) as admin:
@@ -206,7 +201,7 @@ def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: S
     assert complete(other).raise_for_status().json()["choices"] == before
     again = server.make_key("purged-tenant")
     assert complete(again).status_code == 404
-    push(again)
+    push(server, again, "voice", kit.wide).raise_for_status()
     assert complete(again).raise_for_status().json()["choices"] == before
 
 

@@ -12,8 +12,7 @@ from slora.core.request import TenantShare
 from slora_adapters.database.database import Database
 from slora_api.core.errors import BadRequest, NotFound
 from slora_api.tenants.tenant_store import ShareChanges, TenantStore
-from tests.api.platform import Platform, open_tenant_store, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform, open_tenant_store, post
 
 PROMPT = {"model": "base", "prompt": "hello"}
 DEFAULT = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priority": 0}
@@ -23,12 +22,6 @@ DEFAULT = {"weight": 1.0, "min_pool_share": 0.0, "max_pool_share": 1.0, "priorit
 def tenant_store(database_place: str, tmp_path: Path) -> Iterator[TenantStore]:
     with closing(Database(database_place)) as database:
         yield open_tenant_store(database, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
 
 
 def share_of(tenant: dict[str, Any]) -> dict[str, Any]:
@@ -75,11 +68,6 @@ def test_tenants_are_listed_in_pages_and_found_by_a_part_of_their_name(admin: ht
     for params in ({"limit": 0}, {"limit": 1001}, {"contains": "a" * 129}, {"name": ["a"] * 101}):
         refused = admin.get("/admin/tenants", params=params)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, next(iter(params)))
-
-
-def test_a_tenant_can_be_made_with_a_share(admin: httpx.Client) -> None:
-    made = admin.post("/admin/tenants", json={"name": "made", "weight": 3, "max_pool_share": 0.25})
-    assert share_of(made.json()) == DEFAULT | {"weight": 3.0, "max_pool_share": 0.25}
 
 
 def test_a_new_share_holds_for_the_very_next_request_of_the_process_that_makes_it(

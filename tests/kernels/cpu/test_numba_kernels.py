@@ -59,7 +59,7 @@ def test_warming_up_compiles_every_worker_once() -> None:
     kernels = numba_kernels.NumbaKernels()
     geometry = KVGeometry(1, 1, 1, 16, 16, torch.float32)
     kernels.warm_up(geometry)
-    compiled = numba_kernels._compile.cache_info().misses
+    compiled = numba_kernels.compile_for_dtype.cache_info().misses
     kernels.warm_up(geometry)
     kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
-    assert numba_kernels._compile.cache_info().misses == compiled
+    assert numba_kernels.compile_for_dtype.cache_info().misses == compiled

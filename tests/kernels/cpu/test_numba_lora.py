@@ -16,17 +16,16 @@ numba_lora_plan = pytest.importorskip("slora_kernels.cpu.lora_plan")
 intrinsics = pytest.importorskip("slora_kernels.cpu.intrinsics")
 
 
-def test_expand_waits_for_the_shrink_of_other_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    # Both tiles are cut, whatever the number of threads.
-    monkeypatch.setattr(numba_lora_plan, "_WHOLE_TILES", 3)
+def test_expand_waits_for_the_shrink_of_other_threads() -> None:
     shape = llama_shape(1, 64, 2, 2, 16, 128, 300, 4)
     scene = build_adapters(shape, torch.float32, [[8] * 7 + [0, 0]] * 2)
     tiles = build_tiles([(0, 0, 3), (1, 3, 4)], scene.tables)
     site = shape.sites[0]
     x, out = torch.randn(7, 64), torch.zeros(7, sum(site.widths))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # With one thread, the tiles would not be cut.
     plan = numba_lora_plan.LoraPlan(tiles, scene.tables, lambda numbers: torch.empty(2, numbers))
+    torch.set_num_threads(threads)
     job, _ = plan.make_job(out, numba_lora_plan.DeferredShrink(x), scene.pages, site)
     shrinks_at = intrinsics.NUM_WORDS + intrinsics.FIELD_WORDS * numba_lora.NUM_SHRINK_ITEMS
     num_shrinks = job[shrinks_at]
@@ -34,7 +33,10 @@ def test_expand_waits_for_the_shrink_of_other_threads(
     missing = array("q", job)
     job[intrinsics.NEXT_ITEM] = 1
     missing[intrinsics.NUM_ITEMS] = missing[shrinks_at] = 1
-    worker, team = numba_kernels._compile(numba_lora.lora_worker, torch.float32).address, ThreadTeam()
+    worker, team = (
+        numba_kernels.compile_for_dtype(numba_lora.lora_worker, torch.float32).address,
+        ThreadTeam(),
+    )
     thread = Thread(target=team.run, args=(worker, job.buffer_info()[0], 1))
     thread.start()
     while thread.is_alive() and job[intrinsics.NEXT_ITEM] <= num_shrinks:

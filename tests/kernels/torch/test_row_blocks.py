@@ -131,6 +131,6 @@ def test_rows_that_are_not_aligned_are_the_same_bits() -> None:
 @given(st.integers(1, 3000), st.sets(st.sampled_from(ROW_COUNTS), min_size=1))
 def test_only_the_last_block_of_a_cut_is_padded(rows: int, sizes: set[int]) -> None:
     counts = tuple(sorted(sizes))
-    cut = row_blocks._cut_rows(rows, counts)
+    cut = row_blocks.cut_rows(rows, counts)
     assert set(cut) <= sizes
     assert sum(cut[:-1]) < rows <= sum(cut)

@@ -2,10 +2,11 @@
 
 import asyncio
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import select
@@ -34,6 +35,7 @@ from slora_api.usage.usage_recorder import UsageRecorder
 from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.scripted_engine import ScriptedEngine
 from tests.support.engine_stack import find_owner, wait_until
+from tests.support.event_loop import on_event_loop
 
 # The longest wait for something that takes milliseconds.
 LIMIT_S = 60.0
@@ -136,6 +138,14 @@ class Bench:
         )
         return self.owner(request_id)
 
+    async def begin_stream(self, request: EngineRequest) -> tuple[asyncio.Task[list[int]], FakeEngine]:
+        """Returns the stream, which has its first token, and the engine that computes it."""
+        stream = asyncio.create_task(read(self.group.generate(request)))
+        owner = await self.wait_for_owner()
+        owner.send(7)
+        await wait_until(lambda: self.group._answers["r"].num_tokens == 1)
+        return stream, owner
+
     async def wait_for_other_owner(self, lost: FakeEngine) -> FakeEngine:
         await wait_until(
             lambda: find_owner(self.group, "r") not in (None, lost.name) and self.owner().added != []
@@ -171,6 +181,22 @@ async def running_bench(num_engines: int, resume_s: float = LIMIT_S) -> AsyncIte
             journal.close()
 
 
+def on_bench(
+    num_engines: int,
+) -> Callable[[Callable[[Bench], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    """Runs a test with a group of fake engines."""
+
+    def decorate(test: Callable[[Bench], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        @on_event_loop
+        async def run() -> None:
+            async with running_bench(num_engines) as bench:
+                await test(bench)
+
+        return run
+
+    return decorate
+
+
 def ask(name: str = "r", **sampling: int) -> EngineRequest:
     return EngineRequest(
         name, "t", [1, 2], (), SamplingParams(max_tokens=9, seed=1, **sampling), account="key"
@@ -181,318 +207,249 @@ async def read(stream: AsyncGenerator[list[TokenDelta], None]) -> list[int]:
     return [token_id async for deltas in stream for delta in deltas for token_id in delta.token_ids]
 
 
-def test_a_stream_ends_when_the_process_of_its_group_ends() -> None:
+@on_bench(2)
+async def test_a_stream_ends_when_the_process_of_its_group_ends(bench: Bench) -> None:
     """It once waited without a limit for the usage, which no engine reports then."""
-
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            await bench.wait_for_owner()
-            bench.running.cancel()
-            with pytest.raises(EngineUnavailable):
-                await stream
-
-    asyncio.run(main())
+    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    await bench.wait_for_owner()
+    bench.running.cancel()
+    with pytest.raises(EngineUnavailable):
+        await stream
 
 
-def test_a_request_that_loses_too_many_engines_without_a_new_token_is_given_up() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            engine = bench.engines[0]
-            await bench.wait_for_owner()
-            engine.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            for number in range(MAX_LOSSES):
-                await bench.begin_request(engine)
-                await engine.die()
-                if number < MAX_LOSSES - 1:
-                    await engine.start()
-            with pytest.raises(EngineUnavailable, match=f"{MAX_LOSSES} engines died"):
-                await stream
-            assert bench.usage == {"r": None}
-
-    asyncio.run(main())
+@on_bench(1)
+async def test_a_request_that_loses_too_many_engines_without_a_new_token_is_given_up(bench: Bench) -> None:
+    stream, engine = await bench.begin_stream(ask())
+    for number in range(MAX_LOSSES):
+        await bench.begin_request(engine)
+        await engine.die()
+        if number < MAX_LOSSES - 1:
+            await engine.start()
+    with pytest.raises(EngineUnavailable, match=f"{MAX_LOSSES} engines died"):
+        await stream
+    assert bench.usage == {"r": None}
 
 
-def test_a_request_that_only_waits_in_queues_may_lose_any_number_of_engines() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            engine = bench.engines[0]
-            for _ in range(MAX_LOSSES + 2):
-                await wait_until(lambda: bool(engine.added))
-                await engine.die()
-                await engine.start()
-            await wait_until(lambda: bool(engine.added))
-            engine.send(99, FinishReason.STOP)
-            assert await stream == [99]
-
-    asyncio.run(main())
+@on_bench(1)
+async def test_a_request_that_only_waits_in_queues_may_lose_any_number_of_engines(bench: Bench) -> None:
+    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    engine = bench.engines[0]
+    for _ in range(MAX_LOSSES + 2):
+        await wait_until(lambda: bool(engine.added))
+        await engine.die()
+        await engine.start()
+    await wait_until(lambda: bool(engine.added))
+    engine.send(99, FinishReason.STOP)
+    assert await stream == [99]
 
 
-def test_a_request_that_proceeds_may_lose_any_number_of_engines() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            engine = bench.engines[0]
-            for number in range(MAX_LOSSES + 2):
-                await wait_until(lambda: bool(engine.added))
-                engine.send(number)
-                await wait_until(lambda count=number: bench.group._answers["r"].num_tokens == count + 1)  # type: ignore[misc]
-                await engine.die()
-                await engine.start()
-            await wait_until(lambda: bool(engine.added))
-            engine.send(99, FinishReason.STOP)
-            assert await stream == [*range(MAX_LOSSES + 2), 99]
-            assert bench.usage == {"r": RequestUsage(1, 0, 3)}
-
-    asyncio.run(main())
+@on_bench(1)
+async def test_a_request_that_proceeds_may_lose_any_number_of_engines(bench: Bench) -> None:
+    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    engine = bench.engines[0]
+    for number in range(MAX_LOSSES + 2):
+        await wait_until(lambda: bool(engine.added))
+        engine.send(number)
+        await wait_until(lambda count=number: bench.group._answers["r"].num_tokens == count + 1)  # type: ignore[misc]
+        await engine.die()
+        await engine.start()
+    await wait_until(lambda: bool(engine.added))
+    engine.send(99, FinishReason.STOP)
+    assert await stream == [*range(MAX_LOSSES + 2), 99]
+    assert bench.usage == {"r": RequestUsage(1, 0, 3)}
 
 
-def test_an_engine_that_drains_hands_its_requests_over_and_records_no_usage() -> None:
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            left = await bench.wait_for_owner()
-            left.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            await left.server.drain()
-            assert left.num_aborted == 1 and left.server._peers
-            left.server.abandon_all()
-            assert not bench.group.health[left.name]
-            other = await bench.wait_for_owner()
-            assert other is not left
-            emitted = other.added[0].emitted
-            assert emitted is not None and emitted.choices == ((7,),)
-            other.send(8, FinishReason.STOP)
-            assert await stream == [7, 8]
-            assert bench.usage == {"r": RequestUsage(1, 0, 3)}
-            assert bench.group._answers == {}
-
-    asyncio.run(main())
+@on_bench(2)
+async def test_an_engine_that_drains_hands_its_requests_over_and_records_no_usage(bench: Bench) -> None:
+    stream, left = await bench.begin_stream(ask())
+    await left.server.drain()
+    assert left.num_aborted == 1 and left.server._peers
+    left.server.abandon_all()
+    assert not bench.group.health[left.name]
+    other = await bench.wait_for_owner()
+    assert other is not left
+    emitted = other.added[0].emitted
+    assert emitted is not None and emitted.choices == ((7,),)
+    other.send(8, FinishReason.STOP)
+    assert await stream == [7, 8]
+    assert bench.usage == {"r": RequestUsage(1, 0, 3)}
+    assert bench.group._answers == {}
 
 
-def test_an_engine_that_is_told_to_stop_hands_its_requests_over_at_once() -> None:
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            left = await bench.wait_for_owner()
-            left.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            assert bench.group.can_stop(left.name)
-            bench.group.stop_engine(left.name)
-            assert not bench.group.can_stop(left.name)
-            other = await bench.wait_for_other_owner(left)
-            await wait_until(lambda: left.num_stops == 1 and left.num_aborted == 1)
-            assert bench.group.problems == {
-                left.name: "it stops, and is then started again",
-                other.name: None,
-            }
-            await left.die()
-            await wait_until(lambda: bench.group.problems[left.name] == "it is starting")
-            assert not bench.group.can_stop(left.name)
-            with pytest.raises(EngineUnavailable):
-                bench.group.stop_engine(left.name)
-            other.send(8, FinishReason.STOP)
-            assert await stream == [7, 8]
-            assert bench.usage == {"r": RequestUsage(1, 0, 3)}
-
-    asyncio.run(main())
+@on_bench(2)
+async def test_an_engine_that_is_told_to_stop_hands_its_requests_over_at_once(bench: Bench) -> None:
+    stream, left = await bench.begin_stream(ask())
+    assert bench.group.can_stop(left.name)
+    bench.group.stop_engine(left.name)
+    assert not bench.group.can_stop(left.name)
+    other = await bench.wait_for_other_owner(left)
+    await wait_until(lambda: left.num_stops == 1 and left.num_aborted == 1)
+    assert bench.group.problems == {
+        left.name: "it stops, and is then started again",
+        other.name: None,
+    }
+    await left.die()
+    await wait_until(lambda: bench.group.problems[left.name] == "it is starting")
+    assert not bench.group.can_stop(left.name)
+    with pytest.raises(EngineUnavailable):
+        bench.group.stop_engine(left.name)
+    other.send(8, FinishReason.STOP)
+    assert await stream == [7, 8]
+    assert bench.usage == {"r": RequestUsage(1, 0, 3)}
 
 
-def test_the_reason_why_an_engine_gets_no_requests_is_known() -> None:
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            first, second = (engine.name for engine in bench.engines)
-            bench.group.is_stalled = lambda name: name == first
-            assert bench.group.problems == {first: "it makes no progress", second: None}
-            bench.group.is_stalled = lambda name: False
-            await bench.engines[0].die()
-            odd = bench.engines[0] = bench.make_engine(0, dtype="bfloat16")
-            await odd.start()
-            await wait_until(lambda: bench.group._by_name[first].mismatch is not None)
-            assert bench.group.problems == {
-                first: "its dtype is bfloat16, but that of the other replicas is float32",
-                second: None,
-            }
-
-    asyncio.run(main())
+@on_bench(2)
+async def test_the_reason_why_an_engine_gets_no_requests_is_known(bench: Bench) -> None:
+    first, second = (engine.name for engine in bench.engines)
+    bench.group.is_stalled = lambda name: name == first
+    assert bench.group.problems == {first: "it makes no progress", second: None}
+    bench.group.is_stalled = lambda name: False
+    await bench.engines[0].die()
+    odd = bench.engines[0] = bench.make_engine(0, dtype="bfloat16")
+    await odd.start()
+    await wait_until(lambda: bench.group._by_name[first].mismatch is not None)
+    assert bench.group.problems == {
+        first: "its dtype is bfloat16, but that of the other replicas is float32",
+        second: None,
+    }
 
 
-def test_engines_join_and_leave_while_the_group_runs() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            first = await bench.wait_for_owner()
-            second = bench.make_engine(1)
-            bench.engines.append(second)
-            await second.start()
-            bench.group.add(second.name, second.socket)
-            await wait_until(lambda: bench.group.health.get(second.name, False))
-            bench.group.remove(first.name)
-            assert await bench.wait_for_owner() is second
-            await wait_until(lambda: first.num_aborted == 1 and not first.server._peers)
-            second.send(8, FinishReason.STOP)
-            assert await stream == [8]
-            assert bench.usage == {"r": RequestUsage(1, 0, 3)}
-            bench.group.remove(second.name)
-            with pytest.raises(EngineUnavailable, match="is being started"):
-                await read(bench.group.generate(ask("refused")))
-
-    asyncio.run(main())
+@on_bench(1)
+async def test_engines_join_and_leave_while_the_group_runs(bench: Bench) -> None:
+    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    first = await bench.wait_for_owner()
+    second = bench.make_engine(1)
+    bench.engines.append(second)
+    await second.start()
+    bench.group.add(second.name, second.socket)
+    await wait_until(lambda: bench.group.health.get(second.name, False))
+    bench.group.remove(first.name)
+    assert await bench.wait_for_owner() is second
+    await wait_until(lambda: first.num_aborted == 1 and not first.server._peers)
+    second.send(8, FinishReason.STOP)
+    assert await stream == [8]
+    assert bench.usage == {"r": RequestUsage(1, 0, 3)}
+    bench.group.remove(second.name)
+    with pytest.raises(EngineUnavailable, match="is being started"):
+        await read(bench.group.generate(ask("refused")))
 
 
-def test_a_request_whose_connection_broke_is_billed_once_and_whole() -> None:
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            recorder = UsageRecorder(bench.group, bench.journal)
-            opened = recorder.open(PartialAnswer(ask()))
-            stream = asyncio.create_task(read(bench.group.generate(opened.answer.request)))
-            first = await bench.wait_for_owner()
-            first.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            cut = EndedRequest(first.added[-1].request_id, RequestUsage(2, 0, 1), TIMING)
-            await first.break_connections()
-            first.server.deliver([], [cut])
-            with closing(Database(bench.root / "slora.db")) as database:
-                shipper = UsageShipper(bench.journal, bench.root / "usage", UsageLedger(database), None)
-                await asyncio.to_thread(shipper.ship)
-                query = select(schema.usage_records.c.prompt_tokens, schema.usage_records.c.generated_tokens)
-                assert database.read(query) == [(2, 1)]
-                second = await bench.wait_for_other_owner(first)
-                second.send(8, FinishReason.STOP)
-                assert await stream == [7, 8]
-                await recorder.wait([opened])
-                await asyncio.to_thread(shipper.ship)
-                assert database.read(query) == [(1, 3)]
-
-    asyncio.run(main())
+async def check_billed_whole(bench: Bench, lose: Callable[[FakeEngine], Coroutine[Any, Any, None]]) -> None:
+    """The first engine records the usage so far, which enters the ledger first. lose: how it loses the request."""
+    recorder = UsageRecorder(bench.group, bench.journal)
+    opened = recorder.open(PartialAnswer(ask()))
+    stream, first = await bench.begin_stream(opened.answer.request)
+    cut = EndedRequest(first.added[-1].request_id, RequestUsage(2, 0, 1), TIMING)
+    await lose(first)
+    first.server.deliver([], [cut])
+    with closing(Database(bench.root / "slora.db")) as database:
+        shipper = UsageShipper(bench.journal, bench.root / "usage", UsageLedger(database), None)
+        await asyncio.to_thread(shipper.ship)
+        query = select(schema.usage_records.c.prompt_tokens, schema.usage_records.c.generated_tokens)
+        assert database.read(query) == [(2, 1)]
+        second = await bench.wait_for_other_owner(first)
+        second.send(8, FinishReason.STOP)
+        assert await stream == [7, 8]
+        await recorder.wait([opened])
+        await asyncio.to_thread(shipper.ship)
+        assert database.read(query) == [(1, 3)]
 
 
-def test_a_request_that_is_released_after_the_drain_ended_is_billed_once_and_whole() -> None:
-    """The engine has recorded the usage so far by then, which may enter the ledger first."""
-
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            recorder = UsageRecorder(bench.group, bench.journal)
-            opened = recorder.open(PartialAnswer(ask()))
-            stream = asyncio.create_task(read(bench.group.generate(opened.answer.request)))
-            first = await bench.wait_for_owner()
-            first.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            cut = EndedRequest(first.added[-1].request_id, RequestUsage(2, 0, 1), TIMING)
-            # No await in between: the engine gives up the drain before the API process has read that it drains.
-            first.server._is_draining = True
-            first.server.broadcast_status()
-            first.server.abandon_all()
-            first.server.deliver([], [cut])
-            with closing(Database(bench.root / "slora.db")) as database:
-                shipper = UsageShipper(bench.journal, bench.root / "usage", UsageLedger(database), None)
-                await asyncio.to_thread(shipper.ship)
-                query = select(schema.usage_records.c.prompt_tokens, schema.usage_records.c.generated_tokens)
-                assert database.read(query) == [(2, 1)]
-                second = await bench.wait_for_other_owner(first)
-                second.send(8, FinishReason.STOP)
-                assert await stream == [7, 8]
-                await recorder.wait([opened])
-                await asyncio.to_thread(shipper.ship)
-                assert database.read(query) == [(1, 3)]
-
-    asyncio.run(main())
+@on_bench(2)
+async def test_a_request_whose_connection_broke_is_billed_once_and_whole(bench: Bench) -> None:
+    await check_billed_whole(bench, FakeEngine.break_connections)
 
 
-def test_a_stalled_engine_gets_requests_only_if_no_other_engine_serves() -> None:
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            stalled, other = bench.engines
-            bench.group.is_stalled = stalled.name.__eq__
-            streams = [asyncio.create_task(read(bench.group.generate(ask(f"{n}")))) for n in range(6)]
-            await wait_until(lambda: len(other.added) == 6)
-            await other.die()
-            await wait_until(lambda: len(stalled.added) == 6)
-            for stream in streams:
-                stream.cancel()
-            await asyncio.gather(*streams, return_exceptions=True)
+@on_bench(2)
+async def test_a_request_that_is_released_after_the_drain_ended_is_billed_once_and_whole(
+    bench: Bench,
+) -> None:
+    async def end_drain(engine: FakeEngine) -> None:
+        """Without an await in between: the API process has not read yet that the engine drains."""
+        engine.server._is_draining = True
+        engine.server.broadcast_status()
+        engine.server.abandon_all()
 
-    asyncio.run(main())
+    await check_billed_whole(bench, end_drain)
 
 
-def test_an_engine_that_differs_from_the_others_gets_no_requests() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            bench.engines.append(odd := bench.make_engine(1, max_model_len=17))
-            await odd.start()
-            bench.group.add(odd.name, odd.socket)
-            await wait_until(lambda: bool(odd.server._peers))
-            await bench.engines[0].die()
-            await wait_until(lambda: not bench.group.ready)
-            with pytest.raises(EngineUnavailable):
-                await read(bench.group.generate(ask()))
-            assert odd.added == [] and not bench.group.health[odd.name]
-
-    asyncio.run(main())
+@on_bench(2)
+async def test_a_stalled_engine_gets_requests_only_if_no_other_engine_serves(bench: Bench) -> None:
+    stalled, other = bench.engines
+    bench.group.is_stalled = stalled.name.__eq__
+    streams = [asyncio.create_task(read(bench.group.generate(ask(f"{n}")))) for n in range(6)]
+    await wait_until(lambda: len(other.added) == 6)
+    await other.die()
+    await wait_until(lambda: len(stalled.added) == 6)
+    for stream in streams:
+        stream.cancel()
+    await asyncio.gather(*streams, return_exceptions=True)
 
 
-def test_an_engine_with_another_protocol_version_gets_no_requests_and_does_not_end_the_group() -> None:
-    async def main() -> None:
-        async with running_bench(1) as bench:
-            bench.engines.append(odd := bench.make_engine(1))
-            odd.hello["protocol"] = 0
-            await odd.start()
-            bench.group.add(odd.name, odd.socket)
-            await wait_until(lambda: "version 0" in (bench.group._by_name[odd.name].mismatch or ""))
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            assert await bench.wait_for_owner() is bench.engines[0]
-            bench.engines[0].send(8, FinishReason.STOP)
-            assert await stream == [8]
-            assert not bench.group.health[odd.name] and not bench.running.done()
-            await bench.engines[0].die()
-            await odd.break_connections()
-            with pytest.raises(EngineUnavailable, match="restart both from the same installation"):
-                await bench.running
-
-    asyncio.run(main())
+@on_bench(1)
+async def test_an_engine_that_differs_from_the_others_gets_no_requests(bench: Bench) -> None:
+    bench.engines.append(odd := bench.make_engine(1, max_model_len=17))
+    await odd.start()
+    bench.group.add(odd.name, odd.socket)
+    await wait_until(lambda: bool(odd.server._peers))
+    await bench.engines[0].die()
+    await wait_until(lambda: not bench.group.ready)
+    with pytest.raises(EngineUnavailable):
+        await read(bench.group.generate(ask()))
+    assert odd.added == [] and not bench.group.health[odd.name]
 
 
-def test_the_usage_of_an_ended_answer_is_reported_even_if_its_engine_was_lost() -> None:
+@on_bench(1)
+async def test_an_engine_with_another_protocol_version_gets_no_requests_and_does_not_end_the_group(
+    bench: Bench,
+) -> None:
+    bench.engines.append(odd := bench.make_engine(1))
+    odd.hello["protocol"] = 0
+    await odd.start()
+    bench.group.add(odd.name, odd.socket)
+    await wait_until(lambda: "version 0" in (bench.group._by_name[odd.name].mismatch or ""))
+    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    assert await bench.wait_for_owner() is bench.engines[0]
+    bench.engines[0].send(8, FinishReason.STOP)
+    assert await stream == [8]
+    assert not bench.group.health[odd.name] and not bench.running.done()
+    await bench.engines[0].die()
+    await odd.break_connections()
+    with pytest.raises(EngineUnavailable, match="restart both from the same installation"):
+        await bench.running
+
+
+@on_bench(2)
+async def test_the_usage_of_an_ended_answer_is_reported_even_if_its_engine_was_lost(bench: Bench) -> None:
     """A stop string ends all choices. The recorder then waits for the usage before it closes the stream."""
-
-    async def main() -> None:
-        async with running_bench(2) as bench:
-            stream = bench.group.generate(ask())
-            reading = asyncio.create_task(anext(stream))
-            owner = await bench.wait_for_owner()
-            owner.send(7)
-            await reading
-            bench.group.end_choice("r", 0)
-            await owner.die()
-            await wait_until(lambda: bench.usage == {"r": None})
-            await stream.aclose()
-
-    asyncio.run(main())
+    stream = bench.group.generate(ask())
+    reading = asyncio.create_task(anext(stream))
+    owner = await bench.wait_for_owner()
+    owner.send(7)
+    await reading
+    bench.group.end_choice("r", 0)
+    await owner.die()
+    await wait_until(lambda: bench.usage == {"r": None})
+    await stream.aclose()
 
 
-def test_an_answer_does_not_continue_on_an_engine_with_another_model(
+@on_event_loop
+async def test_an_answer_does_not_continue_on_an_engine_with_another_model(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A cluster may be deployed again with another model, while its servers have answers in progress."""
-
-    async def main() -> None:
-        async with running_bench(1, resume_s=0.2) as bench:
-            stream = asyncio.create_task(read(bench.group.generate(ask())))
-            first = await bench.wait_for_owner()
-            first.send(7)
-            await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
-            await first.die()
-            bench.group.remove(first.name)
-            odd = bench.make_engine(9, model_name="another")
-            await odd.start()
-            bench.group.add(odd.name, odd.socket)
-            await wait_until(lambda: "its model_name is another" in caplog.text)
-            with pytest.raises(EngineUnavailable):
-                await stream
-            assert not odd.added
-            await odd.die()
-
-    asyncio.run(main())
+    async with running_bench(1, resume_s=0.2) as bench:
+        stream = asyncio.create_task(read(bench.group.generate(ask())))
+        first = await bench.wait_for_owner()
+        first.send(7)
+        await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+        await first.die()
+        bench.group.remove(first.name)
+        odd = bench.make_engine(9, model_name="another")
+        await odd.start()
+        bench.group.add(odd.name, odd.socket)
+        await wait_until(lambda: "its model_name is another" in caplog.text)
+        with pytest.raises(EngineUnavailable):
+            await stream
+        assert not odd.added
+        await odd.die()

@@ -10,8 +10,9 @@ from slora.core.engine_state import Backlog, EngineReport, ServiceSpan
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from tests.slora.client.test_replica_loss import Bench, FakeEngine, read, running_bench
+from tests.slora.client.test_replica_loss import Bench, FakeEngine, on_bench, read, running_bench
 from tests.support.engine_stack import wait_until
+from tests.support.event_loop import on_event_loop
 
 VERSION = AdapterVersion("t", "a" * 64)
 
@@ -42,68 +43,59 @@ async def report(bench: Bench, engine: FakeEngine, report: EngineReport) -> None
     )
 
 
-def test_a_request_goes_to_the_engine_that_reports_less_work() -> None:
+@on_bench(3)
+async def test_a_request_goes_to_the_engine_that_reports_less_work(bench: Bench) -> None:
     """This group has sent nothing before: the work is that of other API processes."""
-
-    async def main() -> None:
-        async with running_bench(3) as bench:
-            for engine, load_s in zip(bench.engines, (9.0, 1.0, 9.0), strict=True):
-                await report(bench, engine, EngineReport(0, Backlog(0, 1, load_s, 1e-3, 1e-3)))
-            went = await find_engines(bench, [ask(str(number), first=number) for number in range(12)])
-            assert went == {"engine-1": 12}
-
-    asyncio.run(main())
+    for engine, load_s in zip(bench.engines, (9.0, 1.0, 9.0), strict=True):
+        await report(bench, engine, EngineReport(0, Backlog(0, 1, load_s, 1e-3, 1e-3)))
+    went = await find_engines(bench, [ask(str(number), first=number) for number in range(12)])
+    assert went == {"engine-1": 12}
 
 
-def test_a_request_goes_where_its_adapter_is_although_another_process_brought_it_there() -> None:
-    async def main() -> None:
-        async with running_bench(3) as bench:
-            for engine in bench.engines:
-                held = frozenset([VERSION] if engine is bench.engines[1] else [])
-                await report(bench, engine, EngineReport(0, Backlog(0, 1, 1.0, 1e-6, 1e-6), held))
-            requests = [ask(str(number), first=number, adapter=VERSION) for number in range(6)]
-            assert await find_engines(bench, requests) == {"engine-1": 6}
-
-    asyncio.run(main())
+@on_bench(3)
+async def test_a_request_goes_where_its_adapter_is_although_another_process_brought_it_there(
+    bench: Bench,
+) -> None:
+    for engine in bench.engines:
+        held = frozenset([VERSION] if engine is bench.engines[1] else [])
+        await report(bench, engine, EngineReport(0, Backlog(0, 1, 1.0, 1e-6, 1e-6), held))
+    requests = [ask(str(number), first=number, adapter=VERSION) for number in range(6)]
+    assert await find_engines(bench, requests) == {"engine-1": 6}
 
 
 @pytest.mark.parametrize("prefix_cache", ["tenant", "public", "off"])
-def test_prompts_with_the_same_beginning_go_to_one_engine_until_it_has_more_work(prefix_cache: str) -> None:
-    async def main() -> None:
-        async with running_bench(3) as bench:
-            bench.group._info = replace(bench.group.info, prefix_cache=prefix_cache)
-            group = bench.group
-            keys = {tenant: group._find_prefix_key(ask("0", tenant=tenant)) for tenant in ("t", "u")}
-            adapted = group._find_prefix_key(ask("0", adapter=VERSION))
-            if prefix_cache == "off":
-                assert not any([*keys.values(), adapted])
-                return
-            assert (keys["t"] == keys["u"]) == (prefix_cache == "public")
-            assert adapted not in keys.values()
-            for engine in bench.engines:
-                await report(bench, engine, EngineReport(0, Backlog(0, 1, 1.0, 1e-6, 1e-6)))
-            (home,) = await find_engines(bench, [ask(str(number)) for number in range(8)])
-            others = await find_engines(bench, [ask(str(number), first=number) for number in range(20, 50)])
-            assert len(others) == 3, "each beginning has an engine of its own"
-            busy = next(one for one in bench.engines if one.name == home)
-            await report(bench, busy, EngineReport(0, Backlog(0, 1, 1.5, 1e-6, 1e-6)))
-            assert home not in await find_engines(bench, [ask(str(number)) for number in range(60, 64)])
+@on_event_loop
+async def test_prompts_with_the_same_beginning_go_to_one_engine_until_it_has_more_work(
+    prefix_cache: str,
+) -> None:
+    async with running_bench(3) as bench:
+        bench.group._info = replace(bench.group.info, prefix_cache=prefix_cache)
+        group = bench.group
+        keys = {tenant: group.find_prefix_key(ask("0", tenant=tenant)) for tenant in ("t", "u")}
+        adapted = group.find_prefix_key(ask("0", adapter=VERSION))
+        if prefix_cache == "off":
+            assert not any([*keys.values(), adapted])
+            return
+        assert (keys["t"] == keys["u"]) == (prefix_cache == "public")
+        assert adapted not in keys.values()
+        for engine in bench.engines:
+            await report(bench, engine, EngineReport(0, Backlog(0, 1, 1.0, 1e-6, 1e-6)))
+        (home,) = await find_engines(bench, [ask(str(number)) for number in range(8)])
+        others = await find_engines(bench, [ask(str(number), first=number) for number in range(20, 50)])
+        assert len(others) == 3, "each beginning has an engine of its own"
+        busy = next(one for one in bench.engines if one.name == home)
+        await report(bench, busy, EngineReport(0, Backlog(0, 1, 1.5, 1e-6, 1e-6)))
+        assert home not in await find_engines(bench, [ask(str(number)) for number in range(60, 64)])
 
-    asyncio.run(main())
 
-
-def test_the_service_of_an_engine_is_told_to_the_other_engines_alone() -> None:
+@on_bench(3)
+async def test_the_service_of_an_engine_is_told_to_the_other_engines_alone(bench: Bench) -> None:
     """Several API processes tell it several times, and the engines count it once."""
-
-    async def main() -> None:
-        async with running_bench(3) as bench:
-            first, *others = bench.engines
-            span = ServiceSpan("t", False, 10.0, 25.5)
-            first.server.deliver_report(EngineReport(spans=(span,)))
-            workers = [engine._worker for engine in others]
-            await wait_until(lambda: all(worker._elsewhere for worker in workers))
-            for worker in workers:
-                assert list(worker._elsewhere) == [(first.server._engine, [span])]
-            assert not first._worker._elsewhere
-
-    asyncio.run(main())
+    first, *others = bench.engines
+    span = ServiceSpan("t", False, 10.0, 25.5)
+    first.server.deliver_report(EngineReport(spans=(span,)))
+    workers = [engine._worker for engine in others]
+    await wait_until(lambda: all(worker._elsewhere for worker in workers))
+    for worker in workers:
+        assert list(worker._elsewhere) == [(first.server._engine, [span])]
+    assert not first._worker._elsewhere

@@ -122,11 +122,9 @@ def test_a_stranger_never_reaches_the_engine(sent: bytes) -> None:
     assert not served
 
 
-def test_a_stranger_that_says_nothing_is_closed_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora.core.engine_address._LIMIT_S", 0.05)
-
+def test_a_stranger_that_says_nothing_is_closed_after_a_while() -> None:
     async def main() -> None:
-        async with listening(Doorkeeper(SECRET, greet).admit) as port:
+        async with listening(Doorkeeper(SECRET, greet, limit_s=0.05).admit) as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             await read_message(reader)
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):

@@ -15,7 +15,16 @@ from slora.core.errors import (
     StepFailed,
 )
 from slora.core.messages import Add, Observe, Outputs, Reply, SetPins
-from slora.core.request import EngineRequest, FinishReason, RequestUsage, StepOutput, TenantShare, TokenDelta
+from slora.core.request import (
+    EngineRequest,
+    FinishReason,
+    RequestUsage,
+    StepOutput,
+    TenantShare,
+    TokenDelta,
+    WeightedAdapter,
+    compose_adapters,
+)
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
@@ -23,6 +32,9 @@ from tests.support.driving import COSTS
 from tests.support.engine_stack import over_the_wire
 
 REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
+SUM = compose_adapters(
+    WeightedAdapter(AdapterVersion("t", digest * 64), weight) for digest, weight in (("0", -0.25), ("1", 1.0))
+)
 
 
 @pytest.mark.parametrize(
@@ -31,11 +43,13 @@ REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
         {},
         {"share": TenantShare(2.5, 0.125, 0.5, -3), "priority": -1000, "deadline_s": 0.25},
         {"share": TenantShare(weight=3), "priority": 7, "deadline_s": 86_400},
+        {"adapters": SUM, "account": "key"},
+        {"sampling": SamplingParams(None, stop=("a", "b"), stop_token_ids=(3,), logprobs=2, seed=7)},
         {"sampling": SamplingParams(logprobs=0, logprob_token_ids=(7, 5))},
         {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((3,), (4, 5)), logit_bias={6: 1.0})},
     ],
 )
-def test_a_request_keeps_its_share_priority_deadline_and_filter(changes: dict[str, Any]) -> None:
+def test_a_request_arrives_with_all_of_its_fields(changes: dict[str, Any]) -> None:
     request = replace(REQUEST, **changes)
     assert over_the_wire(Add(request)) == Add(request)
 

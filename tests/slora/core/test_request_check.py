@@ -6,15 +6,18 @@ from typing import Any
 import pytest
 
 from slora.core.errors import ContextTooLong, RequestRefused
-from slora.core.request import EngineRequest, single_adapter
+from slora.core.request import NOT_SAMPLED, EngineRequest, Pooling, single_adapter
 from slora.core.request_check import check_request
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.api.scripted_engine import ScriptedEngine
 
 INFO = ScriptedEngine(max_model_len=64, max_num_seqs=8).info
+WIDTH = INFO.shape.hidden_size
 VERSION = AdapterVersion("t", "0" * 64)
 FURTHEST = single_adapter(VERSION, -10_000.0)
+EMBEDDED: dict[str, Any] = {"sampling": NOT_SAMPLED}
+SEARCH = {"use_beam_search": True, "temperature": 0.0}
 REQUEST = EngineRequest("r", "t", [1, 2, 3], (), SamplingParams(max_tokens=8))
 
 
@@ -28,58 +31,78 @@ def test_every_field_at_its_limit_is_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "param"),
+    ("changes", "param", "words"),
     [
-        ({"priority": 1001}, "priority"),
-        ({"priority": -1001}, "priority"),
-        ({"priority": 0.5}, "priority"),
-        ({"priority": True}, "priority"),
-        ({"deadline_s": 0.0}, "deadline_ms"),
-        ({"deadline_s": -1.0}, "deadline_ms"),
-        ({"deadline_s": float("nan")}, "deadline_ms"),
-        ({"deadline_s": float("inf")}, "deadline_ms"),
-        ({"deadline_s": 86_401.0}, "deadline_ms"),
-        ({"adapters": single_adapter(VERSION, float("nan"))}, "adapters"),
-        ({"adapters": single_adapter(VERSION, 10_001.0)}, "adapters"),
-        ({"adapters": FURTHEST * 5}, "adapters"),
-        ({"prompt_token_ids": []}, "prompt"),
-        ({"prompt_token_ids": [1, -1]}, "prompt"),
-        ({"prompt_token_ids": [257]}, "prompt"),
-        ({"sampling": SamplingParams(n=9)}, "n"),
-        ({"sampling": SamplingParams(n=2, best_of=9)}, "best_of"),
-        ({"sampling": SamplingParams(logit_bias={257: 1.0})}, "logit_bias"),
-        ({"sampling": SamplingParams(allowed_token_ids=(257,))}, "allowed_token_ids"),
-        ({"sampling": SamplingParams(bad_words=((1, 257),))}, "bad_words"),
-        ({"sampling": SamplingParams(logprobs=0, logprob_token_ids=(257,))}, "logprob_token_ids"),
-        (
-            {"sampling": SamplingParams(allowed_token_ids=(1, 2), bad_words=((1,), (1, 2)))},
-            "allowed_token_ids",
-        ),
-        ({"sampling": SamplingParams(allowed_token_ids=(256,), min_tokens=1)}, "allowed_token_ids"),
-        (
-            {
-                "sampling": SamplingParams(
-                    allowed_token_ids=(1, 2, 256), n=3, use_beam_search=True, temperature=0.0
-                )
-            },
-            "allowed_token_ids",
-        ),
-        ({"sampling": SamplingParams(max_tokens=None, min_tokens=62)}, "min_tokens"),
-        ({"sampling": SamplingParams(temperature=0.0, use_beam_search=True, best_of=9)}, "best_of"),
+        ({"priority": 1001}, "priority", "priority is 1001"),
+        ({"priority": -1001}, "priority", "priority is -1001"),
+        ({"priority": 0.5}, "priority", "priority is 0.5"),
+        ({"priority": True}, "priority", "priority is True"),
+        ({"deadline_s": 0.0}, "deadline_ms", "deadline_ms is 0"),
+        ({"deadline_s": -1.0}, "deadline_ms", "deadline_ms is -1000"),
+        ({"deadline_s": float("nan")}, "deadline_ms", "deadline_ms is nan"),
+        ({"deadline_s": float("inf")}, "deadline_ms", "deadline_ms is inf"),
+        ({"deadline_s": 86_401.0}, "deadline_ms", "deadline_ms is .* at most 86400000"),
+        ({"adapters": single_adapter(VERSION, float("nan"))}, "adapters", "adapters has the weight nan"),
+        ({"adapters": single_adapter(VERSION, 10_001.0)}, "adapters", "adapters has the weight 10001.0"),
+        ({"adapters": FURTHEST * 5}, "adapters", "adapters has 5 adapters"),
+        ({"prompt_token_ids": []}, "prompt", "the prompt is empty"),
+        ({"prompt_token_ids": [1, -1]}, "prompt", "prompt has token id -1"),
+        ({"prompt_token_ids": [257]}, "prompt", "prompt has token id 257, which is out of vocabulary; .* 0 to 256"),
+        ({"pooling": Pooling()}, "pooling", "an embedding samples no token"),
+        ({**EMBEDDED, "pooling": Pooling(dimensions=WIDTH + 1)}, "dimensions", rf"have {WIDTH} \(hidden_size\)"),
     ],
-)
-def test_a_request_that_cannot_be_served_is_refused_by_field(changes: dict[str, Any], param: str) -> None:
-    with pytest.raises(RequestRefused) as caught:
+)  # fmt: skip
+def test_a_request_that_cannot_be_served_is_refused_by_field(
+    changes: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(RequestRefused, match=words) as caught:
         check_request(replace(REQUEST, **changes), INFO)
-    assert caught.value.param == param and param in caught.value.message
+    assert caught.value.param == param
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "max_tokens", "param"), [(64, 1, "prompt"), (65, None, "prompt"), (60, 5, "max_tokens")]
+    ("sampling", "param", "words"),
+    [
+        ({"n": 9}, "n", "n is 9"),
+        ({"n": 2, "best_of": 9}, "best_of", "best_of is 9"),
+        ({"logit_bias": {257: 1.0}}, "logit_bias", "token id 257; this model has 257 ids, 0 to 256"),
+        ({"allowed_token_ids": (257,)}, "allowed_token_ids", "token id 257"),
+        ({"bad_words": ((1, 257),)}, "bad_words", "token id 257"),
+        ({"logprobs": 0, "logprob_token_ids": (257,)}, "logprob_token_ids", "token id 257"),
+        ({"allowed_token_ids": (1, 2), "bad_words": ((1,), (1, 2))}, "allowed_token_ids", "leaves 0 tokens"),
+        ({"allowed_token_ids": (256,), "min_tokens": 1}, "allowed_token_ids", "leaves 0 tokens"),
+        ({"allowed_token_ids": (1, 2, 256), "n": 3, **SEARCH}, "allowed_token_ids", "leaves 2 tokens"),
+        ({"max_tokens": None, "min_tokens": 62}, "min_tokens", "the answer can have at most 61 tokens"),
+        ({"best_of": 9, **SEARCH}, "best_of", "best_of is 9"),
+    ],
 )
-def test_prompt_and_answer_share_the_context(num_tokens: int, max_tokens: int | None, param: str) -> None:
+def test_sampling_that_cannot_be_served_is_refused_by_field(
+    sampling: dict[str, Any], param: str, words: str
+) -> None:
+    with pytest.raises(RequestRefused, match=words) as caught:
+        check_request(replace(REQUEST, sampling=SamplingParams(**sampling)), INFO)
+    assert caught.value.param == param and param in caught.value.message
+
+
+def test_a_model_without_a_last_hidden_state_refuses_embeddings_by_name() -> None:
+    with pytest.raises(RequestRefused, match="computes no embeddings") as refusal:
+        check_request(replace(REQUEST, pooling=Pooling(), **EMBEDDED), replace(INFO, can_embed=False))
+    assert refusal.value.param == "model"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "max_tokens", "param", "words"),
+    [
+        (64, 1, "prompt", "max_model_len.* prompt has 64 tokens, which leave no room"),
+        (65, None, "prompt", "max_model_len"),
+        (60, 5, "max_tokens", "ask for at most 4"),
+    ],
+)
+def test_prompt_and_answer_share_the_context(
+    num_tokens: int, max_tokens: int | None, param: str, words: str
+) -> None:
     sampling = SamplingParams(max_tokens=max_tokens)
-    with pytest.raises(ContextTooLong, match=r"max_model_len") as caught:
+    with pytest.raises(ContextTooLong, match=words) as caught:
         check_request(replace(REQUEST, prompt_token_ids=[1] * num_tokens, sampling=sampling), INFO)
     assert caught.value.param == param
 
@@ -100,5 +123,5 @@ def test_the_number_of_non_stop_tokens_bounds_beams_and_min_tokens() -> None:
 def test_a_priority_is_refused_where_requests_are_served_in_order_of_arrival() -> None:
     in_order = replace(INFO, scheduling="fcfs")
     check_request(REQUEST, in_order)
-    with pytest.raises(RequestRefused, match="order of arrival"):
+    with pytest.raises(RequestRefused, match=r"priority is -3, but .* order of arrival"):
         check_request(replace(REQUEST, priority=-3), in_order)

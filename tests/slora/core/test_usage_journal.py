@@ -10,8 +10,9 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
@@ -28,6 +29,7 @@ from slora.core.usage_journal import (
     UsageRecord,
     closed_segments,
 )
+from tests.support.event_loop import on_event_loop
 
 SMALL = 4096
 
@@ -123,16 +125,16 @@ def test_a_record_is_not_durable_before_its_sync(
     assert len(num_syncs) <= 2, "records that wait at the same time share one sync"
 
 
-def test_a_cancelled_caller_leaves_the_record_in_the_journal(journal: UsageJournal, tmp_path: Path) -> None:
-    async def write_and_leave() -> None:
-        task = asyncio.create_task(journal.write(make_record(7)))
-        await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        await journal.write(make_record(8))
-
-    asyncio.run(write_and_leave())
+@on_event_loop
+async def test_a_cancelled_caller_leaves_the_record_in_the_journal(
+    journal: UsageJournal, tmp_path: Path
+) -> None:
+    task = asyncio.create_task(journal.write(make_record(7)))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await journal.write(make_record(8))
     journal.rotate().result()
     assert ship(tmp_path / "usage") == [make_record(7), make_record(8)]
 
@@ -229,21 +231,22 @@ def is_full(journal: UsageJournal) -> bool:
     return False
 
 
-def test_records_in_progress_need_no_free_space(
-    journal: UsageJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@contextmanager
+def full_disk() -> Iterator[None]:
+    error = OSError(errno.ENOSPC, "No space left on device")
+    with patch.object(os, "posix_fallocate", side_effect=error):
+        yield
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+def test_records_in_progress_need_no_free_space(journal: UsageJournal, tmp_path: Path) -> None:
     first, second = (SMALL // len(make_record(10).to_line()) for _ in range(2))
-    for number in range(10, 10 + first + second):
-        journal.append(make_record(number)).result()
-    with pytest.raises(UsageJournalFull, match="No space left"):
-        journal.check()
-    with pytest.raises(UsageJournalFull, match="No space left"):
-        journal.append(make_record(99)).result()
-    monkeypatch.undo()
+    with full_disk():
+        for number in range(10, 10 + first + second):
+            journal.append(make_record(number)).result()
+        with pytest.raises(UsageJournalFull, match="No space left"):
+            journal.check()
+        with pytest.raises(UsageJournalFull, match="No space left"):
+            journal.append(make_record(99)).result()
     journal.append(make_record(100)).result()
     journal.check()
     journal.close()
@@ -251,24 +254,21 @@ def test_records_in_progress_need_no_free_space(
 
 
 def test_a_full_disk_refuses_no_request_while_there_is_room_for_many_records(
-    journal: UsageJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    journal: UsageJournal, tmp_path: Path
 ) -> None:
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    journal.append(make_record(1)).result()
-    journal.rotate().result()
-    assert ship(tmp_path / "usage") == [make_record(1)]
-    journal.check()
-    journal.append(make_record(2)).result()
-    journal.rotate().result()
-    journal.check()
-    assert not ship(tmp_path / "usage"), "there is no spare segment, so the open one stays open"
-    num_written = 1
-    while not is_full(journal):
-        journal.append(make_record(3)).result()
-        num_written += 1
+    with full_disk():
+        journal.append(make_record(1)).result()
+        journal.rotate().result()
+        assert ship(tmp_path / "usage") == [make_record(1)]
+        journal.check()
+        journal.append(make_record(2)).result()
+        journal.rotate().result()
+        journal.check()
+        assert not ship(tmp_path / "usage"), "there is no spare segment, so the open one stays open"
+        num_written = 1
+        while not is_full(journal):
+            journal.append(make_record(3)).result()
+            num_written += 1
     assert SMALL // 2 < num_written * len(make_record(3).to_line()) < SMALL
 
 
@@ -300,14 +300,8 @@ def test_records_of_a_failed_sync_are_written_to_another_segment(
     assert make_record(1) in ship(tmp_path / "usage")
 
 
-def test_a_journal_starts_on_a_full_disk_and_refuses_requests(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as context:
-        context.setattr(os, "posix_fallocate", refuse)
+def test_a_journal_starts_on_a_full_disk_and_refuses_requests(tmp_path: Path) -> None:
+    with full_disk():
         journal = UsageJournal(tmp_path, SMALL)
         with pytest.raises(UsageJournalFull):
             journal.check()
@@ -316,23 +310,18 @@ def test_a_journal_starts_on_a_full_disk_and_refuses_requests(
     assert ship(tmp_path) == []
 
 
-def test_a_journal_on_a_full_disk_continues_the_segments_of_an_earlier_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(descriptor: int, offset: int, length: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
+def test_a_journal_on_a_full_disk_continues_the_segments_of_an_earlier_process(tmp_path: Path) -> None:
     (tmp_path / "torn.usage").write_bytes((lines[0] + lines[1][:-5]).ljust(SMALL, b"\0"))
     (tmp_path / "short.usage").write_bytes(lines[0])
     with closing(UsageJournal(tmp_path, SMALL)) as journal:
         journal.append(make_record(1)).result()
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with closing(UsageJournal(tmp_path, SMALL)) as journal:
-        journal.check()
-        journal.append(make_record(2)).result()
-    assert {make_record(1), make_record(2)} <= set(ship(tmp_path))
-    with closing(UsageJournal(tmp_path, SMALL)) as journal, pytest.raises(UsageJournalFull):
-        journal.check()
+    with full_disk():
+        with closing(UsageJournal(tmp_path, SMALL)) as journal:
+            journal.check()
+            journal.append(make_record(2)).result()
+        assert {make_record(1), make_record(2)} <= set(ship(tmp_path))
+        with closing(UsageJournal(tmp_path, SMALL)) as journal, pytest.raises(UsageJournalFull):
+            journal.check()
 
 
 def test_an_empty_file_that_is_taken_away_before_its_lock_is_replaced(

@@ -3,8 +3,10 @@ pages."""
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -185,13 +187,16 @@ def test_an_unknown_format_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_a_gpu_without_fp8_support_is_refused_with_the_remedy(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], hip: str | None, said: str | None
+    capability: tuple[int, int], hip: str | None, said: str | None
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    if said is None:
-        check_float8_kv(torch.device("cuda"))
-        return
-    with pytest.raises(ConfigError, match=f"kv_cache_dtype is {said}.*--kv-cache-dtype auto"):
+    answers = {
+        "get_device_name": lambda device: "NVIDIA Test",
+        "get_device_capability": lambda device: capability,
+    }
+    refusal = pytest.raises(ConfigError, match=f"kv_cache_dtype is {said}.*--kv-cache-dtype auto")
+    with (
+        patch.multiple(torch.cuda, **answers),
+        patch.object(torch.version, "hip", hip),
+        refusal if said else nullcontext(),
+    ):
         check_float8_kv(torch.device("cuda"))

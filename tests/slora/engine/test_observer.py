@@ -1,21 +1,26 @@
 """What a console sees of the engine: rates, times and events while it watches, and nothing recorded otherwise."""
 
 import time
-from collections.abc import Callable
+from array import array
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+from slora.core.engine_config import KVFootprint, SchedulerConfig
 from slora.core.engine_state import LiveState
 from slora.core.messages import Observe, Reply
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine import engine as engine_module
 from slora.engine.engine import Engine
+from slora.engine.observer import MAX_CELLS, PageMapper
+from slora.memory.unified_paging import UnifiedPaging
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraTargets
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.engine_stack import over_the_wire
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits
 
 
 class Clock:
@@ -49,15 +54,13 @@ def watch(engine: Engine, *tenants: str) -> LiveState:
     return live
 
 
-def make(kits: Callable[[str], ModelKit], num_pages: int = 100) -> tuple[Engine, AdapterVersion]:
+def make(kits: Kits, num_pages: int = 100) -> tuple[Engine, AdapterVersion]:
     kit = kits("llama")
     source, versions = make_source(kit)
     return make_engine(kit, source, num_pages), next(iter(versions.values()))
 
 
-def test_tokens_times_and_adapters_are_those_of_the_watched_steps(
-    kits: Callable[[str], ModelKit], clock: Clock
-) -> None:
+def test_tokens_times_and_adapters_are_those_of_the_watched_steps(kits: Kits, clock: Clock) -> None:
     engine, version = make(kits)
     drive(engine, [[ask("before", "early")]])
     observe(engine, clock)
@@ -83,7 +86,7 @@ def test_tokens_times_and_adapters_are_those_of_the_watched_steps(
 
 
 def test_all_computed_tokens_are_counted_however_few_adapters_are_listed(
-    kits: Callable[[str], ModelKit], clock: Clock, monkeypatch: pytest.MonkeyPatch
+    kits: Kits, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slora.engine.observer._MAX_ADAPTERS", 1)
     engine, version = make(kits)
@@ -94,9 +97,7 @@ def test_all_computed_tokens_are_counted_however_few_adapters_are_listed(
     assert state.work_tokens == 27 + 23
 
 
-def test_steps_are_not_recorded_while_no_console_watches(
-    kits: Callable[[str], ModelKit], clock: Clock
-) -> None:
+def test_steps_are_not_recorded_while_no_console_watches(kits: Kits, clock: Clock) -> None:
     engine, _ = make(kits)
     observe(engine, clock)
     clock.now += 60
@@ -105,7 +106,7 @@ def test_steps_are_not_recorded_while_no_console_watches(
     assert state.step is None and state.total.tokens_per_s == 0 and state.adapters == ()
 
 
-def test_loads_evictions_and_preemptions_are_events(kits: Callable[[str], ModelKit], clock: Clock) -> None:
+def test_loads_evictions_and_preemptions_are_events(kits: Kits, clock: Clock) -> None:
     engine, version = make(kits)
     observe(engine, clock)
     drive(engine, [[ask("a", version.tenant, version)]])
@@ -126,9 +127,7 @@ def test_loads_evictions_and_preemptions_are_events(kits: Callable[[str], ModelK
     )
 
 
-def test_consoles_that_ask_at_the_same_time_share_one_observation(
-    kits: Callable[[str], ModelKit], clock: Clock
-) -> None:
+def test_consoles_that_ask_at_the_same_time_share_one_observation(kits: Kits, clock: Clock) -> None:
     engine, _ = make(kits)
     first = observe(engine, clock)
     assert watch(engine) is first
@@ -137,7 +136,7 @@ def test_consoles_that_ask_at_the_same_time_share_one_observation(
     assert watch(engine) is not first
 
 
-def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock) -> None:
+def test_a_state_arrives_unchanged(kits: Kits, clock: Clock) -> None:
     engine, version = make(kits)
     observe(engine, clock)
     engine.add(ask("a", version.tenant, version))
@@ -151,3 +150,57 @@ def test_a_state_arrives_unchanged(kits: Callable[[str], ModelKit], clock: Clock
         live is not None and live.events and live.adapters and live.page_map.owners and live.step is not None
     )
     assert Observe.read_result(over_the_wire(Reply(3, stats)).result) == stats
+
+
+TARGETS = LoraTargets(16, 4, embedding=False, head=False, kv=False)
+
+
+def make_paging(num_pages: int) -> UnifiedPaging:
+    config = SchedulerConfig(
+        num_pages,
+        num_slots=8,
+        full_page_bytes=1024,
+        footprint=KVFootprint(16),
+        max_num_seqs=8,
+        max_num_batched_tokens=64,
+    )
+    return UnifiedPaging(config)
+
+
+def count_cells(paging: UnifiedPaging, mapper: PageMapper) -> Counter[str]:
+    """The number of cells by content and tenant; free cells are left out."""
+    drawn = mapper.draw()
+    owners = [None, *drawn.owners]
+    found = Counter(owners[number] for number in array("H", drawn.cells))
+    return Counter({f"{one.content} {one.tenant}": count for one, count in found.items() if one is not None})
+
+
+def test_each_page_shows_its_content_and_its_tenant() -> None:
+    paging = make_paging(100)
+    mapper = PageMapper(paging)
+    assert count_cells(paging, mapper) == {}
+    a, b = paging.tenants.find("a"), paging.tenants.find("b")
+    resident = paging.residency.allocate(AdapterVersion("a", "d" * 64), a, 10, 10_000, TARGETS)
+    paging.kv.allocate(7, b)
+    kept = paging.kv.allocate(3, b)
+    paging.kv.allocate(2, paging.tenants.find("b", is_background=True))
+    assert count_cells(paging, mapper) == {"adapter a": 10, "kv b": 12}
+    for at, page in enumerate(kept):
+        paging.kv.insert(page, b"key%d" % at, None, ())
+    paging.kv.release(kept)
+    paging.residency.advance_load(resident, 10)  # the load was its only user
+    assert count_cells(paging, mapper) == {"idle_adapter a": 10, "kv b": 9, "prefix b": 3}
+    paging.residency.remove(resident.version)
+    assert count_cells(paging, mapper) == {"kv b": 9, "prefix b": 3}
+
+
+def test_a_large_pool_is_sampled_into_a_bounded_number_of_cells() -> None:
+    paging = make_paging(100_000)
+    mapper = PageMapper(paging)
+    tenant = paging.tenants.find("a")
+    paging.residency.allocate(AdapterVersion("a", "d" * 64), tenant, 40_000, 10_000, TARGETS)
+    paging.kv.allocate(30_000, tenant)
+    cells = count_cells(paging, mapper)
+    drawn = mapper.draw()
+    assert len(drawn.cells) // 2 == -(-100_000 // drawn.stride) <= MAX_CELLS
+    assert cells == {"adapter a": 40_000 // drawn.stride, "kv a": 30_000 // drawn.stride}

@@ -23,9 +23,8 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError, DeviceFailed
 from slora.core.request import EngineRequest, single_adapter
 from slora.engine.engine import Engine
-from slora.memory.device_memory import DeviceMemory
+from slora.memory.device_memory import AdapterSlice, DeviceMemory
 from slora.models.model_spec import read_model_spec
-from slora.runner.rank import Rank, Transfer
 from slora.sampling.sampler import sample
 from slora.sampling.sampling_table import SamplingTable
 from slora.scheduler.sequence import Sequence
@@ -143,23 +142,24 @@ def test_a_host_copy_is_released_after_all_ranks_have_read_it(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = kits("llama")
-    read: list[AdapterVersion] = []
-    released: dict[AdapterVersion, bool] = {}
-    transfer = Rank._transfer
+    read: set[tuple[DeviceMemory, AdapterVersion]] = set()
+    released: dict[AdapterVersion, int] = {}
+    load_slice = DeviceMemory.load_slice
 
-    def transfer_late(self: Rank, command: Transfer, memory: DeviceMemory) -> None:
+    def load_late(self: DeviceMemory, part: AdapterSlice) -> None:
         time.sleep(0.01)
-        transfer(self, command, memory)
-        read.extend(part.version for part in command.loads)
+        load_slice(self, part)
+        read.add((self, part.version))
 
-    monkeypatch.setattr(Rank, "_transfer", transfer_late)
-    monkeypatch.setattr(
-        DirectorySource, "release", lambda _, version: released.update({version: version in read})
-    )
+    def release(_: DirectorySource, version: AdapterVersion) -> None:
+        released[version] = sum(found == version for _, found in read)
+
+    monkeypatch.setattr(DeviceMemory, "load_slice", load_late)
+    monkeypatch.setattr(DirectorySource, "release", release)
     prompts, kinds = mix(kit)
     with divided_engine(kit, 2) as (engine, _, versions):
         drive(engine, [make_requests(versions, prompts, kinds, max_tokens=1)])
-    assert released == dict.fromkeys(versions.values(), True)
+    assert released == dict.fromkeys(versions.values(), 2), "the number of ranks that have read it"
 
 
 @pytest.mark.parametrize("preemption", ["swap", "recompute"])

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from huggingface_hub import constants
 from peft import LoraConfig, get_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.numpy import load_file
@@ -16,7 +15,7 @@ from slora import LLM, LoraAdapter, SamplingParams
 from slora.core.errors import RequestRefused
 from slora_adapters.errors import AdapterInvalid, StoreUnavailable
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
-from tests.support.hub import adapter_files, lay_out_snapshot
+from tests.support.hub import adapter_files, hub_client, lay_out_snapshot
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
@@ -165,11 +164,15 @@ def test_a_removed_adapter_is_freed_and_can_be_loaded_again(llm: LLM, kit: Model
     assert llm.stats().resident_adapters == 1
 
 
+@pytest.fixture
+def offline_hub(tmp_path: Path) -> Iterator[None]:
+    with hub_client(tmp_path):
+        yield
+
+
 def test_an_adapter_of_the_hub_keeps_the_commit_of_its_first_request(
-    llm: LLM, kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    llm: LLM, kit: ModelKit, tmp_path: Path, offline_hub: None
 ) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     one, other = kit.adapters["odd_rank"], kit.adapters["patterns"]
     ours, theirs = llm.generate([PROMPT] * 2, GREEDY, [one, other])
     assert ours != theirs

@@ -1,6 +1,5 @@
 """Copies between pool and host: pages that are swapped out and in, and adapters that are loaded slice by slice."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,9 +17,8 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import ModelShape
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits
 
-Kits = Callable[[str], ModelKit]
 _BLOCK_TOKENS = 16
 _NUM_PAGES = 400
 

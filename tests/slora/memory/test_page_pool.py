@@ -106,29 +106,22 @@ def pool(tenant: TenantAccount) -> PagePool:
     return pool
 
 
-def test_check_finds_a_page_that_its_owner_lost(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match=r"pages \[1\]: the reference counts differ"):
-        pool.check_invariants(held=[0], cached=[2])
-
-
-def test_check_finds_a_page_with_one_owner_too_many(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match=r"pages \[0\]: the reference counts differ"):
-        pool.check_invariants(held=[0, 0, 1], cached=[2])
-
-
-def test_check_finds_a_cached_page_without_an_owner(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match="1 pages are cached, but the owners keep 0"):
-        pool.check_invariants(held=[0, 1], cached=[])
-
-
-def test_check_finds_a_cached_page_with_two_owners(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match="two owners"):
-        pool.check_invariants(held=[0, 1], cached=[2, 2])
-
-
-def test_check_finds_an_owner_of_a_free_page(pool: PagePool) -> None:
-    with pytest.raises(AssertionError, match="not cached"):
-        pool.check_invariants(held=[0, 1], cached=[2, 4])
+@pytest.mark.parametrize(
+    ("held", "cached", "message"),
+    [
+        ([0], [2], r"pages \[1\]: the reference counts differ"),
+        ([0, 0, 1], [2], r"pages \[0\]: the reference counts differ"),
+        ([0, 1], [], "1 pages are cached, but the owners keep 0"),
+        ([0, 1], [2, 2], "two owners"),
+        ([0, 1], [2, 4], "not cached"),
+    ],
+    ids=["lost", "held too often", "cached and lost", "cached with two owners", "free with an owner"],
+)
+def test_check_finds_a_page_whose_owners_do_not_add_up(
+    pool: PagePool, held: list[int], cached: list[int], message: str
+) -> None:
+    with pytest.raises(AssertionError, match=message):
+        pool.check_invariants(held, cached)
 
 
 @pytest.mark.parametrize("move", ["retain", "release", "acquire", "evict", "cache"])

@@ -8,23 +8,24 @@ from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 
 
-@pytest.mark.parametrize("weight", [0, -1.0, math.inf, math.nan])
-def test_a_weight_that_is_not_above_0_and_finite_is_refused(weight: float) -> None:
-    with pytest.raises(ConfigError, match=r"weight is .*; it must be above 0 and finite"):
-        TenantShare(weight=weight)
-
-
-@pytest.mark.parametrize("share", [-0.1, 1.5, math.nan])
-def test_a_share_outside_0_to_1_is_refused(share: float) -> None:
-    with pytest.raises(ConfigError, match=f"min_share is {share!r}; it must be from 0 to 1"):
-        TenantShare(min_share=share)
-    with pytest.raises(ConfigError, match=f"max_share is {share!r}; it must be from 0 to 1"):
-        TenantShare(max_share=share)
-
-
-def test_a_floor_above_the_ceiling_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"min_share is 0\.5, more than its max_share 0\.4"):
-        TenantShare(min_share=0.5, max_share=0.4)
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        *(
+            ({"weight": value}, "weight is .*; it must be above 0 and finite")
+            for value in (0, -1.0, math.inf, math.nan)
+        ),
+        *(
+            ({name: value}, f"{name} is {value!r}; it must be from 0 to 1")
+            for name in ("min_share", "max_share")
+            for value in (-0.1, 1.5, math.nan)
+        ),
+        ({"min_share": 0.5, "max_share": 0.4}, r"min_share is 0\.5, more than its max_share 0\.4"),
+    ],
+)
+def test_a_share_out_of_range_is_refused(fields: dict[str, float], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        TenantShare(**fields)
 
 
 def test_a_tenant_is_made_once_with_the_default_share() -> None:

@@ -19,57 +19,28 @@ from tests.support.config_judge import Verdict, judge_config
 from tests.support.config_mutations import draw_changes, each_value
 
 TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
-}
+}  # fmt: skip
 # Other config classes have other names for their sizes.
 SIZES: dict[str, Any] = {
-    **TINY,
-    "head_dim": 8,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "n_ctx": 64,
-    "d_model": 32,
-    "ffn_dim": 48,
-    "word_embed_proj_dim": 32,
-    "n_routed_experts": 4,
-    **EXPERTS,
-}
+    **TINY, "head_dim": 8, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_ctx": 64,
+    "d_model": 32, "ffn_dim": 48, "word_embed_proj_dim": 32, "n_routed_experts": 4, **EXPERTS,
+}  # fmt: skip
 VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-}
+    "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 # The names under which transformers looks for parts of a model, in every config.
 PARTS = {
-    "text_config",
-    "text_encoder",
-    "decoder",
-    "generator",
-    "vision_aspect_ratio",
-    "vision_feature_layer",
+    "text_config", "text_encoder", "decoder", "generator", "vision_aspect_ratio", "vision_feature_layer",
     "vision_feature_select_strategy",
-}
+}  # fmt: skip
 # A soft-cap that Gemma 3's config class has and its model code ignores.
 REFUSED_UNLESS_NULL = {"attn_logit_softcapping"}
 # Their parts for images and speech have sizes of their own and take a minute to initialise.

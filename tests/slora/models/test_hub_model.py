@@ -5,13 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_spec import find_model
 from slora_adapters.peft.hub_reference import HubReference
-from tests.support.hub import COMMIT, Hub, adapter_files, lay_out_snapshot, running_hub, use_hub
+from tests.support.hub import COMMIT, Hub, adapter_files, hub_client, lay_out_snapshot, running_hub
 from tests.support.tiny_models import write_model
 
 REPO = "org/My-Model.v2"
@@ -33,10 +32,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, bytes]) -> Iterator[Hub]:
-    with running_hub() as hub:
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-        use_hub(monkeypatch, hub)
+def hub(tmp_path: Path, files: dict[str, bytes]) -> Iterator[Hub]:
+    with running_hub() as hub, hub_client(tmp_path / "hub", hub.url):
         hub.revisions[REPO, "main"] = COMMIT
         hub.files[REPO, COMMIT] = {**files, **OTHERS}
         yield hub
@@ -131,13 +128,10 @@ def test_weights_that_do_not_fit_on_the_disk_are_not_downloaded(hub: Hub) -> Non
         find_model(Path(REPO), tell=lambda _: None)
 
 
-def test_a_model_of_the_cache_needs_no_network(
-    hub: Hub, files: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    snapshot = lay_out_snapshot(tmp_path / "hub", REPO, files)
-    assert find_model(Path(REPO), tell=lambda _: None) == snapshot
-    assert hub.asked == []
+def test_a_model_of_the_cache_needs_no_network(files: dict[str, bytes], tmp_path: Path) -> None:
+    with hub_client(tmp_path / "hub"):
+        snapshot = lay_out_snapshot(tmp_path / "hub", REPO, files)
+        assert find_model(Path(REPO), tell=lambda _: None) == snapshot
 
 
 def test_a_directory_is_never_looked_up_on_the_hub(

@@ -17,16 +17,10 @@ from tests.slora.models.hub_configs import HUB
 from tests.support.tiny_models import MODELS, make_config
 
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-}
+    "model_type": "llama", "vocab_size": 100, "num_hidden_layers": 2, "hidden_size": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 NULL = object()
 # Removes the top-level fields of LLAMA that a multi-part config has inside one of its parts.
 NOTHING_BESIDE: dict[str, Any] = dict.fromkeys(LLAMA.keys() - {"model_type"})
@@ -407,32 +401,12 @@ json_values = st.recursive(
     max_leaves=4,
 )
 NAMES = [
-    *LLAMA,
-    "head_dim",
-    "hidden_act",
-    "attention_bias",
-    "mlp_bias",
-    "tie_word_embeddings",
-    "rope_theta",
-    "rope_scaling",
-    "rope_parameters",
-    "eos_token_id",
-    "dtype",
-    "torch_dtype",
-    "use_sliding_window",
-    "quantization_config",
-    "sliding_window",
-    "max_window_layers",
-    "layer_types",
-    "sliding_window_pattern",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "hidden_activation",
-    "rope_local_base_freq",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "model_type",
-]
+    *LLAMA, "head_dim", "hidden_act", "attention_bias", "mlp_bias", "tie_word_embeddings", "rope_theta",
+    "rope_scaling", "rope_parameters", "eos_token_id", "dtype", "torch_dtype", "use_sliding_window",
+    "quantization_config", "sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "query_pre_attn_scalar", "attn_logit_softcapping", "hidden_activation", "rope_local_base_freq",
+    "partial_rotary_factor", "original_max_position_embeddings", "model_type",
+]  # fmt: skip
 ROPES = st.dictionaries(
     st.sampled_from(
         [

@@ -3,83 +3,73 @@ reason."""
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from slora import LLM
+from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
+from slora.models.model import Model, load_model
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.models.transformers_decoder import TransformersDecoder
+from slora.runner.runner import Runner
 from tests.support.cpu_kernels import KERNELS
 from tests.support.tiny_models import write_model
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 
 
-def start(directory: Path, monkeypatch: pytest.MonkeyPatch, hook: Hook) -> None:
-    """Starts the model with `hook` after the first layer's MLP."""
-    place = TransformersDecoder._install_attention
+def start(directory: Path, make_hook: Callable[[PreTrainedModel], Hook]) -> None:
+    """Starts the model with a hook after the first layer's MLP."""
 
-    def place_and_hook(decoder: TransformersDecoder) -> None:
-        place(decoder)
-        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(hook)
+    def load(config: EngineConfig, spec: ModelSpec, *rest: Any) -> Model:
+        decoder = load_model(config, spec, *rest)
+        assert isinstance(decoder, TransformersDecoder)
+        mlp = decoder.module.get_submodule("model.layers.0.mlp")
+        mlp.register_forward_hook(make_hook(decoder.module))
+        return decoder
 
-    monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_hook)
-    LLM(directory, kernels=KERNELS, pool_bytes=1 << 22)
+    Runner(EngineConfig(directory, kernels=KERNELS, pool_bytes=1 << 22), read_model_spec(directory), load)
 
 
 def scale_by_index(index_of: Callable[[int], Tensor]) -> Hook:
     return lambda _, __, output: output * (1 + 0.5 * index_of(output.shape[1])[:, None])
 
 
-def test_a_model_that_mixes_tokens_outside_attention_is_refused_at_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_mixes_tokens_outside_attention_is_refused_at_start(tmp_path: Path) -> None:
     """The config does not reveal the fault. Only the model's answers do."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
     with pytest.raises(ConfigError, match="'granite' can't be served: with paged attention"):
-        start(tmp_path, monkeypatch, lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
+        start(tmp_path, lambda _: lambda _, __, output: output + 0.1 * output.roll(1, dims=1))
 
 
-def test_a_model_that_depends_on_positions_in_the_batch_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_depends_on_positions_in_the_batch_is_refused(tmp_path: Path) -> None:
     """Born from Llama 4, which computed the second sequence of a batch with the length of the first."""
     write_model(tmp_path, "granite", num_hidden_layers=2)
     with pytest.raises(ConfigError, match="with paged attention, in chunks beside other prompts"):
-        start(tmp_path, monkeypatch, scale_by_index(lambda count: torch.arange(count) // 7))
+        start(tmp_path, lambda _: scale_by_index(lambda count: torch.arange(count) // 7))
 
 
 @pytest.mark.parametrize("window", [100, 400])
-def test_the_parity_check_goes_beyond_every_length_in_the_config(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int
-) -> None:
+def test_the_parity_check_goes_beyond_every_length_in_the_config(tmp_path: Path, window: int) -> None:
     """Born from proofs on 41 tokens, which tested nothing beyond the window.
 
     The check reaches a window of 100. It cuts a window of 400 to 11 tokens.
     """
     write_model(tmp_path, "starcoder2", num_hidden_layers=2, sliding_window=window)
-    place = TransformersDecoder._install_attention
 
-    def place_and_scale(decoder: TransformersDecoder) -> None:
-        place(decoder)
-        config = decoder._model.config
+    def scale_beyond_window(model: PreTrainedModel) -> Hook:
+        return scale_by_index(lambda count: torch.arange(count) >= model.config.sliding_window)
 
-        def scale(_: object, __: object, output: Tensor) -> Tensor:
-            return output * (1 + 0.5 * (torch.arange(output.shape[1])[:, None] >= config.sliding_window))
-
-        decoder._model.get_submodule("model.layers.0.mlp").register_forward_hook(scale)
-
-    monkeypatch.setattr(TransformersDecoder, "_install_attention", place_and_scale)
     condition = " once sliding_window is reduced to 11 tokens" if window > 128 else ""
     with pytest.raises(ConfigError, match=rf"in chunks beside other prompts{condition}, "):
-        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
+        start(tmp_path, scale_beyond_window)
 
 
-def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(tmp_path: Path) -> None:
     """Born from an engine that was restarted for ever."""
 
     def fail(_: nn.Module, __: tuple[Tensor, ...], ___: Tensor) -> Tensor:
@@ -88,4 +78,4 @@ def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(
     write_model(tmp_path, "granite", num_hidden_layers=2)
     reason = "'granite' can't be served, because computing two short prompts failed: AttributeError: 'tuple' object"
     with pytest.raises(ConfigError, match=reason):
-        start(tmp_path, monkeypatch, fail)
+        start(tmp_path, lambda _: fail)

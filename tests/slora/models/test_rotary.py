@@ -17,26 +17,17 @@ from slora.models.rotary import cos_sin_tables
 
 POSITIONS = 256
 LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 100,
-    "num_hidden_layers": 2,
-    "hidden_size": 128,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": POSITIONS,
-    "rms_norm_eps": 1e-5,
-}
+    "model_type": "llama", "vocab_size": 100, "num_hidden_layers": 2, "hidden_size": 128,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": POSITIONS, "rms_norm_eps": 1e-5,
+}  # fmt: skip
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
 # A head size of 64 has frequencies in every band of llama3 and yarn.
 SCALINGS: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 4.0},
     "llama3": {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 128,
     },
     "yarn": YARN,
@@ -47,7 +38,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn_one_mscale": {**YARN, "mscale": 0.7},
     "yarn_no_factor": {**YARN, "factor": None},
     "yarn_one_point": {**YARN, "beta_fast": 1.0, "beta_slow": 1.0, "original_max_position_embeddings": 7},
-}
+}  # fmt: skip
 
 
 def rotated_by(module: torch.nn.Module, length: int, **layer_type: str) -> torch.Tensor:

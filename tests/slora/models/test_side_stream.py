@@ -12,7 +12,6 @@ from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters
 from slora.core.sampling_params import SamplingParams
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import Linear
-from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
@@ -63,11 +62,10 @@ class LooseStream:
 class Steps:
     """The plans of an engine, computed by its model with Triton's kernels."""
 
-    def __init__(self, kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, kit: ModelKit) -> None:
         source, self._versions = make_source(kit)
         self.engine = make_engine(kit, source, 100)
         poison(self.engine)
-        self._monkeypatch = monkeypatch
 
     def plan(self, *, decodes: bool, composed: bool = False) -> StepPlan:
         """composed: whether one of the requests adds two adapters up."""
@@ -82,7 +80,8 @@ class Steps:
             plan = scheduler.schedule()
             if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
                 assert any(chunk.slots for chunk in plan.chunks)
-                runner._transfer_pages(plan, RunningStep())
+                for load in plan.loads:
+                    runner.memory.load(load)
                 return plan
             sampled = runner.run(plan)
             scheduler.advance(plan)
@@ -92,7 +91,7 @@ class Steps:
     def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:
         runner = self.engine._runner
         kernels = TritonKernels(Launch.run if stream is None else stream.launch)
-        self._monkeypatch.setattr(runner._model, "_side", stream)
+        runner._model._side = stream  # type: ignore[attr-defined]
         batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
         pages = runner.memory.pages.clone()
         hidden: Tensor = runner._model.forward(batch, runner.memory, kernels)
@@ -104,7 +103,7 @@ class Steps:
 def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
 ) -> None:
-    steps = Steps(small_kit, monkeypatch)
+    steps = Steps(small_kit)
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
@@ -136,13 +135,12 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
 )
 def test_a_step_with_a_chunk_gives_the_same_bits(
     small_kit: ModelKit,
-    monkeypatch: pytest.MonkeyPatch,
     ends: Literal["early", "late"],
     site: list[str],
     *,
     composed: bool,
 ) -> None:
-    steps = Steps(small_kit, monkeypatch)
+    steps = Steps(small_kit)
     plan = steps.plan(decodes=False, composed=composed)
     stream = LooseStream(ends)
     assert torch.equal(steps.compute(plan, stream), steps.compute(plan, None))
@@ -153,7 +151,7 @@ def test_a_failed_linear_still_joins_the_side_stream(
     small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
-    steps = Steps(small_kit, monkeypatch)
+    steps = Steps(small_kit)
     plan = steps.plan(decodes=True)
     stream = LooseStream("late")
 

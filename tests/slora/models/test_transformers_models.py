@@ -22,23 +22,15 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprob
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
 NUM_PAGES = {"gpt_bigcode": 60, "phimoe": 9}
 TINY = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
 
 
 LLAMA4 = {
-    "head_dim": 8,
-    "num_key_value_heads": 2,
-    "intermediate_size_mlp": 48,
-    "num_local_experts": 2,
+    "head_dim": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 48, "num_local_experts": 2,
     "layer_types": ["full_attention", "full_attention"],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("model", OTHER_MODELS)

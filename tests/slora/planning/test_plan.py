@@ -1,7 +1,5 @@
 """A plan has the engine's own sizes, and times that are near those measured on a GPU."""
 
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.engine.engine import Engine
 from slora.models.model_spec import read_model_spec
-from slora.planning.devices import DEVICES, Device
+from slora.planning.devices import DEVICES, Device, cut_device, find_device
 from slora.planning.model_size import measure_model
 from slora.planning.plan import Adapters, Load, Plan, Question, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
@@ -25,10 +23,10 @@ from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from tests.slora.models.hub_configs import HUB
 from tests.support.driving import COSTS, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.json_files import read_json, write_json
+from tests.support.model_kit import Kits, ModelKit
 from tests.support.thread_group import ThreadGroup
 
-Kits = Callable[[str], ModelKit]
 _GIB = 1 << 30
 _RESULTS = Path(__file__).parents[3] / "bench/results/gpu-2026-11-22.json"
 # Driver and libraries leave a few MiB for the pool of a tiny model.
@@ -56,7 +54,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "head_dim": 128,
         "tie_word_embeddings": False,
     }
-    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_json(directory / "config.json", fields)
     return directory
 
 
@@ -68,8 +66,7 @@ def ask_8b(directory: Path, device: str, rate: float = 1.0, **changes: Any) -> Q
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_engine_with_the_planned_settings_has_the_planned_pages(kits: Kits, num_ranks: int) -> None:
-    kit = kits("llama")
+def test_an_engine_with_the_planned_settings_has_the_planned_pages(kit: ModelKit, num_ranks: int) -> None:
     question = make_question(kit.directory, max_lora_rank=16, tensor_parallel_size=num_ranks)
     plan = make_plan(question)
     config = replace(plan.config, device="cpu", kernels="torch")
@@ -82,8 +79,7 @@ def test_an_engine_with_the_planned_settings_has_the_planned_pages(kits: Kits, n
     engine.close()
 
 
-def test_a_planned_adapter_has_the_bytes_of_a_packed_one(kits: Kits) -> None:
-    kit = kits("llama")
+def test_a_planned_adapter_has_the_bytes_of_a_packed_one(kit: ModelKit) -> None:
     shape = read_model_spec(kit.directory).shape("float32")
     packed = pack(read_adapter(kit.adapters["r8_on_q_and_v"], shape, AdapterLimits()), shape, "float32")
     (size,) = make_plan(make_question(kit.directory)).memory.adapter_sizes
@@ -211,7 +207,7 @@ def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(
     size = measure_model(spec, config)
     paths = tuple(linear.path for linear in shape.linears)
     roofline = Roofline.of(DEVICES["H200"], size, shape, config, adapted=paths, prompt_tokens=128)
-    rows = json.loads(_RESULTS.read_text(encoding="utf-8"))["tables"]["end to end bdf0a68"]
+    rows = read_json(_RESULTS)["tables"]["end to end bdf0a68"]
     measured = [row for row in rows if row["kind"] == "decode" and row["graphs"]]
     assert [row["adapters"] for row in measured] == [0, 1, 8, 32]
     for row in measured:
@@ -224,7 +220,7 @@ def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(
 
 def test_the_predicted_capacity_is_within_a_tenth_of_that_measured_on_an_h200(llama_8b: Path) -> None:
     """S-LoRA's setting S1: rank 8 on the linears of attention, prompts and answers of 260 tokens on average."""
-    rows = json.loads(_RESULTS.read_text(encoding="utf-8"))["tables"]["end to end d971222"]
+    rows = read_json(_RESULTS)["tables"]["end to end d971222"]
     measured = max(row["requests/s"] for row in rows if row["kind"] == "serving")
     adapters = Adapters(5, (8,), ("attention",), alpha=0.0)
     service = make_plan(
@@ -264,3 +260,52 @@ def test_the_busiest_of_two_engines_gets_whole_adapters(
     half = replace(question.device, count=2)
     plan = make_plan(replace(question, device=half, adapters=Adapters(count, (16,), alpha=alpha)))
     assert plan.rate == pytest.approx(share, abs=0.01)
+
+
+def test_a_device_is_found_in_any_spelling() -> None:
+    assert find_device("h100") is DEVICES["H100"]
+    assert find_device("rtx 4090") is DEVICES["RTX-4090"]
+
+
+def test_an_unknown_device_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"device is 'H1000'; known devices are L4, .*B200; describe another"
+    ):
+        find_device("H1000")
+
+
+def test_a_mig_slice_has_sevenths_of_the_compute_and_eighths_of_the_memory() -> None:
+    whole = find_device("A100-80")
+    part = cut_device(whole, "2g.20gb")
+    assert part.count == 3
+    assert part.flops == pytest.approx(whole.flops * 2 / 7)
+    assert part.bandwidth == pytest.approx(whole.bandwidth * 2 / 8)
+    assert whole.memory_bytes / 5 < part.memory_bytes < whole.memory_bytes / 4
+
+
+def test_all_slices_of_a_profile_fit_into_their_device() -> None:
+    for device in DEVICES.values():
+        for name, profile in device.profiles.items():
+            assert profile.count * profile.compute <= 7 and profile.count * profile.memory <= 8
+            assert profile.count * cut_device(device, name).memory_bytes <= device.memory_bytes
+
+
+def test_an_mps_share_is_a_part_of_everything() -> None:
+    whole = find_device("L4")
+    part = cut_device(whole, "30%")
+    assert part.count == 3
+    assert part.memory_bytes == int(0.3 * whole.memory_bytes)
+    assert part.bandwidth == pytest.approx(0.3 * whole.bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("device", "name", "message"),
+    [
+        ("L4", "1g.10gb", "L4 has no MIG profiles; give an MPS share such as 50%"),
+        ("H100", "1g.5gb", "H100 has the MIG profiles 1g.10gb, "),
+        ("H100", "0%", "H100 has the MIG profiles"),
+    ],
+)
+def test_a_slice_that_a_device_does_not_have_is_refused(device: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        cut_device(find_device(device), name)

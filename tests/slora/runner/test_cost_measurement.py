@@ -6,20 +6,19 @@ from collections.abc import Callable
 from dataclasses import astuple
 
 import pytest
-import torch
 
 from slora.core.cost_model import StepWork
 from slora.core.engine_config import EngineConfig
 from slora.models.model_spec import read_model_spec
 from slora.runner import cost_measurement
-from slora.runner.cost_measurement import _Timings
+from slora.runner.cost_measurement import Timings
 from slora.runner.runner import Runner
-from slora.scheduler.step_plan import SampledToken, StepPlan
+from slora.scheduler.step_plan import StepPlan
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit
 
 Kits = Callable[[str], ModelKit]
-TIMINGS = _Timings(
+TIMINGS = Timings(
     one_row=0.010,
     rows=0.017,
     num_rows=8,
@@ -66,35 +65,25 @@ def test_the_smallest_of_settings_can_be_measured(kits: Kits, settings: dict[str
     )
 
 
-def test_measurement_steps_respect_the_limits_and_leave_no_state(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_measurement_steps_respect_the_limits_and_leave_no_state(kits: Kits) -> None:
     plans: list[StepPlan] = []
     touched = 0
-    run = Runner.run
-
-    def watched(self: Runner, plan: StepPlan) -> list[SampledToken]:
-        nonlocal touched
-        sampled = run(self, plan)
-        plans.append(plan)
-        touched += int(self.memory.pages.count_nonzero())
-        return sampled
-
-    monkeypatch.setattr(Runner, "run", watched)
-    monkeypatch.setattr("slora.memory.device_memory.empty_tensor", zeros)
-    # Without this, a slow smaller prefill on a busy machine may already count as long enough.
-    monkeypatch.setattr("slora.runner.cost_measurement._ENOUGH_PREFILL", 1e9)
     runner = start_runner(kits("llama"), num_pages=60, max_num_seqs=4, max_num_batched_tokens=50)
-    runner.measure_costs()
+    runner.memory.pages.zero_()
+
+    def run(plan: StepPlan) -> None:
+        nonlocal touched
+        runner.run(plan)
+        plans.append(plan)
+        touched += int(runner.memory.pages.count_nonzero())
+
+    # No time passes, so no smaller prefill counts as long enough.
+    cost_measurement.measure_costs(run, runner.memory, 50, 4, runner.max_model_len, clock=lambda: 0.0)
     assert touched, "the steps computed nothing"
     assert max(plan.num_tokens for plan in plans) == 50
     assert max(len(plan.chunks) for plan in plans[1:]) == 4
     assert not runner.memory.pages.any()
     assert not any(table.any() for table in (runner.memory.tables.page_table, runner.memory.tables.groups))
-
-
-def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def test_the_pages_are_cleared_even_if_a_measurement_step_fails(kits: Kits) -> None:
@@ -132,7 +121,7 @@ def test_timings_are_solved_for_the_costs_that_they_consist_of() -> None:
 def test_differences_below_the_noise_count_as_the_minimum_cost(noise: float) -> None:
     """A GPU that waits for its host takes as long for one row as for a whole prefill. The measured difference is
     then noise."""
-    costs = _Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
+    costs = Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
     assert all(0 < value < math.inf for value in astuple(costs))
     assert costs.decode_s == costs.context_token_s == costs.page_copy_s == 1e-9
     assert costs.token_s == pytest.approx(0.1 * 0.01 / 256, rel=0.01), (
@@ -141,13 +130,11 @@ def test_differences_below_the_noise_count_as_the_minimum_cost(noise: float) -> 
 
 
 def test_with_one_row_per_step_the_whole_time_is_the_step_cost() -> None:
-    costs = _Timings(0.01, 0.01, 1, 0.01, 1, 0.02, 1, 0.001, 1e-9).solve()
+    costs = Timings(0.01, 0.01, 1, 0.01, 1, 0.02, 1, 0.001, 1e-9).solve()
     assert costs.step_s == pytest.approx(0.01) and costs.decode_s == 1e-9
 
 
-def test_a_long_prefill_is_not_measured_if_a_short_one_suffices(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_prefill_is_not_measured_if_a_short_one_suffices(kits: Kits) -> None:
     """On this machine, each token takes as long as a step."""
     runner = start_runner(kits("llama"))
     now, lengths = 0.0, []
@@ -157,8 +144,7 @@ def test_a_long_prefill_is_not_measured_if_a_short_one_suffices(
         now += plan.num_tokens
         lengths.extend([plan.num_tokens] if plan.chunks else [])
 
-    monkeypatch.setattr(cost_measurement.time, "perf_counter", lambda: now)
-    costs = cost_measurement.measure_costs(run, runner.memory, 512, 8, 512)
+    costs = cost_measurement.measure_costs(run, runner.memory, 512, 8, 512, clock=lambda: now)
     assert max(lengths) == 16
     assert len(lengths) == 4, "steps of a second and more were repeated"
     assert costs.decode_s == pytest.approx(1) and costs.token_s == pytest.approx(1)
@@ -171,7 +157,7 @@ def test_an_interrupted_copy_does_not_spoil_the_cost_of_copies(
 
     No swap seemed to pay with that cost, so none was made and the cost was never corrected.
     """
-    runner = start_runner(kits("llama"), kernels="torch")
+    runner = start_runner(kits("llama"), kernels="torch", max_num_seqs=8, max_num_batched_tokens=512)
     now, num_swaps = 0.0, 0
 
     def swap_out(pairs: list[tuple[int, int]]) -> None:
@@ -180,5 +166,7 @@ def test_an_interrupted_copy_does_not_spoil_the_cost_of_copies(
         now += (1.0 if num_swaps < 5 else 0.001) * len(pairs)
 
     monkeypatch.setattr(runner.memory, "swap_out", swap_out)
-    monkeypatch.setattr("slora.runner.cost_measurement.time.perf_counter", lambda: now)
-    assert runner.measure_costs().page_copy_s == pytest.approx(0.0005)
+    costs = cost_measurement.measure_costs(
+        runner.run, runner.memory, 512, 8, runner.max_model_len, clock=lambda: now
+    )
+    assert costs.page_copy_s == pytest.approx(0.0005)

@@ -83,8 +83,7 @@ def test_a_background_row_joins_interactive_rows_only_if_the_step_hardly_grows()
     for costs, expected in ((COSTS, {"slow"}), (CHEAP_ROWS, {"slow", "cheap"})):
         bench = make_bench(costs=costs)
         bench.add("cheap", max_tokens=30, is_background=True)
-        for _ in range(3):
-            bench.step()
+        bench.run_steps(3)
         bench.add("slow", max_tokens=30)
         bench.step()
         assert {output.request_id for output in bench.step()} == expected

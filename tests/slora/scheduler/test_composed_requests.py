@@ -59,8 +59,7 @@ def test_an_adapter_that_is_evicted_while_the_other_is_fetched_is_fetched_again(
     bench.step()
     assert bench.source.in_flight == {VERSIONS[1]}
     bench.add("large", prompt=16, max_tokens=5)
-    bench.step()
-    bench.step()
+    bench.run_steps(2)
     assert bench.residency.find(VERSIONS[0]) is None, "the large prompt needed its pages"
     assert all(output.error is None for output in bench.run_to_end(10))
     assert bench.source.num_fetches[VERSIONS[0]] == 2 and bench.usage["sum"].generated_tokens == 1

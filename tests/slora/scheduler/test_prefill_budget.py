@@ -109,8 +109,7 @@ def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants() -
         return peek(*skipped)
 
     queue.peek = count  # type: ignore[method-assign]
-    for _ in range(10):
-        bench.step()
+    bench.run_steps(10)
     assert looks["peek"] < 10 * 15
 
 

@@ -16,10 +16,10 @@ from slora.core.request import EngineRequest, FinishReason, TokenDelta
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.publisher import CANARY_TENANT
 from slora_api.adapters.served_model import ServedModel
-from slora_api.cli.main import main
 from slora_api.core import errors
 from slora_api.keys import authentication
 from slora_api.keys.key_record import KeyRecord
+from tests.api.command import run_command
 from tests.api.conftest import Kit
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -58,30 +58,15 @@ def platform(tmp_path: Path) -> Iterator[Platform]:
         yield running
 
 
-@dataclass
-class Audit:
-    """Runs the command in this process, against `url`."""
-
-    patch: pytest.MonkeyPatch
-    capsys: pytest.CaptureFixture[str]
-
-    def run(self, url: str, *flags: str) -> tuple[int, list[dict[str, Any]]]:
-        """Returns the exit code and the findings that are not as they must be."""
-        self.patch.setenv("SLORA_URL", url)
-        self.patch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-        code = main(["audit", "isolation", "--json", *flags])
-        shown = self.capsys.readouterr()
-        assert shown.out, shown.err
-        answer = json.loads(shown.out)
-        wrong = [finding for finding in answer["findings"] if not finding["ok"]]
-        assert answer["ok"] == (not wrong) and (code == 0) == (not wrong), shown.err
-        assert len(answer["findings"]) > 30
-        return code, wrong
-
-
-@pytest.fixture
-def audit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Audit:
-    return Audit(monkeypatch, capsys)
+def audit(url: str) -> tuple[int, list[dict[str, Any]]]:
+    """Returns the exit code of the command, and the findings that are not as they must be."""
+    ended = run_command("audit", "isolation", "--json", SLORA_URL=url, SLORA_ADMIN_KEY=ADMIN_KEY)
+    assert ended.stdout, ended.stderr
+    answer = json.loads(ended.stdout)
+    wrong = [finding for finding in answer["findings"] if not finding["ok"]]
+    assert answer["ok"] == (not wrong) and (ended.returncode == 0) == (not wrong), ended.stderr
+    assert len(answer["findings"]) > 30
+    return ended.returncode, wrong
 
 
 def cells(wrong: list[dict[str, Any]]) -> list[str]:
@@ -93,23 +78,23 @@ def tenants(server: Served) -> list[str]:
         return [tenant["name"] for tenant in admin.get("/admin/tenants").raise_for_status().json()["data"]]
 
 
-def test_this_server_passes_the_audit_which_leaves_no_tenant(server: Served, audit: Audit) -> None:
+def test_this_server_passes_the_audit_which_leaves_no_tenant(server: Served) -> None:
     before = tenants(server)
-    assert audit.run(server.url) == (0, [])
+    assert audit(server.url) == (0, [])
     assert tenants(server) == before
 
 
-def test_a_prefix_cache_without_the_tenant_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
+def test_a_prefix_cache_without_the_tenant_in_its_scope_is_noticed(tmp_path: Path) -> None:
     engine = CachingEngine(scope=lambda request: request.adapter_digests)
     with running_platform(tmp_path, engine) as platform:
-        code, wrong = audit.run(platform.url)
+        code, wrong = audit(platform.url)
     assert (code, cells(wrong)) == (1, ["other tenant, same adapter", "other tenant, base model"])
 
 
-def test_a_prefix_cache_without_the_adapter_in_its_scope_is_noticed(tmp_path: Path, audit: Audit) -> None:
+def test_a_prefix_cache_without_the_adapter_in_its_scope_is_noticed(tmp_path: Path) -> None:
     engine = CachingEngine(scope=lambda request: request.tenant)
     with running_platform(tmp_path, engine) as platform:
-        _, wrong = audit.run(platform.url)
+        _, wrong = audit(platform.url)
     assert cells(wrong) == [
         "same tenant, other adapter",
         "same tenant, base model after an adapter",
@@ -117,37 +102,33 @@ def test_a_prefix_cache_without_the_adapter_in_its_scope_is_noticed(tmp_path: Pa
     ]
 
 
-def test_a_server_without_a_prefix_cache_does_not_pass(tmp_path: Path, audit: Audit) -> None:
+def test_a_server_without_a_prefix_cache_does_not_pass(tmp_path: Path) -> None:
     """Otherwise the audit would prove nothing."""
     engine = CachingEngine(scope=lambda request: object())
     with running_platform(tmp_path, engine) as platform:
-        _, wrong = audit.run(platform.url)
+        _, wrong = audit(platform.url)
     assert cells(wrong) == ["same tenant, same adapter", "same tenant, base model"]
 
 
-def test_a_route_that_any_key_opens_is_noticed(
-    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_route_that_any_key_opens_is_noticed(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     async def admit(_self: object, request: Any) -> Any:
         return request.state.caller
 
     monkeypatch.setattr(authentication.RequiredScope, "__call__", admit)
-    _, wrong = audit.run(platform.url)
+    _, wrong = audit(platform.url)
     assert "operators' routes with a tenant's key" in cells(wrong)
     assert "with the scope usage:read alone" in cells(wrong)
 
 
-def test_a_route_that_needs_no_key_is_noticed(
-    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_route_that_needs_no_key_is_noticed(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "PUBLIC_PATHS", authentication.PUBLIC_PATHS | {"/v1/usage"})
-    _, wrong = audit.run(platform.url)
+    _, wrong = audit(platform.url)
     assert {"without a key", "with an unknown key", "with a revoked key"} <= set(cells(wrong))
     assert all(one["seen"].startswith("GET /v1/usage answered") for one in wrong)
 
 
 def test_an_error_that_tells_a_foreign_model_from_a_missing_one_is_noticed(
-    platform: Platform, audit: Audit, monkeypatch: pytest.MonkeyPatch
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, models = ModelCatalog.find_model, set[str]()
 
@@ -159,7 +140,7 @@ def test_an_error_that_tells_a_foreign_model_from_a_missing_one_is_noticed(
         return await find(self, key, name, *rest, **named)
 
     monkeypatch.setattr(ModelCatalog, "find_model", reveal)
-    _, wrong = audit.run(platform.url)
+    _, wrong = audit(platform.url)
     assert all("completions" in cell for cell in cells(wrong)), wrong
 
 
@@ -194,8 +175,8 @@ def test_an_interrupted_audit_removes_its_tenants(platform: Platform, sent: sign
     ],
 )
 def test_modes_of_the_prefix_cache_are_noticed(
-    kit: Kit, tmp_path: Path, audit: Audit, mode: str, expected: list[str]
+    kit: Kit, tmp_path: Path, mode: str, expected: list[str]
 ) -> None:
     with serving(kit.base, tmp_path / "data", "--prefix-cache", mode) as served:
         served.wait_until_ready()
-        assert cells(audit.run(served.url)[1]) == expected
+        assert cells(audit(served.url)[1]) == expected

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import save_file
 
 from slora.core.errors import ConfigError
-from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.checkpoint import Checkpoint, fingerprint
 from slora.models.weights.weight_reader import WeightReader
 from tests.support.tiny_models import make_model
 
@@ -172,3 +172,45 @@ def test_a_header_that_does_not_describe_its_file_is_refused(tmp_path: Path, hea
 def test_metadata_and_scalars_are_accepted(tmp_path: Path) -> None:
     save_file({"a": torch.tensor(3.0)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert Checkpoint(tmp_path).find("a").shape == ()
+
+
+WEIGHTS = {"a": torch.arange(5000.0).view(50, 100), "b": torch.ones(4), "empty": torch.zeros(0, 3)}
+
+
+def written(directory: Path, tensors: dict[str, torch.Tensor]) -> str:
+    directory.mkdir()
+    save_file(tensors, directory / "model.safetensors")
+    return fingerprint(directory)
+
+
+def test_equal_weights_have_one_fingerprint_however_they_are_cut_into_files(tmp_path: Path) -> None:
+    model = make_model("llama")
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="40KB")
+    (tmp_path / "shards" / "config.json").unlink()
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert fingerprint(tmp_path / "whole") == fingerprint(tmp_path / "shards")
+
+
+def test_other_weights_names_shapes_and_dtypes_have_other_fingerprints(tmp_path: Path) -> None:
+    found = [
+        written(tmp_path / "same", WEIGHTS),
+        written(tmp_path / "renamed", {"A" if name == "a" else name: t for name, t in WEIGHTS.items()}),
+        written(tmp_path / "reshaped", WEIGHTS | {"a": WEIGHTS["a"].view(100, 50)}),
+        written(tmp_path / "last number", WEIGHTS | {"b": torch.tensor([1.0, 1.0, 1.0, 2.0])}),
+        written(tmp_path / "bfloat16", WEIGHTS | {"b": WEIGHTS["b"].bfloat16()}),
+        written(tmp_path / "less", {"a": WEIGHTS["a"], "b": WEIGHTS["b"]}),
+        # Merging an adapter of rank 1 changes every number a little, here by one bit of the last place.
+        written(tmp_path / "moved", WEIGHTS | {"a": WEIGHTS["a"] * (1 + 2**-23)}),
+    ]
+    assert len(set(found)) == len(found)
+
+
+def test_the_fingerprint_is_stable_across_releases(tmp_path: Path) -> None:
+    expected = "9bb6c9641dbc1d6751b3c619ef0a7a696ed5217029912f9493fb34c6992a9019"
+    assert written(tmp_path / "fixed", {"x": torch.arange(600, dtype=torch.int16)}) == expected
+
+
+def test_a_directory_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no model.safetensors"):
+        fingerprint(tmp_path)

@@ -1,5 +1,5 @@
 import logging
-import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -139,16 +139,11 @@ def test_a_tensor_is_the_same_as_another_only_if_all_its_bytes_are(directory: Pa
 
 @pytest.mark.parametrize(("level", "shown"), ((logging.WARNING, True), (logging.ERROR, False)))
 def test_progress_is_shown_on_a_terminal_unless_the_log_is_to_be_quiet(
-    directory: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    level: int,
-    *,
-    shown: bool,
+    directory: Path, caplog: pytest.LogCaptureFixture, level: int, *, shown: bool
 ) -> None:
-    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     caplog.set_level(level, "slora.models.weights.weight_reader")
-    read_all(directory)
+    with redirect_stderr(Terminal()) as terminal:
+        read_all(directory)
     assert ("Weights" in terminal.getvalue()) == shown
 
 

@@ -1,18 +1,22 @@
 """An API process knows the load and the adapters of an engine from its reports and from what it has sent since."""
 
+import asyncio
 from collections.abc import Collection
+from contextlib import aclosing
 from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slora.client.open_streams import OpenStreams
 from slora.client.router import ReportedState
 from slora.core.engine_state import ANSWER_TOKENS, Backlog, EngineReport
 from slora.core.messages import Report
-from slora.core.request import EngineRequest, single_adapter
+from slora.core.request import EngineRequest, FinishReason, StepOutput, TokenDelta, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.engine_stack import over_the_wire
+from tests.support.event_loop import on_event_loop
 
 BACKLOG = Backlog(3, 2, 1.5, 0.001, 0.01)
 
@@ -78,3 +82,30 @@ def test_changes_add_up_to_the_sets_of_the_last_report(
         send(state, report, last, 0)
     seen = state.describe("e")
     assert (seen.resident, seen.on_host) == (reports[-1].resident, reports[-1].on_host)
+
+
+@on_event_loop
+async def test_other_tasks_run_while_a_slow_reader_catches_up() -> None:
+    """Born from a bug: a reader with many outputs wrote all of them, even if its client had left meanwhile."""
+    streams, turns = OpenStreams(), 0
+
+    async def take_turns() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def send(request: EngineRequest) -> None:
+        for token in range(1000):
+            reason = FinishReason.LENGTH if token == 999 else None
+            streams.put(StepOutput(request.request_id, TokenDelta((token,), reason)))
+
+    other = asyncio.create_task(take_turns())
+    token_ids: list[int] = []
+    request = EngineRequest("r", "t", [1], (), SamplingParams())
+    async with aclosing(streams.open(request, send, lambda request_id: None)) as arriving:
+        async for arrived in arriving:
+            token_ids += [token for delta in arrived for token in delta.token_ids]
+            assert len(token_ids) <= 64 * (turns + 1), "no other task runs between two lists"
+    other.cancel()
+    assert token_ids == list(range(1000))

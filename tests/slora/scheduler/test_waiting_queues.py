@@ -4,10 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.core.request import TenantShare
-from slora.memory.tenant_account import TenantAccount
+from slora.core.request import EngineRequest, TenantShare
+from slora.core.sampling_params import SamplingParams
+from slora.memory.page_pool import PagePool
+from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.sequence import Sequence
-from slora.scheduler.waiting_queues import FairQueue
+from slora.scheduler.waiting_queues import FairQueue, FifoQueue, WaitingQueue
 from tests.support.queueing import make_sequence, make_tenant
 
 
@@ -172,12 +174,15 @@ def test_counters_of_backlogged_tenants_stay_close(
 # -- removal, and which requests are reported ----------------------------------------------------------------------
 
 
-def test_a_removed_sequence_is_never_returned() -> None:
-    queue, a = FairQueue(), make_tenant("a")
-    first, second, third = push(queue, a, 3)
+@pytest.mark.parametrize("queue", [FairQueue(), FifoQueue()])
+def test_a_removed_sequence_is_never_returned(queue: WaitingQueue) -> None:
+    a = make_tenant("a")
+    first, second, third = (make_sequence(a) for _ in range(3))
+    for sequence in (first, second, third):
+        queue.push(sequence)
     queue.remove(second)
     queue.remove(second)
-    assert (len(queue), a.num_waiting, second in queue) == (2, 2, False)
+    assert (len(queue), a.num_waiting, second in queue, third in queue) == (2, 2, False, True)
     assert queue.peek() is first
     queue.remove(first)
     assert queue.peek() is third
@@ -195,20 +200,7 @@ def test_upcoming_lists_waiting_sequences_first_of_each_tenant() -> None:
     assert set(queue.upcoming(10)) <= {of_a[0], of_a[2], *of_b}
 
 
-# -- preemption; see test_fair_victims too ---------------------------------------------------------------------------
-
-
-def test_the_lowest_priority_sequence_of_a_tenant_is_preempted_first() -> None:
-    queue, a = FairQueue(), make_tenant("a")
-    running = [make_sequence(a, priority) for priority in (0, 7, 0)]
-    assert queue.choose_victim(running) is running[1]
-
-
-def test_a_later_priority_class_is_preempted_before_a_more_served_tenant() -> None:
-    queue = FairQueue()
-    later, earlier = make_tenant("later", TenantShare(priority=1)), make_tenant("earlier", service=9)
-    running = [make_sequence(later), make_sequence(earlier)]
-    assert queue.choose_victim(running) is running[0]
+# -- preemption --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_pages", "gives_way"), [(5, "much"), (4, "little"), (0, "little")])
@@ -224,3 +216,148 @@ def test_a_victim_is_chosen_even_if_all_tenants_are_within_their_floors() -> Non
     a.min_pages = 4
     running = [make_sequence(a), make_sequence(a)]
     assert queue.choose_victim(running) is running[1]
+
+
+# -- victims: the least work, among tenants that hold many pages -------------------------------------------------------
+
+
+class Runners:
+    """Running sequences, each with pages of a pool of 100."""
+
+    def __init__(self, **shares: TenantShare) -> None:
+        self.queue = FairQueue()
+        self.sequences: list[Sequence] = []
+        self.pool, self.tenants = PagePool(100), TenantAccounts(100)
+        for name, share in shares.items():
+            self.tenants.set_share(name, share)
+
+    def run(self, request_id: str, tenant: str, num_pages: int, num_computed: int, priority: int = 0) -> None:
+        sequence = self._sequence(request_id, tenant, priority)
+        self.pool.allocate(num_pages, sequence.tenant)
+        sequence.num_computed = num_computed
+        self.sequences.append(sequence)
+
+    def wait(self, tenant: str) -> None:
+        self.queue.push(self._sequence("waiting", tenant, 0))
+
+    @property
+    def victim(self) -> str:
+        return self.queue.choose_victim(iter(self.sequences)).request.request_id
+
+    def _sequence(self, request_id: str, tenant: str, priority: int) -> Sequence:
+        request = EngineRequest(request_id, tenant, [1], (), SamplingParams(max_tokens=8), priority=priority)
+        return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, 4)
+
+
+def test_of_equal_tenants_the_sequence_with_fewest_computed_tokens_is_preempted() -> None:
+    runners = Runners()
+    runners.run("begun", "a", 10, 5)
+    runners.run("far along", "b", 10, 90)
+    runners.tenants.find("b").charge(1000)
+    assert runners.victim == "begun"
+
+
+def test_a_tenant_within_its_share_is_not_preempted() -> None:
+    runners = Runners()
+    runners.run("modest", "a", 4, 1)
+    for number in range(3):
+        runners.run(f"heavy {number}", "b", 10, 50 - number)
+    assert runners.victim == "heavy 2"
+
+
+def test_a_larger_weight_is_a_larger_share() -> None:
+    runners = Runners(a=TenantShare(weight=3))
+    runners.run("entitled", "a", 20, 1)
+    runners.run("other", "b", 10, 50)
+    assert runners.victim == "other"
+
+
+def test_waiting_tenants_reduce_the_share_of_the_others() -> None:
+    runners = Runners()
+    runners.run("small", "a", 12, 1)
+    runners.run("large", "b", 18, 50)
+    assert runners.victim == "large", "15 pages are a share"
+    runners.wait("c")
+    assert runners.victim == "small", "10 pages are one: both hold more"
+
+
+def test_pages_that_are_only_cached_do_not_count_as_held() -> None:
+    runners = Runners()
+    runners.run("caching", "a", 10, 1)
+    runners.run("other", "b", 12, 50)
+    runners.pool.cache(runners.pool.allocate(50, runners.tenants.find("a")))
+    assert runners.victim == "other"
+
+
+def test_a_later_priority_class_is_preempted_before_a_larger_tenant() -> None:
+    runners = Runners(a=TenantShare(priority=1))
+    runners.run("late", "a", 1, 90)
+    runners.run("early", "b", 50, 1)
+    assert runners.victim == "late"
+
+
+@pytest.mark.parametrize("priority", [-1, 1])
+def test_a_request_s_priority_counts_within_its_tenant_only(priority: int) -> None:
+    runners = Runners()
+    runners.run("begun", "a", 5, 5, priority)
+    runners.run("further", "a", 5, 20)
+    runners.run("of another", "b", 10, 50, -priority)
+    assert runners.victim == ("begun" if priority > 0 else "further")
+
+
+def test_of_equally_computed_sequences_the_newer_one_is_preempted() -> None:
+    runners = Runners()
+    for name in ("old", "new"):
+        runners.run(name, "a", 5, 5)
+    assert runners.victim == "new"
+
+
+# -- first come, first served, whichever tenant sends the request ------------------------------------------------------
+
+
+def test_the_earliest_arrival_is_next_regardless_of_service_and_push_order() -> None:
+    queue = FifoQueue()
+    much = make_tenant("much", TenantShare(priority=9), service=1000)
+    little = make_tenant("little")
+    first, second, third = make_sequence(much, priority=5), make_sequence(little), make_sequence(much)
+    for sequence in (third, first, second):
+        queue.push(sequence)
+    order = []
+    while (sequence_next := queue.peek()) is not None:
+        queue.remove(sequence_next)
+        order.append(sequence_next)
+    assert order == [first, second, third]
+
+
+def test_a_preempted_sequence_returns_to_its_old_place() -> None:
+    queue, a = FifoQueue(), make_tenant("a")
+    old, new = make_sequence(a), make_sequence(a)
+    queue.push(old)
+    queue.remove(old)
+    queue.push(new)
+    queue.push(old)
+    assert queue.peek() is old
+
+
+def test_peek_of_a_fifo_queue_skips_the_excluded_tenants() -> None:
+    queue, a, b = FifoQueue(), make_tenant("a"), make_tenant("b")
+    first, second, third = make_sequence(a), make_sequence(a), make_sequence(b)
+    for sequence in (first, second, third):
+        queue.push(sequence)
+    assert [queue.peek(over) for over in ([], [b], [a], [a, b])] == [first, first, third, None]
+
+
+def test_upcoming_lists_only_waiting_sequences() -> None:
+    queue, a = FifoQueue(), make_tenant("a")
+    sequences = [make_sequence(a) for _ in range(4)]
+    for sequence in sequences:
+        queue.push(sequence)
+    queue.remove(sequences[1])
+    assert queue.upcoming(1) == sequences[:1]
+    assert set(queue.upcoming(10)) == {sequences[0], *sequences[2:]}
+
+
+def test_the_newest_sequence_is_preempted() -> None:
+    queue, a, b = FifoQueue(), make_tenant("a", service=1000), make_tenant("b")
+    old, new = make_sequence(a), make_sequence(b)
+    assert queue.choose_victim([new, old]) is new
