@@ -62,18 +62,21 @@ class HubModel:
         return model
 
     def missing_bytes(self) -> int:
-        """Returns the size of the weights that the cache does not have. 0 if the hub does not answer."""
-        try:
-            files = snapshot_download(
-                self.reference.repo,
-                revision=self.reference.revision,
-                allow_patterns=self._weight_names(),
-                library_name="slora",
-                dry_run=True,
-                tqdm_class=_Bar,
-            )
-        except DryRunError:
-            return 0
+        """Returns the size of the weights that the cache does not have. 0 if the hub does not answer. Raises
+        ConfigError.
+        """
+        with explained(self.reference, ConfigError, ConfigError):
+            try:
+                files = snapshot_download(
+                    self.reference.repo,
+                    revision=self.reference.revision,
+                    allow_patterns=self._weight_names(),
+                    library_name="slora",
+                    dry_run=True,
+                    tqdm_class=_Bar,
+                )
+            except DryRunError:
+                return 0
         return sum(file.file_size or 0 for file in files if file.will_download)
 
     def download_weights(self, tell: Callable[[str], Any] = lambda text: None) -> None:
@@ -81,9 +84,7 @@ class HubModel:
 
         tell: called with a text for people before a download begins.
         """
-        with explained(self.reference, ConfigError, ConfigError):
-            num_bytes = self.missing_bytes()
-        if num_bytes:
+        if num_bytes := self.missing_bytes():
             free = shutil.disk_usage(self.directory).free
             if num_bytes + _SPARE_BYTES > free:
                 raise ConfigError(

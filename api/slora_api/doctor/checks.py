@@ -187,14 +187,14 @@ def find_model(settings: Settings) -> Model:
     hub are not downloaded. Raises ConfigError.
     """
     engine = settings.engine
-    reference = None if engine.model.is_dir() else HubReference.of_model(engine.model)
-    if reference is not None:
+    if not engine.model.is_dir():
+        reference = HubReference.of_model(engine.model)
+        if reference is None:
+            raise ConfigError(f"{engine.model} is not a directory; {GIVE_MODEL}, in --model (SLORA_MODEL)")
         found = HubModel.find(reference, engine.model_impl)
         settings = replace(settings, engine=replace(engine, model=found.directory))
         if missing := found.missing_bytes():
             return Model(BaseModelFiles(settings), 0, missing, missing)
-    elif not engine.model.is_dir():
-        raise ConfigError(f"{engine.model} is not a directory; {GIVE_MODEL}, in --model (SLORA_MODEL)")
     files = BaseModelFiles(settings)
     checkpoint = Checkpoint(settings.engine.model)
     element_bytes = ELEMENT_BYTES[files.dtype]
@@ -222,10 +222,7 @@ def check_model(model: Future[Model]) -> Iterator[Finding]:
 
 
 def explain_no_model() -> Iterator[Finding]:
-    yield failure(
-        "--model (SLORA_MODEL) is missing",
-        GIVE_MODEL,
-    )
+    yield failure("--model (SLORA_MODEL) is missing", GIVE_MODEL)
 
 
 def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[Model]) -> Iterator[Finding]:

@@ -401,7 +401,7 @@ def _print_once(client: httpx.Client, path: str, title: str, *, as_json: bool) -
     except httpx.HTTPStatusError as error:
         raise CommandFailed(f"the server answers {error.response.status_code}; try again later") from error
     if as_json:
-        print_json(history.frame)
+        print_frame(history.frame)
     if history.frame is None:
         raise CommandFailed("no engine answers; it may be starting")
     if not as_json:
@@ -415,10 +415,10 @@ def _print_frames(client: httpx.Client, path: str) -> None:
             if isinstance(frame, Interruption):
                 print(f"slora: {frame}", file=sys.stderr, flush=True)
             else:
-                print_json(frame)
+                print_frame(frame)
 
 
-def print_json(frame: Frame | None) -> None:
+def print_frame(frame: Frame | None) -> None:
     print(json.dumps(frame, separators=(",", ":")), flush=True)
 
 

@@ -32,12 +32,7 @@ from slora_api.core.host_board import BoardSize, HostBoard
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
-from slora_api.core.settings import (
-    Settings,
-    explain_unknown_variables,
-    read_settings,
-    server_setting_specs,
-)
+from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter

@@ -56,7 +56,7 @@ def test_frames_go_on_as_lines_until_the_user_ends_it(
         if len(shown) == 2:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(top, "print_json", take)
+    monkeypatch.setattr(top, "print_frame", take)
     assert run_top(platform, "--json", SLORA_ADMIN_KEY=ADMIN_KEY).returncode == 0
     assert len(shown) == 2
 
