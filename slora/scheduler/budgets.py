@@ -98,11 +98,15 @@ class PrefillBudget:
 # fits, for example on a CPU, where each row takes additional time. Background requests then wait for a step without
 # interactive requests.
 #
-# A step without interactive requests is also kept short (`short_prefill_s`), because an interactive request that
-# arrives during the step must wait until the step ends. The first row of such a step is computed even if it takes
-# longer, for example because of its mask. Otherwise the request of this row would never end.
+# A step without interactive requests is also kept short, because an interactive request that arrives during the step
+# must wait until the step ends. While interactive requests come and go, such a step takes about one and a half times as
+# long as a step with a single row. After `QUIET_STEPS` without one, it may take as long as `short_prefill_s` allows,
+# which computes more background tokens per second. The first row of such a step is computed even if it takes longer,
+# for example because of its mask. Otherwise the request of this row would never end.
 
 MAX_GROWTH = 0.03
+QUIET_STEPS = 100
+_STEP_COSTS_BETWEEN, _MIN_TOKENS_BETWEEN = 0.5, 8
 
 
 class BackgroundBudget:
@@ -110,13 +114,22 @@ class BackgroundBudget:
 
     num_tokens: tokens that the step may still compute.
     interactive: the interactive work of the step; None if no interactive request runs.
+    num_quiet_steps: the number of steps since an interactive request ran.
     """
 
-    def __init__(self, costs: CostModel, num_tokens: int, interactive: StepWork | None) -> None:
+    def __init__(
+        self,
+        costs: CostModel,
+        num_tokens: int,
+        interactive: StepWork | None,
+        num_quiet_steps: int = QUIET_STEPS,
+    ) -> None:
         self._costs = costs
         self._num_tokens = num_tokens
         if interactive is not None:
             self._seconds = MAX_GROWTH * costs.step_seconds(interactive)
+        elif num_quiet_steps < QUIET_STEPS:
+            self._seconds = max(_STEP_COSTS_BETWEEN * costs.step_s, costs.prefill_s(_MIN_TOKENS_BETWEEN))
         else:
             self._seconds = short_prefill_s(costs)
         self._must_fit = interactive is None

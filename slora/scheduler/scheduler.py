@@ -62,7 +62,7 @@ from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
-from slora.scheduler.budgets import BackgroundBudget, PrefillBudget, tokens_beside_others
+from slora.scheduler.budgets import QUIET_STEPS, BackgroundBudget, PrefillBudget, tokens_beside_others
 from slora.scheduler.charges import charge_mask, charge_output, charge_prompt, estimate_backlog
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.drafting import Drafting
@@ -134,6 +134,7 @@ class Scheduler:
         self._stale_rows: list[Sequence] = []
         # Number of steps that are launched and not postprocessed.
         self._num_running_steps = 0
+        self._num_quiet_steps = QUIET_STEPS
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
         self._batch = self._lifecycle.batch
@@ -468,6 +469,7 @@ class Scheduler:
             for sequence in self._batch
             if sequence.is_background and not self._awaits_result(sequence)
         ]
+        self._num_quiet_steps = 0 if self._runs_interactive else self._num_quiet_steps + 1
         if not running and not len(self._lifecycle.queue):
             return
         budget = self._background_budget(plan, num_tokens)
@@ -477,10 +479,13 @@ class Scheduler:
                 budget.spend(sequence, fitting)
         self._admission.admit_background(plan, budget)
 
+    @property
+    def _runs_interactive(self) -> bool:
+        return any(not sequence.is_background for sequence in self._batch)
+
     def _background_budget(self, plan: StepPlan, num_tokens: int) -> BackgroundBudget:
-        is_shared = any(not sequence.is_background for sequence in self._batch)
-        work = plan.measure_work(self._config.full_page_bytes)
-        return BackgroundBudget(self._costs, num_tokens, work if is_shared else None)
+        work = plan.measure_work(self._config.full_page_bytes) if self._runs_interactive else None
+        return BackgroundBudget(self._costs, num_tokens, work, self._num_quiet_steps)
 
     def _continue_running(self, plan: StepPlan) -> PrefillBudget:
         """Plans the next tokens of the running interactive sequences, oldest first.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from slora.core.cost_model import StepWork
 from slora.core.request import StepOutput, TenantShare
 from slora.memory.tenant_account import TenantAccounts
-from slora.scheduler.budgets import MAX_GROWTH, BackgroundBudget, LoadBudget
+from slora.scheduler.budgets import MAX_GROWTH, QUIET_STEPS, BackgroundBudget, LoadBudget
 from slora.scheduler.waiting_queues import FairQueue, FifoQueue, WaitingQueue
 from slora_adapters.version import AdapterVersion
 from tests.support.queueing import make_sequence
@@ -114,6 +114,19 @@ def test_a_step_without_interactive_requests_stays_short() -> None:
     bench.add("batch", prompt=400, is_background=True)
     bench.step()
     assert bench.last_plan.num_tokens == 64
+
+
+def test_steps_between_interactive_requests_are_shorter_until_none_comes_any_more() -> None:
+    bench = make_bench(num_pages=1000, max_num_batched_tokens=500)
+    bench.add("chat", prompt=4, max_tokens=2)
+    bench.add("batch", prompt=1500, is_background=True)
+    while bench.scheduler.find("chat"):
+        bench.step()
+    sizes = []
+    while len(sizes) < QUIET_STEPS + 2:
+        bench.step()
+        sizes.append(bench.last_plan.num_tokens)
+    assert sizes[: QUIET_STEPS - 1] == [8] * (QUIET_STEPS - 1) and sizes[QUIET_STEPS:] == [64, 64]
 
 
 def test_background_requests_get_no_time_that_the_token_budget_does_not_have() -> None:
