@@ -10,11 +10,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import HealthCheck, settings
 
-# `slora serve` sets the same value. It is read when torch is loaded. Beside other busy programs, waiting threads that
-# spin made the test run ten times as long.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-# This applies `SLORA_CPU_ISA`, which also has to happen before torch is loaded.
+# This sets variables that are read when torch is loaded.
 import slora_kernels  # noqa: F401
 
 # isort: split

@@ -37,7 +37,7 @@ class EngineConfig:
 
     model: Path = setting(
         MISSING,
-        "base model: a directory (config.json, safetensors, tokenizer), or ORG/NAME[@REVISION] of the Hugging Face hub",
+        "base model: a directory (config.json, safetensors, tokenizer), a GGUF file, or ORG/NAME[@REVISION] of the hub",
         Directory(),
         metavar="MODEL",
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.constants import HF_HUB_CACHE
 from huggingface_hub.errors import DryRunError
 from huggingface_hub.utils import tqdm
 
@@ -56,52 +57,38 @@ class HubModel:
                     f"add the adapter with `slora adapter push {reference}`"
                 )
             raise ConfigError(
-                f"{model.reference} has no config.json, so it is not a model that slora can read"
+                f"{model.reference} has no config.json, so it is not a model that slora can read; if it has GGUF "
+                f"files, name one of them, as in {reference.repo}/FILE.gguf"
             )
         read_model_spec(root, model_impl)
         return model
-
-    def missing_bytes(self) -> int:
-        """Returns the size of the weights that the cache does not have. 0 if the hub does not answer. Raises
-        ConfigError.
-        """
-        with explained(self.reference, ConfigError, ConfigError):
-            try:
-                files = snapshot_download(
-                    self.reference.repo,
-                    revision=self.reference.revision,
-                    allow_patterns=self._weight_names(),
-                    library_name="slora",
-                    dry_run=True,
-                    tqdm_class=_Bar,
-                )
-            except DryRunError:
-                return 0
-        return sum(file.file_size or 0 for file in files if file.will_download)
 
     def download_weights(self, tell: Callable[[str], Any] = lambda text: None) -> None:
         """Downloads the weights, unless the cache has them. Raises ConfigError.
 
         tell: called with a text for people before a download begins.
         """
-        if num_bytes := self.missing_bytes():
-            free = shutil.disk_usage(self.directory).free
-            if num_bytes + _SPARE_BYTES > free:
-                raise ConfigError(
-                    f"the weights of {self.reference} have {format_bytes(num_bytes)}, but the disk of {self.directory} "
-                    f"has {format_bytes(free)} free; make room, or set HF_HOME to a directory of a larger disk"
-                )
-            tell(f"downloading {format_bytes(num_bytes)} of {self.reference}")
-        _download(self.reference, self._weight_names())
-        for name in self._weight_names():
+        names = name_weight_files(self.directory)
+        _download_large(self.reference, names, tell)
+        for name in names:
             if not (self.directory / name).is_file():
                 raise ConfigError(
                     f"{self.reference} has no {name}; only safetensors checkpoints are served, and pickles such as "
                     "pytorch_model.bin are never read"
                 )
 
-    def _weight_names(self) -> list[str]:
-        return name_weight_files(self.directory)
+
+def download_gguf(reference: HubReference, tell: Callable[[str], Any] | None) -> Path:
+    """Returns the GGUF file of the reference in the cache of the hub's client. Raises ConfigError. tell: see
+    `HubModel.download_weights`.
+    """
+    assert reference.folder is not None
+    path = _download_large(reference, [reference.folder], tell or (lambda text: None)) / reference.folder
+    if not path.is_file():
+        raise ConfigError(
+            f"{HubReference(reference.repo, reference.revision)} has no file {reference.folder}"
+        )
+    return path
 
 
 class _Bar(tqdm):  # type: ignore[misc]
@@ -111,6 +98,41 @@ class _Bar(tqdm):  # type: ignore[misc]
         if not sys.stderr.isatty():
             options["disable"] = True
         super().__init__(*arguments, **options)
+
+
+def missing_bytes(reference: HubReference, names: Sequence[str]) -> int:
+    """Returns the size of those files that the cache does not have. 0 if the hub does not answer.
+
+    Raises ConfigError.
+    """
+    with explained(reference, ConfigError, ConfigError):
+        try:
+            files = snapshot_download(
+                reference.repo,
+                revision=reference.revision,
+                allow_patterns=list(names),
+                library_name="slora",
+                dry_run=True,
+                tqdm_class=_Bar,
+            )
+        except DryRunError:
+            return 0
+    return sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def _download_large(reference: HubReference, names: Sequence[str], tell: Callable[[str], Any]) -> Path:
+    """Downloads files unless the cache has them, if there is room for them."""
+    if num_bytes := missing_bytes(reference, names):
+        cache = Path(HF_HUB_CACHE)
+        disk = next(path for path in (cache, *cache.parents) if path.is_dir())
+        free = shutil.disk_usage(disk).free
+        if num_bytes + _SPARE_BYTES > free:
+            raise ConfigError(
+                f"the weights of {reference} have {format_bytes(num_bytes)}, but the disk of {cache} has "
+                f"{format_bytes(free)} free; make room, or set HF_HOME to a directory of a larger disk"
+            )
+        tell(f"downloading {format_bytes(num_bytes)} of {reference}")
+    return _download(reference, names)
 
 
 def _download(reference: HubReference, names: Sequence[str]) -> Path:

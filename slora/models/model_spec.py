@@ -18,7 +18,7 @@ from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config
 from slora.models.families import FAMILIES, read_model_config
 from slora.models.model_config import ModelConfig
-from slora_adapters.peft.hub_reference import HubReference
+from slora_adapters.peft.hub_reference import GGUF_LINK, HubReference
 from slora_kernels.layout import ModelShape
 from slora_kernels.partition import Partition, refuse_uneven_width
 
@@ -120,18 +120,25 @@ _OTHER_HEAD = re.compile(
 
 def find_model(model: Path, model_impl: str = "auto", *, tell: Callable[[str], Any] | None = None) -> Path:
     """Returns the directory of a base model. A model of the Hugging Face hub is downloaded first, unless the cache of
-    the hub's client has it; see `HubReference.of_model`.
+    the hub's client has it; see `HubReference.of_model`. For a GGUF file, see `slora.models.gguf_model`.
 
     tell: called with a text for people before a download begins. None: only the files beside the weights are needed.
     Raises ConfigError.
     """
+    if (model / "config.json").is_file():
+        return model
+    gguf_model = importlib.import_module("slora.models.gguf_model")
+    if (path := gguf_model.find_gguf_file(model)) is not None:
+        return cast(Path, gguf_model.prepare_gguf_model(path))
     reference = None if model.is_dir() else HubReference.of_model(model)
     if reference is None:
         return model
     # The hub's client takes a quarter of a second to import.
-    module = importlib.import_module("slora.models.hub_model")
+    hub_model = importlib.import_module("slora.models.hub_model")
     try:
-        found = module.HubModel.find(reference, model_impl)
+        if reference.is_gguf:
+            return cast(Path, gguf_model.prepare_gguf_model(hub_model.download_gguf(reference, tell)))
+        found = hub_model.HubModel.find(reference, model_impl)
         if tell is not None:
             found.download_weights(tell)
     except ConfigError as error:
@@ -149,6 +156,10 @@ def read_model_spec(directory: Path, model_impl: str = "auto") -> ModelSpec:
         raise ConfigError(f"model_impl is {model_impl!r}; it must be one of {', '.join(MODEL_IMPLS)}")
     config = read_config(directory)
     _refuse_other_heads(directory, config)
+    if model_impl == "transformers" and (directory / GGUF_LINK).exists():
+        raise ConfigError(
+            "model_impl is transformers, but only slora's decoder reads GGUF files; set it to auto"
+        )
     if model_impl == "slora" or (model_impl == "auto" and str(config.get("model_type")) in FAMILIES):
         return ModelSpec.from_config(read_model_config(directory))
     # A process that has imported torch reads the spec itself. Other processes must not import torch.

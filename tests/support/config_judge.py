@@ -50,13 +50,13 @@ def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple
     prompts = [torch.randint(0, spec.vocab_size, (length,), generator=rng).tolist() for length in lengths]
     try:
         oracle = _make_oracle(directory, str(raw["model_type"]))
-        expected = [_last_logits(oracle, prompt) for prompt in prompts]
+        expected = [last_logits(oracle, prompt) for prompt in prompts]
         oracle.save_pretrained(directory)
     except Exception as error:
         return Verdict.UNJUDGED, f"{type(error).__name__}: {error}"
     path.write_text(json.dumps(raw), encoding="utf-8")
     try:
-        answers = _serve(directory, spec, prompts)
+        answers = serve_logits(directory, spec, prompts)
     except ConfigError as error:
         return Verdict.REFUSED, str(error)
     errors = [
@@ -78,12 +78,12 @@ def _make_oracle(directory: Path, model_type: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def _last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
+def last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
     logits: Tensor = oracle(torch.tensor([prompt]), use_cache=False).logits
     return logits[0, -1].double()
 
 
-def _serve(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[list[Tensor]]:
+def serve_logits(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[list[Tensor]]:
     """The last logits of each prompt, for each way to compute them. Raises ConfigError as the engine does at start."""
     num_rows = min(spec.max_positions, _LONGEST_TABLE)
     kernels = select_kernels("torch", _CPU)

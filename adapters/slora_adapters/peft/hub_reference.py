@@ -10,8 +10,10 @@ _WORD = r"[A-Za-z0-9_](?:[A-Za-z0-9_-]|\.(?!\.))*"
 # A revision such as refs/pr/1 is written refs%2Fpr%2F1.
 _REFERENCE = re.compile(rf"({_WORD}/{_WORD})(?:@([^/@]+))?(?:/({_WORD}(?:/{_WORD})*))?/?", re.ASCII)
 _REVISION = re.compile(rf"{_WORD}(?:/{_WORD})*", re.ASCII)
-# A model's directory in the cache of the hub's client.
-_SNAPSHOT = re.compile(rf"models--({_WORD}?)--({_WORD})/snapshots/([0-9a-f]{{40}})", re.ASCII)
+# A model's directory, or a file in it, in the cache of the hub's client.
+_SNAPSHOT = re.compile(rf"models--({_WORD}?)--({_WORD})/snapshots/([0-9a-f]{{40}})(?:/(.+))?", re.ASCII)
+# In the directory of a model that is read from a GGUF file: the link to the file.
+GGUF_LINK = "model.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +22,7 @@ class HubReference:
 
     repo: str
     revision: str | None = None  # a branch, a tag or a commit; None is the main branch
-    folder: str | None = None  # an adapter's folder in the repository
+    folder: str | None = None  # an adapter's folder in the repository, or a base model's GGUF file
 
     @staticmethod
     def parse(text: str) -> "HubReference | None":
@@ -40,14 +42,23 @@ class HubReference:
     def of_model(model: Path) -> "HubReference | None":
         """Returns the repository of a base model. None for a directory that the hub's client did not download.
 
-        model: ORG/REPO[@REVISION], also after hf://, or a directory. A directory of this name wins over a repository.
+        model: ORG/REPO[@REVISION] or ORG/REPO[@REVISION]/FILE.gguf, also after hf://, or a directory. A directory of
+            this name wins over a repository.
         """
         if model.is_dir():
-            found = _SNAPSHOT.fullmatch("/".join(model.resolve().parts[-3:]))
-            return HubReference(f"{found[1]}/{found[2]}", found[3]) if found else None
+            link = model / GGUF_LINK
+            path = str(link.readlink() if link.is_symlink() else model.resolve())
+            found = _SNAPSHOT.fullmatch(path[max(0, path.rfind("models--")) :])
+            return HubReference(f"{found[1]}/{found[2]}", found[3], found[4]) if found else None
         # A path has no double slash.
         reference = _parse(str(model).removeprefix("hf:/"))
-        return reference if reference is not None and reference.folder is None else None
+        is_model = reference is not None and (reference.folder is None or reference.is_gguf)
+        return reference if is_model else None
+
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the reference names a GGUF file."""
+        return self.folder is not None and self.folder.endswith(".gguf")
 
     def __str__(self) -> str:
         revision = "" if self.revision is None else "@" + self.revision.replace("/", "%2F")

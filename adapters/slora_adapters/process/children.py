@@ -36,11 +36,6 @@ LOADER_VARIABLES: tuple[str, ...] = (
 )
 # A value that the operator sets takes precedence over these defaults.
 _DEFAULTS = {
-    # By spinning while they wait, OpenMP threads occupy the cores of this process and of other programs. A decode step
-    # of 64 rows on 2 cores then took 2 to 8 times longer (medians, CPU bench). If threads sleep at once
-    # (OMP_WAIT_POLICY=PASSIVE), the speed on free cores drops by a quarter. Spinning for a few microseconds bridges the
-    # gaps within a step.
-    "GOMP_SPINCOUNT": "10000",
     # oneDNN compiles a matmul for each shape of a weight and each number of rows in a block, of which there are at most
     # 13 (`slora_kernels.torch.row_blocks`). That takes 0.55 ms of CPU time and 0.6 MiB. By default, oneDNN caches 1,024
     # primitives, two for each matmul. A cache of 512 holds the matmuls of 20 shapes.

@@ -25,9 +25,10 @@ import httpx
 from slora.core.byte_text import format_bytes
 from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE
 from slora.core.errors import ConfigError, SloraError
-from slora.models.hub_model import HubModel
+from slora.models.gguf_model import find_gguf_file, prepare_gguf_model
+from slora.models.hub_model import HubModel, download_gguf, missing_bytes
 from slora.models.model_spec import ELEMENT_BYTES
-from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.checkpoint import Checkpoint, name_weight_files
 from slora.runner.device_facts import DeviceFacts, explain_few_gpus
 from slora_adapters.database.database_facts import read_database_facts
 from slora_adapters.errors import StoreUnavailable
@@ -187,14 +188,27 @@ def find_model(settings: Settings) -> Model:
     hub are not downloaded. Raises ConfigError.
     """
     engine = settings.engine
-    if not engine.model.is_dir():
+    if (path := find_gguf_file(engine.model)) is not None:
+        settings = replace(settings, engine=replace(engine, model=prepare_gguf_model(path)))
+    elif not engine.model.is_dir():
         reference = HubReference.of_model(engine.model)
         if reference is None:
             raise ConfigError(f"{engine.model} is not a directory; {GIVE_MODEL}, in --model (SLORA_MODEL)")
-        found = HubModel.find(reference, engine.model_impl)
-        settings = replace(settings, engine=replace(engine, model=found.directory))
-        if missing := found.missing_bytes():
+        names = [reference.folder or ""]
+        if not reference.is_gguf:
+            found = HubModel.find(reference, engine.model_impl)
+            reference, names = found.reference, name_weight_files(found.directory)
+            settings = replace(settings, engine=replace(engine, model=found.directory))
+        if missing := missing_bytes(reference, names):
+            if reference.is_gguf:
+                raise ConfigError(
+                    f"{reference} has {format_bytes(missing)} and is not in the cache of this machine; its metadata is "
+                    "in the file, so a server has to download it before the doctor can check it"
+                )
             return Model(BaseModelFiles(settings), 0, missing, missing)
+        if reference.is_gguf:
+            directory = prepare_gguf_model(download_gguf(reference, None))
+            settings = replace(settings, engine=replace(engine, model=directory))
     files = BaseModelFiles(settings)
     checkpoint = Checkpoint(settings.engine.model)
     element_bytes = ELEMENT_BYTES[files.dtype]
@@ -202,7 +216,7 @@ def find_model(settings: Settings) -> Model:
     for name in checkpoint:
         tensor = checkpoint.find(name)
         num_tensors += 1
-        if tensor.dtype not in _UNQUANTIZED:
+        if tensor.block is None and tensor.dtype not in _UNQUANTIZED:
             num_bytes += tensor.num_bytes
         elif settings.engine.quantization != "auto" and name.endswith("proj.weight"):
             num_bytes += math.prod(tensor.shape)

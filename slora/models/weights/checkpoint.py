@@ -1,54 +1,27 @@
-"""A checkpoint's safetensors files, sharded or not: where each tensor is, and the fingerprint of all tensors.
+"""A checkpoint's files: where each tensor is, and the fingerprint of all tensors.
 
-A file begins with 8 bytes, the little-endian length of the header. The header follows, and then the tensors' bytes
-without gaps. The safetensors library reads and checks headers. Tensors are not read through it, because it maps the
-file into memory: a caller reads a tensor's bytes from its offset directly into their final memory.
+They are safetensors files, or one GGUF file, see `slora.models.weights.gguf_tensors`. A safetensors file begins with 8
+bytes, the little-endian length of the header. The header follows, and then the tensors' bytes without gaps. The
+safetensors library reads and checks headers. Tensors are not read through it, because it maps the file into memory: a
+caller reads a tensor's bytes from its offset directly into their final memory.
 
 This module does not import torch.
 """
 
 import hashlib
 import json
-import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from slora.core.errors import ConfigError
-
-# Bytes of one element. Other dtypes can't be used as weights.
-ELEMENT_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1,
-    "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class TensorPlace:
-    """Where a tensor is in a file."""
-
-    name: str
-    path: Path
-    dtype: str  # safetensors' name.
-    shape: tuple[int, ...]  # Row-major.
-    offset: int  # Of the first of `num_bytes` bytes.
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one row, which is one index of the first axis."""
-        return math.prod(self.shape[1:]) * ELEMENT_BYTES[self.dtype]
-
-    def item(self, index: int) -> "TensorPlace":
-        """The part of the tensor at one index of the first axis."""
-        return replace(self, shape=self.shape[1:], offset=self.offset + index * self.row_bytes)
+from slora.models.weights.gguf_file import read_gguf
+from slora.models.weights.gguf_tensors import locate_gguf_tensors
+from slora.models.weights.tensor_place import ELEMENT_BYTES, TensorPlace
+from slora_adapters.peft.hub_reference import GGUF_LINK
 
 
 def read_header(path: Path) -> list[TensorPlace]:
@@ -114,6 +87,9 @@ class Checkpoint:
 
 
 def _locate_tensors(directory: Path) -> Iterator[TensorPlace]:
+    if (directory / GGUF_LINK).exists():
+        yield from locate_gguf_tensors(read_gguf(directory / GGUF_LINK))
+        return
     for name in name_weight_files(directory):
         path = directory / name
         if not path.is_file():

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from slora.core.errors import ConfigError
-from slora.models.weights.checkpoint import TensorPlace
+from slora.models.weights.gguf_file import import_gguf
 from slora.models.weights.linear import QuantizedWeight, quantize_rows
+from slora.models.weights.tensor_place import TensorPlace
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,17 +44,27 @@ class WeightSource:
 
     @property
     def dtype(self) -> torch.dtype:
+        if self.stored.block is not None:
+            return torch.uint8
         return torch.int8 if self.packed_width is not None else DTYPES[self.stored.dtype]
+
+    @property
+    def is_as_stored(self) -> bool:
+        """Whether `decode` changes nothing."""
+        stored = self.stored
+        return self.scales is None and stored.block is None and not (stored.paired_rows or stored.added)
 
     @property
     def is_quantized_by_row(self) -> bool:
         return self.scales is not None and self.block is None
 
     def decode(self, first_row: int, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Decodes stored rows [n, K] from `first_row` on.
+        """Decodes stored rows [n, K] from `first_row` on. Rows in pairs are those of whole heads.
 
         Returns the rows, and float32 [n] scales that are not yet applied. The argument `rows` may be overwritten.
         """
+        if not self.is_as_stored and self.scales is None:
+            return decode_gguf(self.stored, rows), None
         if self.packed_width is not None:
             # Adding or subtracting 128 flips the top bit. Words are little-endian, so the bytes are in column order.
             rows = rows.bitwise_xor_(-128)[:, : self.packed_width]
@@ -65,6 +76,23 @@ class WeightSource:
         lines = torch.arange(first_row, first_row + len(rows)) // height
         factors = self.scales[lines].repeat_interleave(width, dim=1)[:, : rows.shape[1]]
         return rows.float().mul_(factors), None
+
+
+def decode_gguf(stored: TensorPlace, rows: Tensor) -> Tensor:
+    """Returns the numbers of rows of a tensor in a GGUF file, in the order of transformers' class.
+
+    rows: numbers, or uint8 blocks, [n, ...].
+    """
+    if stored.block is not None:
+        gguf = import_gguf()
+        kind = gguf.GGMLQuantizationType[stored.dtype]
+        rows = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))
+    if stored.added:
+        rows = rows.float() - stored.added
+    if stored.paired_rows:
+        pairs = rows.view(-1, stored.paired_rows // 2, 2, *rows.shape[1:])
+        rows = pairs.transpose(1, 2).flatten(0, 2)
+    return rows
 
 
 def expand_scales(stored: TensorPlace, scales: Tensor, block: ScaleBlock | None) -> Tensor:
@@ -212,7 +240,7 @@ def _read_part(part: list[RowBlock], buffers: SimpleQueue[Tensor]) -> int:
 
 def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> None:
     source, stored = block.source, block.source.stored
-    memory = block.target.direct_memory(source.dtype) if source.scales is None else None
+    memory = block.target.direct_memory(source.dtype) if source.is_as_stored else None
     if memory is not None:
         read_into(memory[block.target_row : block.target_row + block.num_rows], stored, file, block.offset)
         return

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
-from slora.models.weights.checkpoint import Checkpoint, TensorPlace
+from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import QuantizedWeight
+from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import (
     DTYPES,
     QUANTIZED,
@@ -31,6 +32,7 @@ from slora.models.weights.weight_blocks import (
     ScaleBlock,
     WeightSource,
     WeightTarget,
+    decode_gguf,
     expand_scales,
     read_blocks,
     read_into,
@@ -195,18 +197,24 @@ class WeightReader:
         return WeightSource(stored, expand_scales(stored, scales, None), packed_width=width)
 
     def _read_now(self, stored: TensorPlace) -> Tensor:
-        if stored.dtype in QUANTIZED or stored.dtype not in DTYPES:
+        if stored.dtype in QUANTIZED or (stored.dtype not in DTYPES and stored.block is None):
             raise _not_floating(stored)
-        tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+        if stored.block is not None:
+            tensor = torch.empty(stored.num_bytes, dtype=torch.uint8)
+        else:
+            tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
         with stored.path.open("rb") as file:
             read_into(tensor, stored, file.fileno(), stored.offset)
-        return tensor
+        return decode_gguf(stored, tensor)
 
     def _fill(self, source: WeightSource, target: WeightTarget, parts: Iterable[range]) -> None:
         stored = source.stored
-        if stored.dtype not in DTYPES and source.packed_width is None:
+        if stored.dtype not in DTYPES and source.packed_width is None and stored.block is None:
             raise _not_floating(stored)
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
+        if stored.paired_rows:
+            # Ranks hold whole heads, so all ranges begin and end with a head.
+            step = -(-step // stored.paired_rows) * stored.paired_rows
         target_row = 0
         for rows in parts:
             for row in range(rows.start, rows.stop, step):

@@ -1,10 +1,15 @@
-"""`slora serve` with a base model of the Hugging Face hub. The hub is a server on the loopback interface."""
+"""`slora serve` with a base model of the Hugging Face hub, or in a GGUF file. The hub is a server on the loopback
+interface."""
 
+import subprocess
 from pathlib import Path
 
+from gguf import GGMLQuantizationType as Type
+
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, environment, serving
+from tests.api.served import ADMIN_KEY, SLORA, environment, serving
 from tests.support.child_processes import find_children
+from tests.support.gguf_files import sentencepiece_vocabulary, write_gguf
 from tests.support.hub import COMMIT, adapter_files, running_hub
 
 REPO, TOKEN = "org/My-Model", "hf_the-operators-token"
@@ -34,3 +39,37 @@ def test_a_model_of_the_hub_is_served_by_its_name_and_no_child_gets_the_token(
         assert any("downloading" in line and f"of hf://{REPO}@{COMMIT}" in line for line in served.lines)
     assert hub.tokens == {f"Bearer {TOKEN}"}
     assert not any(TOKEN in line for line in served.lines)
+
+
+def test_a_gguf_file_is_served_by_its_name(tmp_path: Path) -> None:
+    vocabulary = sentencepiece_vocabulary()
+    template = {"tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}
+    model = tmp_path / "tiny-Q8_0.gguf"
+    size = len(vocabulary["tokenizer.ggml.tokens"])
+    write_gguf(
+        model,
+        "llama",
+        lambda _: Type.Q8_0,
+        template,
+        vocabulary,
+        vocab_size=size,
+        hidden_size=64,
+        head_dim=16,
+        intermediate_size=96,
+    )
+    variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY, XDG_CACHE_HOME=str(tmp_path / "cache"))
+    with serving(model, tmp_path / "data", env=variables) as served:
+        served.wait_until_ready()
+        with served.client(served.make_key("acme")) as client:
+            (base,) = client.get("/v1/models").raise_for_status().json()["data"]
+            assert base["id"] == "tiny-Q8_0"
+            body = {
+                "model": "tiny-Q8_0",
+                "messages": [{"role": "user", "content": "the fox"}],
+                "max_tokens": 4,
+            }
+            answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
+            assert answer["usage"]["completion_tokens"] == 4
+    doctor = [*SLORA, "doctor", "--model", str(model), "--data-dir", str(tmp_path / "other")]
+    examined = subprocess.run(doctor, env=variables, capture_output=True, encoding="utf-8", check=False)
+    assert "tiny-Q8_0: llama, computed by slora's decoder in bfloat16" in examined.stdout, examined

@@ -10,6 +10,7 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_spec import find_model
 from slora_adapters.peft.hub_reference import HubReference
+from tests.support.gguf_files import write_gguf
 from tests.support.hub import COMMIT, Hub, adapter_files, hub_client, lay_out_snapshot, running_hub
 from tests.support.tiny_models import write_model
 
@@ -95,7 +96,7 @@ def test_a_model_that_is_not_served_is_refused_before_its_weights_are_downloaded
     ("kept", "message"),
     [
         ({"adapter_config.json": b"{}"}, f"is an adapter.*slora adapter push hf://{REPO}"),
-        ({"model.gguf": b"GGUF"}, "has no config.json"),
+        ({"model.gguf": b"GGUF"}, f"has no config.json.*name one of them, as in {REPO}/FILE.gguf"),
         (("config.json", "tokenizer.json"), "has no model.safetensors.*pickles"),
     ],
 )
@@ -132,6 +133,24 @@ def test_a_model_of_the_cache_needs_no_network(files: dict[str, bytes], tmp_path
     with hub_client(tmp_path / "hub"):
         snapshot = lay_out_snapshot(tmp_path / "hub", REPO, files)
         assert find_model(Path(REPO), tell=lambda _: None) == snapshot
+
+
+@pytest.mark.parametrize("name", ["tiny.gguf", "Q4_K_M/tiny.gguf"])
+def test_a_gguf_file_is_downloaded_by_its_name(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    write_gguf(tmp_path / "tiny.gguf", "llama", num_hidden_layers=1)
+    hub.files[REPO, COMMIT] = {**OTHERS, name: (tmp_path / "tiny.gguf").read_bytes(), "other.gguf": b"GGUF"}
+    told: list[str] = []
+    model = Path(f"hf://{REPO}@main/{name}")
+    directory = find_model(model, tell=told.append)
+    assert fetched(hub) == {name} and len(told) == 1
+    assert str(HubReference.of_model(directory)) == f"hf://{REPO}@{COMMIT}/{name}"
+    assert EngineConfig(directory).served_name == EngineConfig(model).served_name == REPO
+    assert find_model(Path(f"{REPO}/{name}")) == directory and len(told) == 1
+    with pytest.raises(ConfigError, match=f"hf://{REPO} has no file missing.gguf"):
+        find_model(Path(f"{REPO}/missing.gguf"))
 
 
 def test_a_directory_is_never_looked_up_on_the_hub(
