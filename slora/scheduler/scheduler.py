@@ -361,7 +361,7 @@ class Scheduler:
             for choice, token in zip(choices, found, strict=True):
                 choice.num_pending -= 1
                 if token.is_deferred:
-                    _uncompute_last(choice)
+                    self._uncompute_last(choice)
             if found and sequence.is_running:
                 self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
             if sequence.scores and not sequence.is_finished:
@@ -373,6 +373,21 @@ class Scheduler:
                 if not (choice.is_finished or token.is_deferred):
                     outputs.extend(self._apply_sampled(choice, token))
         return outputs
+
+    def _uncompute_last(self, sequence: Sequence) -> None:
+        """Lets a sequence compute its last token again. It may have been preempted and swapped out meanwhile.
+
+        Its window then begins one token earlier. If the block of that token was not saved, all KV is recomputed.
+        """
+        if sequence.is_running:
+            sequence.num_computed -= 1
+        elif sequence.swapped is not None and sequence.search is None:
+            swapped = sequence.swapped._replace(num_computed=sequence.swapped.num_computed - 1)
+            footprint = self.paging.footprint
+            if footprint.first_token_seen(swapped.num_computed) < swapped.num_freed * footprint.block_tokens:
+                self.swapping.discard(sequence)
+            else:
+                sequence.swapped = swapped
 
     def fail_chunks(self, plan: StepPlan, chunks: list[Chunk], error: Exception) -> list[StepOutput]:
         """Removes chunks that could not be computed from the plan, and ends their requests with `error`.
@@ -674,14 +689,6 @@ class Scheduler:
         if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:
             delta = replace(delta, num_cached=sequence.num_cached)
         return StepOutput(sequence.request.request_id, delta)
-
-
-def _uncompute_last(sequence: Sequence) -> None:
-    """Lets a sequence compute its last token again. It may have been preempted and swapped out meanwhile."""
-    if sequence.is_running:
-        sequence.num_computed -= 1
-    elif sequence.swapped is not None and sequence.search is None:
-        sequence.swapped = sequence.swapped._replace(num_computed=sequence.swapped.num_computed - 1)
 
 
 def _chunk_order(chunk: Chunk) -> tuple[bool, tuple[AdapterSlot, ...], int]:

@@ -129,7 +129,9 @@ class Player:
 def test_random_requests_get_the_same_tokens_with_and_without_overlap(*, faults: bool, soak: bool) -> None:
     num_compared = num_stopped = 0
     num_seeds = 5000 if soak else 12
-    for seed in range(num_seeds):
+    # With these seeds, a sequence was swapped out before the sampling of its last token was deferred. Its window then
+    # began in a block that was not saved.
+    for seed in (*range(num_seeds), 1673, 2422):
         plain, overlapped = (Player(seed, overlap=overlap, faults=faults) for overlap in (False, True))
         plain.play()
         overlapped.play()

@@ -488,14 +488,16 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     monkeypatch: pytest.MonkeyPatch,
     model: str,
 ) -> None:
-    """Every fiftieth step fails. Failed requests are sent again until all have their answers."""
+    """One step of fifty fails, at random: a request may take more than fifty. Failed requests are sent again until all
+    have their answers.
+    """
     kit = kits(model)
     source, versions = make_source(kit)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
     engine = make_engine(kit, source, 60, max_model_len=160, **settings)
     poison(engine)
-    numbers = iter(range(1, 100_000))
-    break_steps(engine, monkeypatch, lambda plan: next(numbers) % 50 == 0)
+    chance = random.Random(model)
+    break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.02)
     talks, expected, num_failed = make_talks(versions), plain_answers(model), 0
     said = {talk.name: OPENING for talk in talks}
     for turn in range(NUM_TURNS):
@@ -509,7 +511,7 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
         for talk in talks:
             request = talk.ask(turn, said[talk.name])
             said[talk.name] = [*request.prompt_token_ids, *expected[request.request_id].token_ids]
-    assert num_failed > 10 and engine.stats().prefix_hits > 0
+    assert num_failed > 5 and engine.stats().prefix_hits > 0
 
 
 @pytest.mark.parametrize("model", ["llama", "mistral_window"])
