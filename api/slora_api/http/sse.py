@@ -142,6 +142,9 @@ class EventStream(Response):
         async with AsyncExitStack() as stack:
             stack.push_async_callback(_abandon, self._first, self._events)
             await send(start)
+            if isinstance(self._first, asyncio.Task) and not self._first.done():
+                # The head leaves with the first part of the body.
+                await send(_body(self._keep_alive))
             end: Iterable[bytes] = ()
             try:
                 await unless_disconnected(receive, self._send_events(send, scope["state"]["request_id"]))

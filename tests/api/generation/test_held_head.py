@@ -59,6 +59,22 @@ def test_the_head_and_comments_precede_a_late_first_token(
     assert len(rest) == len([line for line in texts if line.startswith("data: {")])
 
 
+@ON_ALL_ROUTES
+def test_the_head_does_not_wait_for_the_time_between_comments(
+    platform: Platform,
+    key: str,
+    gate: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+) -> None:
+    """The server joins the head and the first part of the body. So the head left with the first comment, 10 s late."""
+    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 600.0)
+    with platform.client(key) as client, client.stream("POST", path, json=body) as answer:
+        assert next(answer.iter_lines()) == ": keep-alive"
+        gate.set()
+
+
 def test_the_openai_package_skips_the_comments(platform: Platform, key: str, gate: threading.Event) -> None:
     with platform.sdk(key).chat.completions.create(**ROUTES[0][1]) as chunks:
         gate.set()
