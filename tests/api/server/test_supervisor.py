@@ -216,7 +216,7 @@ def test_children_get_only_the_variables_that_they_need() -> None:
     harmless = {"PATH": "/bin", "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0", "LC_ALL": "C"}
     environment = secrets | cloud | harmless
     defaults = pass_on({}, ENGINE_VARIABLES)
-    assert {"GOMP_SPINCOUNT", "LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"} == set(defaults)
+    assert {"LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"} == set(defaults)
     assert pass_on(environment, ENGINE_VARIABLES) == harmless | defaults
     assert pass_on(environment, LOADER_VARIABLES) == harmless | cloud | defaults
     assert (
