@@ -52,6 +52,7 @@ _REQUIRED = (
 )  # fmt: skip
 # Llama 3.1 and later: the same for all models.
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_EMBEDDING = "model.embed_tokens.weight"
 # Gemma's largest models, by architecture and number of layers, divide scores by another number than the others do.
 _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
@@ -93,25 +94,21 @@ def _cache() -> Path:
 
 
 def _write(file: GgufFile, directory: Path) -> None:
-    config = read_gguf_config(file)
-    # A tensor that is not known is refused here, rather than when the engine starts.
-    num_rows = next(
-        (place.shape[0] for place in locate_gguf_tensors(file) if place.name == "model.embed_tokens.weight"),
-        None,
-    )
-    if num_rows is None:
-        raise file.refusal("it has no token_embd.weight, so it is not a model for text")
-    config["vocab_size"] = num_rows
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
         try:
-            special = write_tokenizer(file, written, num_rows)
-            (written / "config.json").write_text(
-                json.dumps({**config, **special}, indent=1), encoding="utf-8"
-            )
+            config = read_gguf_config(file)
+            config |= write_tokenizer(file, written, config["vocab_size"])
+            (written / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
             (written / GGUF_LINK).symlink_to(file.path)
             written.rename(directory)
+        except (ConfigError, OSError):
+            raise
+        except (
+            Exception
+        ) as error:  # A field has another type than it should, or the tokenizers library refuses it.
+            raise file.refusal(f"its metadata can't be read: {type(error).__name__}: {error}") from error
         finally:
             shutil.rmtree(written, ignore_errors=True)
     except OSError as error:
@@ -124,7 +121,7 @@ def _write(file: GgufFile, directory: Path) -> None:
 
 
 def read_gguf_config(file: GgufFile) -> dict[str, Any]:
-    """Returns the content of config.json, without the vocabulary. Raises ConfigError."""
+    """Returns the content of config.json, without the special tokens. Raises ConfigError."""
     kind = file.fields.get("general.type", "model")
     if kind != "model":
         raise file.refusal(f"general.type is {kind!r}; only models are served as base models")
@@ -152,7 +149,11 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     fields.require("attention.causal", True)
     _FAMILIES[architecture](file, fields, config)
     fields.refuse_unread()
-    return config
+    # A tensor that is not known is refused here, rather than when the engine starts.
+    shapes = {place.name: place.shape for place in locate_gguf_tensors(file)}
+    if _EMBEDDING not in shapes:
+        raise file.refusal("it has no token_embd.weight, so it is not a model for text")
+    return {**config, "vocab_size": shapes[_EMBEDDING][0]}
 
 
 class _Fields:

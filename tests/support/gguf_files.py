@@ -128,6 +128,9 @@ def _vocabulary(model: str, texts: list[str], **fields: Any) -> dict[str, Any]:
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, int) and value < 0:
+        writer.add_int32(key, value)
+        return
     kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     kinds.get(type(value), writer.add_array)(key, value)
 

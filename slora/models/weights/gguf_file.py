@@ -186,8 +186,7 @@ class _Header:
         num_bytes = self._number("Q")
         if num_bytes > most:
             raise ValueError(f"a text has {num_bytes} bytes; at most {most} are accepted")
-        # Some tokens in SPM vocabularies are not text; they stay distinct.
-        return self._bytes(num_bytes).decode("utf-8", "surrogateescape")
+        return self._bytes(num_bytes).decode("utf-8")
 
     def _number(self, kind: str) -> Any:
         return struct.unpack(f"<{kind}", self._bytes(struct.calcsize(f"<{kind}")))[0]

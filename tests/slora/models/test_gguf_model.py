@@ -1,5 +1,6 @@
 """GGUF files as base models: transformers' logits and tokens, and a refusal of all that is not understood."""
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from slora.core.errors import ConfigError
 from slora.models.gguf_model import prepare_gguf_model
 from slora.models.model_spec import find_model, read_model_spec
 from slora.models.weights.checkpoint import fingerprint
+from slora.models.weights.gguf_file import read_gguf
 from slora.text.tokenizer import Tokenizer
 from tests.support.config_judge import last_logits, serve_logits
 from tests.support.gguf_files import sentencepiece_vocabulary, trained_vocabulary, write_gguf
@@ -220,6 +222,20 @@ def test_what_is_not_understood_is_refused(tmp_path: Path, fields: dict[str, Any
     with pytest.raises(ConfigError, match=f"tiny.gguf: .*{complaint}"):
         find_model(tmp_path / "tiny.gguf")
     assert not list((tmp_path / "cache").rglob("config.json"))
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "text", True, [], ["a"], [1, 2]])
+def test_a_field_of_another_type_is_refused_or_changes_nothing_else(tmp_path: Path, value: object) -> None:
+    """Each field of the file gets the value in turn. Whatever happens, it is no other exception."""
+    plain = tmp_path / "plain.gguf"
+    write_gguf(plain, "llama", num_hidden_layers=1)
+    for name in read_gguf(plain).fields:
+        if name == "general.architecture":
+            continue
+        path = tmp_path / f"{name}.gguf"
+        write_gguf(path, "llama", fields={name: value}, num_hidden_layers=1)
+        with suppress(ConfigError):
+            read_model_spec(find_model(path))
 
 
 def test_other_factors_than_those_of_llama_3_are_refused(tmp_path: Path) -> None:
