@@ -367,8 +367,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                 continue
             assert usage.prompt_tokens == sequence.num_prompt
             if sequence.search is None:
-                num_drawn = sum(len(drawn) for name, drawn in self.drawn.items() if name[0] == request_id)
-                assert usage.generated_tokens == num_drawn
+                # None after a draft that was right is sampled again, unless the choice is aborted first.
+                drawn = [token for name, own in self.drawn.items() if name[0] == request_id for token in own]
+                assert usage.generated_tokens == sum(token is not None for token in drawn)
 
     def _check_that_pins_are_back(self) -> None:
         residency = self.bench.residency
