@@ -22,6 +22,7 @@ from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import lay_out_adapter
+from tests.api.platform import open_tenant_store
 from tests.api.served import CHARACTERS, write_tokenizer
 
 WIDE = ModelSize(
@@ -67,6 +68,8 @@ class Depot:
         self._stores: list[Store] = [self._files] if warm is None else [self._files, warm]
         self._database = Database(self.data_dir / "slora.db")
         self._registry = Registry(self._database)
+        self._tenants = open_tenant_store(self._database, self.data_dir)
+        self._names: dict[str, str] = {}
         self._num_blobs = 0
 
     @property
@@ -92,7 +95,7 @@ class Depot:
                 store.put(adapter.digest, members)
             packed_bytes = lay_out_adapter(self._shape, adapter.ranks(self._shape)).num_bytes
             details = AdapterDetails(rank, adapter.target_modules, adapter.tensor_bytes, packed_bytes)
-            deposit = Deposit(name, AdapterVersion(tenant, adapter.digest), details)
+            deposit = Deposit(name, AdapterVersion(self.tenant_id(tenant), adapter.digest), details)
             self._registry.put(f"{tenant}-{name}", AdapterVersion(_KEEPER, adapter.digest), details)
             self.register(deposit)
             deposits.append(deposit)
@@ -100,9 +103,21 @@ class Depot:
 
     def share(self, deposit: Deposit, tenant: str, name: str) -> Deposit:
         """The same weights under another tenant's name: another version, of one blob."""
-        shared = Deposit(name, AdapterVersion(tenant, deposit.version.digest), deposit.details)
+        shared = Deposit(
+            name, AdapterVersion(self.tenant_id(tenant), deposit.version.digest), deposit.details
+        )
         self.register(shared)
         return shared
+
+    def tenant_id(self, name: str) -> str:
+        """Returns the id of a tenant. Creates the tenant at the first call."""
+        if name not in self._names.values():
+            self._names[self._tenants.create_tenant(name).tenant_id] = name
+        return next(tenant_id for tenant_id, own in self._names.items() if own == name)
+
+    def tenant_name(self, tenant: str) -> str:
+        """Returns the name of the tenant with this id or name."""
+        return self._names.get(tenant, tenant)
 
     def register(self, deposit: Deposit) -> None:
         self._registry.put(deposit.name, deposit.version, deposit.details)

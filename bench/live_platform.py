@@ -75,10 +75,11 @@ class Platform:
         return self._served.url
 
     def key(self, tenant: str) -> str:
-        """Returns the API key of a tenant. Creates both at the first call."""
-        if tenant not in self._keys:
-            self._keys[tenant] = self._served.make_key(tenant)
-        return self._keys[tenant]
+        """Returns the API key of a tenant, which is named by its id or its name. Creates both at the first call."""
+        name = self._depot.tenant_name(tenant)
+        if name not in self._keys:
+            self._keys[name] = self._served.make_key(name)
+        return self._keys[name]
 
     def set_quota(self, tenant: str, limits: Mapping[str, int]) -> None:
         self.key(tenant)

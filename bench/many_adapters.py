@@ -29,7 +29,7 @@ from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
-from tests.api.platform import bearer
+from tests.api.platform import bearer, open_tenant_store
 from tests.api.served import CHARACTERS, Served, serving, write_tokenizer
 from tests.postgresql_server import running_postgresql
 
@@ -48,16 +48,24 @@ _PAGE = min(COUNTS)
 
 @dataclass(frozen=True, slots=True)
 class _Populated:
-    """A data directory with so many adapters. database: its URL, or empty for the file there."""
+    """A data directory with so many adapters of one tenant.
+
+    database: its URL, or empty for the file there. tenant: the id.
+    """
 
     data_dir: Path
     database: str
     names: list[str]
+    tenant: str
 
     @contextmanager
     def registry(self) -> Iterator[Registry]:
-        with closing(Database(self.database or self.data_dir / "slora.db")) as database:
+        with _opened(self.data_dir, self.database) as database:
             yield Registry(database)
+
+
+def _opened(data_dir: Path, url: str) -> closing[Database]:
+    return closing(Database(url or data_dir / "slora.db"))
 
 
 def many_tables(rounds: int, counts: Sequence[int] = COUNTS) -> dict[str, list[Row]]:
@@ -117,7 +125,9 @@ def _populate(data_dir: Path, count: int, url: str) -> _Populated:
     store.put(first, make_adapter(4, torch.bfloat16, _TINY, seed=0))
     members = list(store.root.glob(f"blobs/*/{first}/*"))
     details = AdapterDetails(4, ("q_proj", "v_proj"), 1 << 20, 1 << 20)
-    place = _Populated(data_dir, url, [f"adapter-{number:05}" for number in range(count)])
+    with _opened(data_dir, url) as database:
+        tenant = open_tenant_store(database, data_dir).create_tenant(_TENANT).tenant_id
+    place = _Populated(data_dir, url, [f"adapter-{number:05}" for number in range(count)], tenant)
     with place.registry() as registry:
         for number, name in enumerate(place.names):
             digest = _digest(number)
@@ -126,7 +136,7 @@ def _populate(data_dir: Path, count: int, url: str) -> _Populated:
                 blob.mkdir(parents=True)
                 for member in members:
                     os.link(member, blob / member.name)
-            registry.put(name, AdapterVersion(_TENANT, digest), details)
+            registry.put(name, AdapterVersion(tenant, digest), details)
     return place
 
 
@@ -143,7 +153,7 @@ def _measure(model: Path, place: _Populated) -> Row:
         list_s, get_s = _ask(served, key, wanted[:_REQUESTS])
     with place.registry() as registry:
         look_up_s = statistics.median(
-            _seconds(lambda name=name: registry.aliases(_TENANT, name)) for name in wanted
+            _seconds(lambda name=name: registry.aliases(place.tenant, name)) for name in wanted
         )
     return {
         "ready s": ready_s,
