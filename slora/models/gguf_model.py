@@ -105,9 +105,8 @@ def _write(file: GgufFile, directory: Path) -> None:
             written.rename(directory)
         except (ConfigError, OSError):
             raise
-        except (
-            Exception
-        ) as error:  # A field has another type than it should, or the tokenizers library refuses it.
+        except Exception as error:
+            # A field has another type than it should, or the tokenizers library refuses it.
             raise file.refusal(f"its metadata can't be read: {type(error).__name__}: {error}") from error
         finally:
             shutil.rmtree(written, ignore_errors=True)
@@ -234,18 +233,20 @@ def _read_rope(file: GgufFile, fields: _Fields, config: dict[str, Any], *, parti
         raise file.refusal(f"rope.scaling.type is {kind!r}; served are none, linear, yarn and longrope")
     long, short = (_read_vector(file, name) for name in ROPE_FACTORS[1:])
     if long is not None and short is not None:
+        if "rope_scaling" in config:
+            raise file.refusal(f"it has {ROPE_FACTORS[1]} beside another scaling of rope")
         config["original_max_position_embeddings"] = length
         config["rope_scaling"] = {"rope_type": "longrope", "long_factor": long, "short_factor": short}
         if (attention := fields.take("rope.scaling.attn_factor")) is not None:
             config["rope_scaling"]["attention_factor"] = attention
-    elif kind == "longrope":
+    elif kind == "longrope" or long is not None or short is not None:
         raise file.refusal(
-            f"rope.scaling.type is longrope, but {ROPE_FACTORS[1]} or {ROPE_FACTORS[2]} is missing"
+            f"rope.scaling.type is {kind}, but {ROPE_FACTORS[1]} or {ROPE_FACTORS[2]} is missing"
         )
     else:
         fields.require("rope.scaling.attn_factor", 1.0)
     factors = _read_vector(file, ROPE_FACTORS[0])
-    if factors is not None and max(factors) > 1:
+    if factors is not None and set(factors) != {1.0}:
         if "rope_scaling" in config:
             raise file.refusal(f"it has {ROPE_FACTORS[0]} beside another scaling of rope")
         config["rope_scaling"] = _find_llama3(file, factors, config)

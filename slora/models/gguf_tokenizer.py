@@ -168,6 +168,8 @@ def _build(
     if fields.pop("ggml.remove_extra_whitespaces", False):
         raise file.refusal("tokenizer.ggml.remove_extra_whitespaces is true, which is not served")
     adds = {name: fields.pop(f"ggml.add_{name}_token", None) for name in ("bos", "eos", "sep")}
+    if adds["sep"]:
+        raise file.refusal("tokenizer.ggml.add_sep_token is true, which is not served")
     if saved is not None:
         return Tokenizer.from_str(saved)
     if kind == "gpt2":

@@ -1,6 +1,7 @@
 """GGUF files as base models: transformers' logits and tokens, and a refusal of all that is not understood."""
 
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from gguf import GGMLQuantizationType as Type
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slora.core.errors import ConfigError
-from slora.models.gguf_model import prepare_gguf_model
+from slora.models.gguf_model import prepare_gguf_model, read_gguf_config
 from slora.models.model_spec import find_model, read_model_spec
 from slora.models.weights.checkpoint import fingerprint
 from slora.models.weights.gguf_file import read_gguf
@@ -212,6 +213,7 @@ def test_templates_and_the_ends_of_answers_come_from_the_file(tmp_path: Path) ->
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model is 'bert'"),
         ({"tokenizer.ggml.merges": ["zz top"]}, "merges does not fit the tokens"),
         ({"tokenizer.ggml.normalizer": "lowercase"}, "tokenizer.ggml.normalizer is 'lowercase'"),
+        ({"tokenizer.ggml.add_sep_token": True}, "add_sep_token is true"),
         ({"tokenizer.ggml.remove_extra_whitespaces": True}, "remove_extra_whitespaces is true"),
         ({"tokenizer.ggml.tokens": ["a", "a"], "tokenizer.ggml.token_type": [1, 1]}, "the same token twice"),
         ({"tokenizer.ggml.token_type": [1]}, "1 types of tokens"),
@@ -242,6 +244,28 @@ def test_other_factors_than_those_of_llama_3_are_refused(tmp_path: Path) -> None
     """transformers' reading drops the tensor without a word."""
     write_gguf(tmp_path / "tiny.gguf", "llama_tied_llama3_rope")
     with pytest.raises(ConfigError, match=r"rope_freqs.weight has other factors than those of Llama 3"):
+        find_model(tmp_path / "tiny.gguf")
+
+
+@pytest.mark.parametrize(
+    ("removed", "complaint"),
+    [
+        ("rope_factors_long.weight", "rope_factors_long.weight or rope_factors_short.weight is missing"),
+        ("rope_factors_short.weight", "rope_factors_long.weight or rope_factors_short.weight is missing"),
+    ],
+)
+def test_factors_of_one_length_alone_are_refused(tmp_path: Path, removed: str, complaint: str) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "phi3_longrope")
+    file = read_gguf(tmp_path / "tiny.gguf")
+    tensors = {name: tensor for name, tensor in file.tensors.items() if name != removed}
+    with pytest.raises(ConfigError, match=complaint):
+        read_gguf_config(replace(file, tensors=tensors))
+
+
+@pytest.mark.parametrize("fields", [{"phi3.rope.scaling.type": "yarn"}, {"phi3.rope.scaling.type": "linear"}])
+def test_two_scalings_of_rope_are_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    write_gguf(tmp_path / "tiny.gguf", "phi3_longrope", fields=fields)
+    with pytest.raises(ConfigError, match="beside another scaling of rope"):
         find_model(tmp_path / "tiny.gguf")
 
 
