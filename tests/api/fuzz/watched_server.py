@@ -28,6 +28,7 @@ MAX_GROWTH_BYTES = 32 << 20
 # A request may set a deadline for its first token that the engine can't meet.
 _DOCUMENTED = {(503, "deadline_missed")}
 _FIELDS = {"message", "type", "param", "code"}
+_REPEATS = 3
 # The longest that a test waits for an answer.
 PATIENCE_S = 120
 
@@ -55,15 +56,17 @@ class WatchedServer:
         self.slow.clear()
 
     def send(self, sent: object, send: Callable[[], T]) -> T:
-        """Sends a request. Records a slow callback only if the same request causes one again.
+        """Sends a request. Records a slow callback only if the same request causes one each of three more times.
 
-        CPU time is inexact on a busy virtual machine: one of 10,000 small requests appeared to take 24 ms.
+        CPU time is inexact on a busy virtual machine: one of 10,000 small requests appeared to take 24 ms, and one of
+        another 10,000 did so twice.
         """
         answer, slow = self._send_watched(send)
-        if slow:
-            self.slow += [
-                f"{one}\n    while the server answered {sent}" for one in self._send_watched(send)[1]
-            ]
+        for _ in range(_REPEATS):
+            if not slow:
+                return answer
+            _, slow = self._send_watched(send)
+        self.slow += [f"{one}\n    while the server answered {sent}" for one in slow]
         return answer
 
     def _send_watched(self, send: Callable[[], T]) -> tuple[T, list[SlowCallback]]:
