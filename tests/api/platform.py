@@ -141,7 +141,7 @@ class TinyBase(BaseModelFiles):
     """A base model without files."""
 
     def __init__(self, directory: Path, settings: Settings) -> None:
-        self.directory = directory
+        self.directory, self.started_at = directory, 1
         self.name, self.tokenizer, self.shape = "base", byte_tokenizer(), SHAPE
         self.limits = AdapterLimits(
             max_lora_rank=settings.engine.max_lora_rank,

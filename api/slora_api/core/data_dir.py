@@ -69,6 +69,11 @@ class DataDir:
         return self.path / "run" / "quotas"
 
     @property
+    def history(self) -> Path:
+        """The health of this host in the last 24 hours."""
+        return self.path / "history"
+
+    @property
     def reserve(self) -> Path:
         return self.path / "reserve"
 

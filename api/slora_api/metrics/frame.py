@@ -79,7 +79,9 @@ class PoolObject(TypedDict):
 
 
 class LiveTenantObject(TypedDict):
-    """The requests and the pages of one tenant. tenant: null for all other tenants together."""
+    """The requests and the pages of one tenant. tenant: null for all other tenants together. first_token, interval: as
+    in `TrafficObject`.
+    """
 
     tenant: str | None
     kv: int
@@ -89,6 +91,8 @@ class LiveTenantObject(TypedDict):
     running: int
     waiting: int
     tokens_per_s: float
+    first_token: QuantilesObject | None
+    interval: QuantilesObject | None
 
 
 class TrafficObject(TypedDict):
@@ -309,6 +313,8 @@ def _describe_tenant(name: str | None, state: TenantState) -> LiveTenantObject:
         "running": state.running,
         "waiting": state.waiting,
         "tokens_per_s": state.tokens_per_s,
+        "first_token": _quantiles(state.first_token),
+        "interval": _quantiles(state.interval),
     }
 
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections import Counter as Tally
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -270,6 +271,21 @@ class Metrics:
     def answered_line(self, outcome: str) -> None:
         """Counts the answer to a line of a batch."""
         self._batch_lines.labels(outcome).inc()
+
+    def read_counts(self, wanted: Mapping[str, Sequence[str]]) -> dict[tuple[str, tuple[str, ...]], float]:
+        """Returns the counts of all API processes by name and values of labels. Other labels are summed over. Any
+        thread may call this.
+
+        wanted: the names of samples -> the labels that tell them apart.
+        """
+        counts: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)
+        with self._rendering:
+            self._engine = None
+            for family in self._scraped.collect():
+                for sample in family.samples:
+                    if (labels := wanted.get(sample.name)) is not None:
+                        counts[sample.name, tuple(sample.labels[label] for label in labels)] += sample.value
+        return dict(counts)
 
     def render(self, engine: EngineNumbers | None, host: HostNumbers) -> bytes:
         """Returns the text that Prometheus scrapes. Without an engine, the engine's metrics are left out rather than

@@ -1,7 +1,10 @@
-"""Health, version, load and metrics, for load balancers, container engines and dashboards; /admin/engines and
-/admin/audit, the operator's routes for the engine processes of the host and the audit log.
+"""Health, version, load and metrics, for load balancers, container engines and dashboards; /admin/engines,
+/admin/history and /admin/audit, the operator's routes for the engine processes of the host, its health in the last
+hours, and the audit log.
 """
 
+import math
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NotRequired
@@ -28,6 +31,7 @@ from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
 from slora_api.keys.running_requests import RunningRequests
+from slora_api.metrics.history import NUM_MINUTES, HistoryFile, find_conditions, merge_records
 from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
@@ -125,11 +129,13 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 
 @dataclass(frozen=True, slots=True)
 class OperationServices:
-    """What the routes of engines and the audit log use."""
+    """What the routes of engines, the history and the audit log use. started_at: Unix time of the server's start."""
 
     engines: Engines
     tenant_store: TenantStore
     audit_log: AuditLog
+    history: HistoryFile
+    started_at: int
 
 
 class EngineRestart(BaseModel):
@@ -164,6 +170,87 @@ async def restart_engine(
     """
     wanted = body or EngineRestart()
     return await services.engines.restart(name, allow_outage=wanted.allow_outage)
+
+
+class HistoryPoint(TypedDict):
+    """An interval of the history. Times are in seconds.
+
+    at: Unix time of its beginning. minutes: its recorded minutes; fewer than the interval has if the server was not
+    running. answers: to requests of tenants, by status; status 0 counts clients that left. failures: the most frequent
+    ones, by status and route. first_token, gap: p50, p95, p99 and number of the times to the first token, and between
+    tokens. queue_p95: of the times in the queue. starts: requests by where their adapters were. tokens: generated.
+    engines: the smallest number of engines that served, and the number of all. pages: used, held by requests, and all.
+    disk_free: bytes. ledger_lag, journal_bytes: of the usage that is not in the database yet. restarts: of processes.
+    """
+
+    at: int
+    minutes: int
+    answers: dict[str, int]
+    failures: dict[str, int]
+    first_token: list[float | None]
+    gap: list[float | None]
+    queue_p95: float | None
+    starts: dict[str, int]
+    tokens: int
+    prompt_tokens: int
+    running: int | None
+    waiting: int | None
+    engines: list[int]
+    pages: list[int] | None
+    disk_free: int
+    ledger_lag: float | None
+    journal_bytes: int | None
+    preemptions: int
+    fetch_failures: int
+    not_finite: int
+    pins_missing: int | None
+    restarts: dict[str, int]
+    ready: bool
+    read_only: bool
+
+
+class ConditionObject(TypedDict):
+    """A condition of the rules for Prometheus. holds: whether it holds now. minutes: how long it must hold."""
+
+    name: str
+    severity: Literal["critical", "warning"]
+    text: str
+    minutes: int
+    holds: bool
+
+
+class HistoryObject(TypedDict):
+    """The health of this host. time: the server's Unix time. started: when the server started."""
+
+    object: Literal["history"]
+    time: float
+    started: int
+    step: int
+    points: list[HistoryPoint]
+    conditions: list[ConditionObject]
+
+
+_Hours = Annotated[int, Query(ge=1, le=NUM_MINUTES // 60)]
+# The history has at most this many points.
+_MAX_POINTS = 120
+
+
+@router.get("/history")
+def read_history(_operator: Operator, services: Wired[OperationServices], hours: _Hours = 1) -> HistoryObject:
+    """Shows the health of this host in the last hours, and which conditions need a person. The server records it each
+    minute, for 24 hours.
+    """
+    now = time.time()
+    step_s = math.ceil(hours * 60 / _MAX_POINTS) * 60
+    records = services.history.read((now // 60 - hours * 60) * 60)
+    return {
+        "object": "history",
+        "time": now,
+        "started": services.started_at,
+        "step": step_s,
+        "points": merge_records(records, step_s),  # type: ignore[typeddict-item]
+        "conditions": find_conditions(records, now),  # type: ignore[typeddict-item]
+    }
 
 
 _Time = Annotated[float, Query(ge=0, allow_inf_nan=False)]
@@ -246,6 +333,7 @@ def build_operations(
     tenant_store: TenantStore,
     running: RunningRequests,
     shipper: UsageShipper,
+    started_at: int,
 ) -> Operations:
     client, limiter, database = foundation.client, generator.limiter, foundation.database
     engines = Engines(client, generator.metrics, foundation.board, database)
@@ -253,7 +341,9 @@ def build_operations(
     live = LiveFeed(client, names, lambda: limiter.stopping)
     scraper = Scraper(generator.metrics, client, generator.engine_info, names, foundation.reserve, shipper)
     return Operations(
-        OperationServices(engines, tenant_store, AuditLog(database)),
+        OperationServices(
+            engines, tenant_store, AuditLog(database), HistoryFile(foundation.data.history), started_at
+        ),
         HealthServices(limiter, generator, foundation.reserve, engines, scraper),
         LiveServices(live, running),
     )

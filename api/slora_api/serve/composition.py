@@ -21,6 +21,7 @@ from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.routes import KeyServices, build_keys
+from slora_api.metrics.history import HealthRecorder, HistoryFile
 from slora_api.metrics.metrics import Metrics
 from slora_api.operations.routes import build_operations
 from slora_api.operations.tenant_purge import TenantPurges
@@ -65,7 +66,9 @@ def build_services(
         foundation, AdapterNeeds(model, tenant_store, templates, quotas.adapters.check, limiter, bounds)
     )
     registry, pinning, catalog = adapters.registry, adapters.pinning, adapters.services.catalog
-    operations = build_operations(foundation, generator, registry, tenant_store, keys.running, usage.shipper)
+    operations = build_operations(
+        foundation, generator, registry, tenant_store, keys.running, usage.shipper, model.started_at
+    )
     batches = build_batches(foundation, adapters, limiter)
     report = UsageReport(
         usage.ledger, registry.find_names, partial(tenant_store.find_names, include_former=True), model.name
@@ -88,6 +91,7 @@ def build_services(
         batches.batches,
         operations.services.engines,
         quotas.meter.counters,
+        usage.shipper,
         for_routes=(
             build_answers(foundation, catalog, slots, templates, generator, quotas.meter),
             adapters.services,
@@ -129,6 +133,21 @@ def make_batch_runner(services: Services) -> BatchRunner:
         services.keys.running,
         services.settings.batch_lines_in_flight,
     )
+
+
+def record_health(services: Services, metrics: Metrics) -> Work:
+    """Returns the task that records the health of the host. metrics: has the counts of all API processes."""
+    foundation, generator = services.foundation, services.generator
+    recorder = HealthRecorder(
+        HistoryFile(foundation.data.history),
+        metrics,
+        generator.metrics.restarts,
+        lambda: generator.missing() is None,
+        foundation.client,
+        foundation.reserve,
+        services.shipper,
+    )
+    return recorder.run
 
 
 def background_work(services: Services, on_hello: Callable[[], None] = lambda: None) -> list[Work]:

@@ -37,7 +37,7 @@ from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.key_record import AdminKey, open_admin_key
-from slora_api.metrics.metrics import open_metrics_files
+from slora_api.metrics.metrics import Metrics, open_metrics_files
 from slora_api.processes.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
 from slora_api.processes.device import check_num_gpus
 from slora_api.processes.replica_list import ReplicaList, ReplicaListFiles
@@ -45,7 +45,7 @@ from slora_api.processes.supervisor import Child, Supervisor
 from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
-from slora_api.serve.composition import background_work, build_services, make_batch_runner
+from slora_api.serve.composition import background_work, build_services, make_batch_runner, record_health
 from slora_api.serve.demo import (
     DemoTenant,
     describe_demo,
@@ -174,12 +174,13 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         front: HttpServer | ApiWorkers
         if settings.api_workers == 1:
             app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
-            work.append(make_batch_runner(services).run)
+            work += [make_batch_runner(services).run, record_health(services, generator.metrics)]
             front = HttpServer(app, limits, settings.drain_seconds, board)
             serve = front.serve([listener])
         else:
             work.append(HostState(generator, services.engines, board).publish)
             metrics = open_metrics_files(stack, data, settings.api_workers)
+            work.append(record_health(services, Metrics(model.name, metrics)))
 
             def forget_worker(name: str, number: int) -> None:
                 board.clear(number)

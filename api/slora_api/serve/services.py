@@ -13,6 +13,7 @@ from slora_api.keys.routes import Keys
 from slora_api.operations.engines import Engines
 from slora_api.quotas.quota_counters import QuotaCounters
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.usage_shipper import UsageShipper
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Services:
     batches: Batches
     engines: Engines
     quota_counters: QuotaCounters
+    shipper: UsageShipper
     for_routes: tuple[object, ...]
     work: list[Work]
 

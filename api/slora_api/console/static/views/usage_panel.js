@@ -1,4 +1,4 @@
-// What was used in a period: tokens over time, and sums by model.
+// What was used in a period: tokens over time, sums by model, and what they cost at the prices of this browser's user.
 
 import { ErrorNotice, Panel, Table, formatBytes, formatCount, formatNumber, formatTime, useLoad } from "../ui.js";
 import { addUp, loadUsage } from "../usage.js";
@@ -10,6 +10,51 @@ const PERIODS = [
   { id: "month", title: "Last 30 days", width: "1d", limit: 30 },
 ];
 
+const STORED_PRICES = "slora.prices";
+const KINDS = [["input", "in"], ["cached", "cached"], ["output", "out"]];
+
+function readPrices() {
+  try {
+    return JSON.parse(localStorage.getItem(STORED_PRICES)) ?? {};
+  } catch {
+    return {};
+  }
+}
+
+// The cost of a sum, or null without prices. Tokens of the prefix cache have a price of their own.
+function costOf(sum, prices) {
+  if (!KINDS.some(([kind]) => prices[kind] > 0)) return null;
+  const { input = 0, output = 0 } = prices;
+  const cached = prices.cached ?? input;
+  return ((sum.input - sum.cached) * input + sum.cached * cached + sum.output * output) / 1e6;
+}
+
+function Prices({ prices, onChange }) {
+  const set = (kind) => (event) => {
+    const value = event.target.valueAsNumber;
+    const { [kind]: _, ...others } = prices;
+    const changed = Number.isFinite(value) && value >= 0 ? { ...others, [kind]: value } : others;
+    localStorage.setItem(STORED_PRICES, JSON.stringify(changed));
+    onChange(changed);
+  };
+  return html`
+    <div class="fields" role="group" aria-label="Prices of a million tokens">
+      ${KINDS.map(([kind, name]) => html`<label key=${kind}>A million tokens ${name}
+        <input type="number" min="0" step="any" value=${prices[kind] ?? ""} onInput=${set(kind)} /></label>`)}
+    </div>
+    <p class="note">Prices in any currency give the column <em>Cost</em>. They stay in this browser.</p>`;
+}
+
+// Saves the rows as a file.
+function saveCsv(columns, rows) {
+  const quote = (value) => `"${String(value ?? "").replaceAll('"', '""')}"`;
+  const lines = [columns.map(({ name }) => name), ...rows.map((row) => columns.map(({ raw }) => raw(row)))];
+  const blob = new Blob([lines.map((line) => line.map(quote).join(",")).join("\r\n")], { type: "text/csv" });
+  const anchor = Object.assign(document.createElement("a"), { href: URL.createObjectURL(blob), download: "usage.csv" });
+  anchor.click();
+  URL.revokeObjectURL(anchor.href);
+}
+
 // route: `v1/usage`, or `admin/usage?tenant=...`.
 export function UsagePanel({ route }) {
   const [id, setId] = useState("day");
@@ -20,25 +65,36 @@ export function UsagePanel({ route }) {
   const results = models.value?.buckets.flatMap((bucket) => bucket.results) ?? [];
   const rows = [...addUp(results, (one) => one.model ?? `deleted ${one.adapter_digest?.slice(0, 19)}`).values()]
     .sort((one, other) => other.input + other.output - one.input - one.output);
+  const [prices, setPrices] = useState(readPrices);
+  const count = (name, raw) => ({ name, raw, isNumber: true, cell: (one) => formatCount(raw(one)) });
   const columns = [
-    { name: "Model", cell: (one) => one.key },
-    { name: "Requests", isNumber: true, cell: (one) => formatCount(one.requests) },
-    { name: "Tokens in", isNumber: true, cell: (one) => formatCount(one.input) },
-    { name: "of them cached", isNumber: true, cell: (one) => formatCount(one.cached) },
-    { name: "Tokens out", isNumber: true, cell: (one) => formatCount(one.output) },
-    { name: "Adapters loaded", isNumber: true, cell: (one) => formatBytes(one.adapterBytes) },
-    { name: "Page seconds", isNumber: true, cell: (one) => formatNumber(one.pageSeconds) },
+    { name: "Model", raw: (one) => one.key, cell: (one) => one.key },
+    count("Requests", (one) => one.requests),
+    count("Tokens in", (one) => one.input),
+    count("of them cached", (one) => one.cached),
+    count("Tokens out", (one) => one.output),
+    { name: "Adapters loaded", raw: (one) => one.adapterBytes, isNumber: true, cell: (one) => formatBytes(one.adapterBytes) },
+    { name: "Page seconds", raw: (one) => one.pageSeconds, isNumber: true, cell: (one) => formatNumber(one.pageSeconds) },
   ];
+  const costs = rows.map((one) => costOf(one, prices));
+  const wholeCost = costs.includes(null) || costs.length === 0 ? null : costs.reduce((sum, cost) => sum + cost, 0);
+  if (wholeCost !== null) {
+    const cost = (one) => costOf(one, prices);
+    columns.push({ name: "Cost", raw: cost, isNumber: true, cell: (one) => formatNumber(cost(one)) });
+  }
   const reload = () => [total, models].forEach((one) => one.reload());
   return html`
     <${Panel} title="Usage" wide actions=${html`<span class="row-actions">
         <select aria-label="Period" value=${id} onChange=${(event) => setId(event.target.value)}>
           ${PERIODS.map((one) => html`<option key=${one.id} value=${one.id}>${one.title}</option>`)}</select>
+        <button onClick=${() => saveCsv(columns, rows)} disabled=${rows.length === 0}>Save as CSV</button>
         <button onClick=${reload}>Refresh</button></span>`}>
       <${ErrorNotice} error=${total.error ?? models.error} />
       ${total.value && html`<${Chart} buckets=${total.value.buckets} title=${period.title} />`}
       ${models.value && html`<${Table} caption="Usage by model" columns=${columns} rows=${rows}
         rowKey=${(one) => one.key} empty="Nothing was used in this period." />`}
+      ${wholeCost !== null && html`<p><strong>Cost of the ${period.title.toLowerCase()}: ${formatNumber(wholeCost)}</strong></p>`}
+      <${Prices} prices=${prices} onChange=${setPrices} />
       ${models.value?.isCut && html`<p class="note">There are more models than one page shows. All of them:
         <code>slora usage --by day --group-by model --csv</code></p>`}
       <p class="note">Sums appear a few seconds after the end of a request. Times of buckets are in your time zone, and
@@ -58,6 +114,7 @@ function Chart({ buckets, title }) {
   const all = bars.reduce((sum, one) => sum + one.input + one.output, 0);
   return html`
     <figure class="usage-chart">
+      <div class="axis" aria-hidden="true"><span>${formatNumber(highest)}</span><span>${formatNumber(highest / 2)}</span><span>0</span></div>
       <svg viewBox=${`0 0 ${bars.length * 10} 100`} preserveAspectRatio="none" role="img"
         aria-label=${`${title}: ${formatCount(all)} tokens, at most ${formatCount(highest)} in one bar`}>
         ${bars.map((one, index) => html`
