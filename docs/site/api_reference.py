@@ -1,13 +1,15 @@
-"""The pages of all routes and of all objects of the API, from the application's own OpenAPI document.
-
-They share the macros of the server's page /docs, so both describe a schema in the same way.
-"""
+"""The pages of all routes and of all objects of the API, from the application's own OpenAPI document."""
 
 import json
+import re
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
-from slora_api.http.openapi import OpenApiDocument, make_template
+import jinja2
+from markupsafe import Markup, escape
+
+from slora_api.http.openapi import OpenApiDocument
 from slora_api.keys.authentication import required_scopes
 from slora_api.serve.app import ROUTES
 
@@ -26,12 +28,21 @@ The JSON objects that [routes](api.md) take and answer. A star marks what is req
 _TAGS = {"operator": "Operators", "server": "The server", "completions": "Answers"}
 
 
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def prose(text: str) -> Markup:
+    """Marks text between backticks as code."""
+    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))
+
+
 def make_pages() -> dict[str, str]:
     """Page -> Markdown."""
     document = json.loads(OpenApiDocument(ROUTES, required_scopes).content())
-    template = make_template()
-    macros = template.make_module({"info": document["info"], "operations": [], "schemas": {}})
-    prose = template.environment.filters["prose"]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
+    environment.filters |= {"prose": prose, "json": json.dumps}
+    source = Path(__file__).with_name("schemas.html").read_text(encoding="utf-8")
+    macros = environment.from_string(source).make_module()
 
     def describe_route(method: str, path: str, route: dict[str, Any]) -> str:
         parts = [f"### {method.upper()} {path} {{ #{route['operationId']} }}", _describe_key(route)]

@@ -51,7 +51,7 @@ def _logprobs_format(call: InferenceCall, body: GenerationFields, num_top: int |
     "/v1/completions",
     response_model=Completion,
     responses=event_stream(CompletionChunk) | ANSWER_ERRORS,
-    openapi_extra=json_body(CompletionRequest),
+    openapi_extra=json_body(CompletionRequest, model="default", prompt="Once upon a time", max_tokens=40),
 )
 async def complete(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Continues one or several prompts."""
@@ -75,7 +75,9 @@ async def complete(request: Request, key: InferenceKey, services: Wired[AnswerSe
     "/v1/chat/completions",
     response_model=ChatCompletion,
     responses=event_stream(ChatCompletionChunk) | ANSWER_ERRORS,
-    openapi_extra=json_body(ChatRequest),
+    openapi_extra=json_body(
+        ChatRequest, model="default", messages=[{"role": "user", "content": "Who are you?"}], max_tokens=100
+    ),
 )
 async def chat(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation."""
@@ -122,7 +124,10 @@ class DetokenizedText(TypedDict):
 
 
 @token_router.post(
-    "/tokenize", response_model=TokenizedText, responses=_ERRORS, openapi_extra=json_body(TokenizeRequest)
+    "/tokenize",
+    response_model=TokenizedText,
+    responses=_ERRORS,
+    openapi_extra=json_body(TokenizeRequest, prompt="Who are you?"),
 )
 async def tokenize(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Tokenizes a prompt or a conversation as the completion routes do. For quotas, this counts as a request without
@@ -156,7 +161,7 @@ async def _encode(call: InferenceCall, body: TokenizeRequest) -> list[int]:
     "/detokenize",
     response_model=DetokenizedText,
     responses=_ERRORS,
-    openapi_extra=json_body(DetokenizeRequest),
+    openapi_extra=json_body(DetokenizeRequest, tokens=[1, 2, 3]),
 )
 async def detokenize(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Returns the text of token ids, special tokens included. For quotas, this counts as a request without tokens."""

@@ -1,4 +1,5 @@
-"""The routes of the console. Its files are at /console, and the path / redirects browsers to the console.
+"""The routes of the console, and of the API's reference at /docs. Their files are at /console, and the path / redirects
+browsers to the console.
 
 The files are part of the package and contain no data, so they need no key. The user enters a key, and the browser sends
 this key with each request to the API. The policy in the headers lets the page load only its own files and call only its
@@ -7,6 +8,7 @@ own server.
 
 import hashlib
 import importlib.resources
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources.abc import Traversable
@@ -21,6 +23,7 @@ from slora_api.core.package_version import find_package_version
 router = APIRouter(tags=["server"], include_in_schema=False)
 
 _PAGE = "index.html"
+_DOCS_PAGE = "docs/index.html"
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -38,7 +41,6 @@ _POLICY = {
     "frame-ancestors": "'none'",
 }
 _HEADERS = {
-    "Content-Security-Policy": "; ".join(f"{name} {value}" for name, value in _POLICY.items()),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -82,11 +84,20 @@ def show_file(request: Request, name: str) -> Response:
     return _answer(request, name) if name else RedirectResponse("../console")
 
 
-def _answer(request: Request, name: str) -> Response:
+@router.get("/docs")
+def show_docs(request: Request) -> Response:
+    """The OpenAPI document in Swagger UI, which sets styles of its own."""
+    return _answer(
+        request, _DOCS_PAGE, _POLICY | {"style-src": "'self' 'unsafe-inline'", "img-src": "'self' data:"}
+    )
+
+
+def _answer(request: Request, name: str, policy: Mapping[str, str] = _POLICY) -> Response:
     file = _read_files().get(name)
     if file is None:
         raise HTTPException(404, "Not Found")
-    headers = {**_HEADERS, "ETag": file.tag}
+    policy_text = "; ".join(f"{kind} {sources}" for kind, sources in policy.items())
+    headers = {**_HEADERS, "Content-Security-Policy": policy_text, "ETag": file.tag}
     if request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)
     return Response(file.content, media_type=file.media_type, headers=headers)

@@ -249,7 +249,7 @@ router = APIRouter(tags=["embeddings"])
     "/v1/embeddings",
     response_model=EmbeddingList,
     responses=ANSWER_ERRORS,
-    openapi_extra=json_body(EmbeddingRequest),
+    openapi_extra=json_body(EmbeddingRequest, model="default", input=["a text", "another text"]),
 )
 async def embed(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Computes the embedding of one or several inputs."""
@@ -264,7 +264,12 @@ async def embed(request: Request, key: InferenceKey, services: Wired[AnswerServi
 
 
 @router.post(
-    "/v1/score", response_model=ScoreList, responses=ANSWER_ERRORS, openapi_extra=json_body(ScoreRequest)
+    "/v1/score",
+    response_model=ScoreList,
+    responses=ANSWER_ERRORS,
+    openapi_extra=json_body(
+        ScoreRequest, model="default", text_1="a question", text_2=["a text", "another text"]
+    ),
 )
 async def score(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Compares texts by the cosine of their embeddings."""
@@ -291,7 +296,9 @@ async def score(request: Request, key: InferenceKey, services: Wired[AnswerServi
     "/v1/rerank",
     response_model=RerankedList,
     responses=ANSWER_ERRORS,
-    openapi_extra=json_body(RerankRequest),
+    openapi_extra=json_body(
+        RerankRequest, model="default", query="a question", documents=["a text", "another text"]
+    ),
 )
 async def rerank(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Orders documents by the cosine of their embeddings with that of a query, the nearest first."""

@@ -1,4 +1,4 @@
-"""The OpenAPI document of the API, at /openapi.json and /docs, and the declarations of routes for this document.
+"""The OpenAPI document of the API, at /openapi.json, and the declarations of routes for this document.
 
 FastAPI derives the parameters, the bodies and the successful answers from the signature of a route. A route declares
 its own errors with `errors`, and a stream with `event_stream`. If a route reads the body itself, it declares the body
@@ -12,16 +12,13 @@ import importlib.resources
 import inspect
 import json
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from threading import Lock
 from typing import Any, cast
 
-import jinja2
 from fastapi import APIRouter, Request, Response
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse
 from fastapi.routing import APIRoute
-from markupsafe import Markup, escape
 from pydantic import BaseModel, TypeAdapter
 
 from slora_adapters.errors import StoreUnavailable
@@ -86,11 +83,13 @@ def errors(*kinds: type[Exception]) -> _Responses:
     return answers
 
 
-def json_body(*models: type[BaseModel]) -> _Json:
+def json_body(*models: type[BaseModel], **example: Any) -> _Json:
     """Returns the `openapi_extra` of a route that parses its JSON body itself. models: the schemas that the body may
-    have.
+    have. example: the fields of a body.
     """
-    return _body("application/json", models)
+    declared = _body("application/json", models)
+    declared["requestBody"]["content"]["application/json"]["example"] = example
+    return declared
 
 
 def form_body(model: type[BaseModel]) -> _Json:
@@ -149,6 +148,7 @@ class OpenApiDocument:
                 )
         _hoist_definitions(document, schemas)
         _describe_fields(document)
+        _describe_common(document, read_common_descriptions())
         document["components"]["securitySchemes"] = {
             "api_key": {
                 "type": "http",
@@ -247,6 +247,36 @@ def _describe_fields(node: Any) -> None:
             _describe_fields(value)
 
 
+def read_common_descriptions() -> dict[str, str]:
+    text = (
+        importlib.resources.files("slora_api.http")
+        .joinpath("field_descriptions.txt")
+        .read_text(encoding="utf-8")
+    )
+    lines = (line.partition(": ") for line in text.splitlines() if not line.startswith("#"))
+    return {name: description for name, _, description in lines}
+
+
+def _describe_common(node: Any, common: Mapping[str, str], owner: str = "") -> None:
+    """Describes the fields and parameters that have no description yet. owner: the name of the schema around them."""
+    if isinstance(node, list):
+        for value in node:
+            _describe_common(value, common, owner)
+    if not isinstance(node, dict):
+        return
+    fields = node.get("properties")
+    named = dict(fields) if isinstance(fields, dict) else {}
+    if "in" in node and "schema" in node and isinstance(node.get("name"), str):
+        named[node["name"]] = node
+    owner = str(node.get("title", owner))
+    for name, field in named.items():
+        text = common.get(f"{owner}.{name}", common.get(name))
+        if text is not None and isinstance(field, dict) and not field.get("description"):
+            field["description"] = text
+    for value in node.values():
+        _describe_common(value, common, owner)
+
+
 def _describe_some(fields: _Json, paragraph: str) -> str:
     """Moves the field descriptions in a paragraph to their fields. Returns the text before the first field
     description.
@@ -268,57 +298,3 @@ def _split(text: str | None) -> list[str]:
 
 def _refers_to(answer: _Json, schema: str) -> bool:
     return f'"{_SCHEMAS}{schema}"' in json.dumps(answer)
-
-
-_CODE = re.compile(r"`([^`]+)`")
-# The browser may load no further files for this page.
-_PAGE_HEADERS = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
-
-
-class DocsPage:
-    """The OpenAPI document as a page to read, made at the first request.
-
-    The page has no script, and works without access to the internet. The pages of FastAPI load scripts from the
-    internet.
-    """
-
-    def __init__(self, document: OpenApiDocument) -> None:
-        self._lazy = LazyContent(lambda: _render(json.loads(document.content())).encode())
-
-    def content(self) -> bytes:
-        return self._lazy.content()
-
-
-@router.get("/docs", response_class=HTMLResponse)
-def show_docs(request: Request) -> HTMLResponse:
-    """Shows this reference. The page needs no key, because it is the same for every server of a release."""
-    page: DocsPage = request.app.state.docs_page
-    return HTMLResponse(page.content(), headers=_PAGE_HEADERS)
-
-
-def make_template() -> jinja2.Template:
-    """Returns the template of the page. The project's documentation also uses the macros `type` and `fields` of the
-    template.
-    """
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True)
-    environment.filters |= {"prose": _mark_code, "json": json.dumps}
-    source = (
-        importlib.resources.files("slora_api.http").joinpath("docs_page.html").read_text(encoding="utf-8")
-    )
-    return environment.from_string(source)
-
-
-def _render(document: dict[str, Any]) -> str:
-    operations = [
-        {**operation, "method": method.upper(), "path": path, "tag": operation["tags"][0]}
-        for path, methods in document["paths"].items()
-        for method, operation in methods.items()
-    ]
-    return make_template().render(
-        info=document["info"], operations=operations, schemas=document["components"]["schemas"]
-    )
-
-
-def _mark_code(text: str) -> Markup:
-    """Marks text between backticks as code."""
-    return Markup(_CODE.sub(r"<code>\1</code>", str(escape(text))))

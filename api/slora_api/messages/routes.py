@@ -25,7 +25,12 @@ _EVENTS = (
     "/v1/messages",
     response_model=MessageObject,
     responses=event_stream(MessageEvent, _EVENTS) | ANSWER_ERRORS,
-    openapi_extra=json_body(MessagesRequest),
+    openapi_extra=json_body(
+        MessagesRequest,
+        model="default",
+        messages=[{"role": "user", "content": "Who are you?"}],
+        max_tokens=100,
+    ),
 )
 async def create_message(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation in the form of Anthropic's API. The key may be sent in the header `x-api-key`."""
@@ -43,7 +48,9 @@ async def create_message(request: Request, key: InferenceKey, services: Wired[An
     "/v1/messages/count_tokens",
     response_model=TokenCount,
     responses=ANSWER_ERRORS,
-    openapi_extra=json_body(CountTokensRequest),
+    openapi_extra=json_body(
+        CountTokensRequest, model="default", messages=[{"role": "user", "content": "Who are you?"}]
+    ),
 )
 async def count_message_tokens(
     request: Request, key: InferenceKey, services: Wired[AnswerServices]

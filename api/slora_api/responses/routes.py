@@ -26,7 +26,7 @@ _EVENTS = (
     "/v1/responses",
     response_model=ResponseObject,
     responses=event_stream(ResponseEvent, _EVENTS) | ANSWER_ERRORS,
-    openapi_extra=json_body(ResponsesRequest),
+    openapi_extra=json_body(ResponsesRequest, model="default", input="Who are you?"),
 )
 async def respond(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
     """Answers a conversation with a list of items. The server does not store the answer."""
@@ -45,7 +45,7 @@ async def respond(request: Request, key: InferenceKey, services: Wired[AnswerSer
     "/v1/responses/input_tokens",
     response_model=InputTokens,
     responses=ANSWER_ERRORS,
-    openapi_extra=json_body(ResponsesRequest),
+    openapi_extra=json_body(ResponsesRequest, model="default", input="Who are you?"),
 )
 async def count_input_tokens(
     request: Request, key: InferenceKey, services: Wired[AnswerServices]

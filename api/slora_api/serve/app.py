@@ -28,7 +28,7 @@ from slora_api.core.errors import error_response
 from slora_api.core.host_board import HostBoard
 from slora_api.embeddings.routes import router as embeddings
 from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
-from slora_api.http.openapi import DocsPage, OpenApiDocument
+from slora_api.http.openapi import OpenApiDocument
 from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
 from slora_api.http.wiring import wire
@@ -111,7 +111,6 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     wire(app, services.for_routes)
     app.state.has_bootstrap_key = has_bootstrap_key
     app.state.openapi_document = OpenApiDocument(ROUTES, required_scopes)
-    app.state.docs_page = DocsPage(app.state.openapi_document)
     for kind in _ERRORS:
         app.add_exception_handler(kind, _answer_error)
     return app

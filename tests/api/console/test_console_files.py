@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
@@ -38,6 +39,14 @@ def test_the_page_runs_only_scripts_of_its_own_server(platform: Platform) -> Non
     assert "set-cookie" not in page.headers
 
 
+def test_the_reference_loads_only_files_of_its_own_server(platform: Platform) -> None:
+    page = get(platform, "/docs")
+    policy = dict(part.split(" ", 1) for part in page.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == "'none'" and policy["script-src"] == policy["connect-src"] == "'self'"
+    for reference in re.findall(r'(?:src|href)="([^"]+)"', page.text):
+        assert "//" not in reference and get(platform, f"/{reference}").status_code == 200
+
+
 def test_each_file_has_its_type_and_is_sent_again_only_if_it_changed(platform: Platform) -> None:
     script = get(platform, "/console/app.js")
     assert script.headers["content-type"] == "text/javascript; charset=utf-8"
@@ -54,7 +63,8 @@ def test_no_other_file_of_the_package_can_be_read(platform: Platform, path: str)
 
 def test_the_console_is_small_and_needs_no_other_server() -> None:
     texts = [path for path in _FILES.rglob("*") if path.suffix in (".html", ".css", ".js", ".svg")]
-    assert sum(path.stat().st_size for path in texts) <= _MAX_BYTES
+    of_console = [path for path in texts if path.parent.name != "docs" and "swagger" not in path.name]
+    assert sum(path.stat().st_size for path in of_console) <= _MAX_BYTES
     own = [path.read_text(encoding="utf-8") for path in texts if path.parent.name != "vendor"]
     assert not any("https://" in text or "//cdn" in text for text in own)
     assert not any("innerHTML" in text or "insertAdjacentHTML" in text for text in own)
