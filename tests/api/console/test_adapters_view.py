@@ -198,6 +198,22 @@ def test_files_that_are_no_adapter_are_named(platform: Platform, view: ConsolePa
 
 
 @pytest.mark.soak
+def test_an_operator_finds_the_adapters_of_a_tenant(platform: Platform, view: ConsolePage) -> None:
+    page = view.page
+    platform.upload(platform.key("findable"), "never-used").raise_for_status()
+    platform.key("without-adapters")
+    view.sign_in(ADMIN_KEY, "adapters")
+    page.get_by_label("Find a tenant").fill("without-ad")
+    rows = page.get_by_role("region", name="Adapters of tenants").locator("tbody tr")
+    expect(rows).to_have_text(["without-adaptersnone"])
+    page.get_by_label("Find a tenant").fill("findab")
+    expect(rows).to_have_text(["findablenever-used"])
+    view.check_accessibility()
+    rows.get_by_role("link", name="findable").click()
+    expect(page.get_by_role("region", name="Adapters of the tenant")).to_contain_text("never-used")
+
+
+@pytest.mark.soak
 def test_an_operator_pins_and_unpins_an_adapter(platform: Platform, view: ConsolePage) -> None:
     view.allow("status of 404")
     page = view.page

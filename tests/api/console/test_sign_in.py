@@ -1,10 +1,13 @@
 """Signing in to the console and out of it, in a real browser."""
 
+import time
+
 import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 
 from tests.api.console.browser import ConsolePage, Theme, open_page
+from tests.api.platform import Platform
 from tests.api.served import ADMIN_KEY, Served
 
 _UNAUTHORIZED = "status of 401"
@@ -52,6 +55,27 @@ def test_a_link_with_a_key_signs_in_and_the_key_leaves_the_address(
     assert console.page.evaluate("sessionStorage.length + localStorage.length") == 0
 
 
+def test_a_sign_in_link_works_once_and_its_key_is_exchanged(server: Served, console: ConsolePage) -> None:
+    """The terminal of the server shows such a link to the operator, who then needs no admin key in the browser."""
+    console.allow(_UNAUTHORIZED)
+    with server.client(ADMIN_KEY) as admin:
+        body = {"name": "sign-in link", "expires_at": int(time.time()) + 300}
+        link: str = admin.post("/admin/keys", json=body).raise_for_status().json()["key"]
+    console.open(f"#sign-in={link}")
+    expect(console.page.locator(".who")).to_contain_text("operator")
+    assert link not in console.page.url
+    with server.client(link) as client:
+        assert client.get("/v1/me").status_code == 401
+    kept = console.page.evaluate("sessionStorage.getItem('slora.key')")
+    with server.client(kept) as client:
+        me = client.get("/v1/me").json()
+    assert me["expires_at"] - me["created"] == pytest.approx(12 * 3600, abs=300)
+    console.page.get_by_role("button", name="Sign out").click()
+    console.open(f"#sign-in={link}")
+    expect(console.page.locator(".notice")).to_contain_text("This link was used before")
+    console.check_accessibility()
+
+
 @pytest.mark.soak
 def test_a_revoked_key_is_signed_out_with_the_reason(server: Served, console: ConsolePage) -> None:
     console.allow(_UNAUTHORIZED)
@@ -97,6 +121,28 @@ def test_the_sign_in_fits_both_themes_and_widths(
         console.sign_in(key)
         console.check_accessibility()
         console.check_width()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_tabs_that_do_not_fit_a_phone_show_on_which_side_there_are_more(
+    browser: Browser, platform: Platform, theme: Theme
+) -> None:
+    arrows = """['::before', '::after'].map((side) =>
+      getComputedStyle(document.querySelector('.tabs'), side).content).join()"""
+    with open_page(browser, platform.url, theme=theme, width=390, height=844) as console:
+        console.sign_in(ADMIN_KEY, "health")
+        tabs = console.page.locator(".tabs")
+        expect(tabs).to_have_class("tabs after")
+        assert "›" in console.page.evaluate(arrows)
+        console.check_accessibility()
+        console.page.get_by_role("link", name="Key", exact=True).click()
+        expect(tabs).to_have_class("tabs before")
+        expect(console.page.get_by_role("link", name="Key", exact=True)).to_be_in_viewport(ratio=1)
+        assert "‹" in console.page.evaluate(arrows)
+        console.check_accessibility()
+        console.page.set_viewport_size({"width": 1440, "height": 900})
+        expect(tabs).to_have_class("tabs")
 
 
 def test_every_valid_key_may_ask_what_it_is(server: Served) -> None:

@@ -1,5 +1,7 @@
 """The operator's views of tenants, keys and the audit log, and a tenant's view of its usage."""
 
+import csv
+
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
@@ -9,7 +11,8 @@ from tests.api.console.browser import ConsolePage, Theme, open_page
 from tests.api.platform import ADMIN_KEY, Platform
 
 _MARKUP = "<script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\">"
-_LONG = "n" * 128
+# On the first page of every list.
+_LONG = "a" * 128
 
 
 def confirm(page: Page, verb: str) -> None:
@@ -39,6 +42,43 @@ def test_a_new_key_is_shown_once_and_names_are_shown_as_text(platform: Platform,
     expect(row).to_contain_text("revoked")
     with platform.client(secret) as client:
         assert client.get("/v1/me").status_code == 401
+
+
+@pytest.mark.soak
+def test_tenants_are_sorted_by_their_use_and_show_only_shares_that_differ(
+    platform: Platform, view: ConsolePage
+) -> None:
+    page = view.page
+    platform.says("hello")
+    for name, num_requests in (("sorted-a", 1), ("sorted-b", 2), ("sorted-c", 0)):
+        with platform.client(platform.key(name)) as client:
+            for _ in range(num_requests):
+                body = {"model": "base", "prompt": "long " * (9 if num_requests == 1 else 1)}
+                client.post("/v1/completions", json=body).raise_for_status()
+    with platform.client(ADMIN_KEY) as admin:
+        share = {"weight": 2, "max_pool_share": 0.5}
+        admin.patch("/admin/tenants/sorted-b", json=share).raise_for_status()
+        for number in range(21):
+            admin.post("/admin/tenants", json={"name": f"zz-many-{number}"}).raise_for_status()
+    platform.find(UsageShipper).ship()
+    view.sign_in(ADMIN_KEY, "tenants")
+    page.get_by_label("Find a tenant").fill("sorted-")
+    names = page.get_by_role("region", name="Tenants").locator("tbody a")
+    expect(names).to_have_text(["sorted-a", "sorted-b", "sorted-c"])
+    for order, sorted_names in (
+        ("Sort by requests today", ["sorted-b", "sorted-a", "sorted-c"]),
+        ("Sort by tokens today", ["sorted-a", "sorted-b", "sorted-c"]),
+    ):
+        page.get_by_label("Order").select_option(order)
+        expect(names).to_have_text(sorted_names)
+    rows = page.get_by_role("region", name="Tenants").get_by_role("row")
+    expect(rows.filter(has_text="sorted-a").locator("td").last).to_have_text("default")
+    share_cell = rows.filter(has_text="sorted-b").locator("td").last
+    expect(share_cell).to_have_text("weight 2, 0 % to 50 % of the pool")
+    assert page.get_by_text("Sorted within this page.").count() == 0
+    view.check_accessibility()
+    page.get_by_label("Find a tenant").fill("zz-many-")
+    expect(page.get_by_text("Sorted within this page.")).to_be_visible()
 
 
 @pytest.mark.soak
@@ -122,6 +162,33 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     row = used.filter(has_text="short-lived")
     expect(row).to_contain_text("purged")
     expect(row.get_by_role("link")).to_have_count(0)
+
+
+def test_usage_has_a_cost_and_is_saved_as_csv(platform: Platform, view: ConsolePage) -> None:
+    key = platform.key("accountant")
+    platform.says("hello")
+    with platform.client(key) as client:
+        used = (
+            client.post("/v1/completions", json={"model": "base", "prompt": "x"})
+            .raise_for_status()
+            .json()["usage"]
+        )
+    platform.find(UsageShipper).ship()
+    page = view.page
+    view.sign_in(key, "usage")
+    assert page.get_by_text("Cost of the").count() == 0, "without prices there is no cost"
+    page.get_by_label("A million tokens in").fill("1000000")
+    page.get_by_label("A million tokens out").fill("2000000")
+    cost = used["prompt_tokens"] + 2 * used["completion_tokens"]
+    expect(page.get_by_text("Cost of the last 24 hours")).to_contain_text(str(cost))
+    view.check_accessibility()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save as CSV").click()
+    names, row = csv.reader(download.value.path().read_text(encoding="utf-8").splitlines())
+    saved = dict(zip(names, row, strict=True))
+    assert (saved["Model"], saved["Requests"], saved["Cost"]) == ("base", "1", str(cost))
+    page.reload()
+    expect(page.get_by_label("A million tokens out")).to_have_value("2000000")
 
 
 @pytest.mark.soak

@@ -6,12 +6,13 @@ import { stream } from "./api.js";
 const BURST_S = 0.005;
 
 export class Answer {
-  // body: the body of the request. `onChange()` is called whenever a part of the answer has changed.
-  constructor(body, onChange) {
-    this.model = body.model;
+  // name: who answers, as the page shows it. body: the body of the request. `onChange()` is called whenever a part of the answer has changed.
+  constructor(name, body, onChange) {
+    this.name = name;
     this.state = "waiting";
     this.text = "";
     this.reasoning = "";
+    this.calls = []; // of tools: {name, arguments}, both as texts
     this.error = null;
     this.usage = null;
     this.finishReason = null;
@@ -22,6 +23,16 @@ export class Answer {
     this._onChange = onChange;
     this._lastTokenS = null;
     this._numFirst = 0;
+  }
+
+  // The answer that `toJSON` has described. It sends nothing.
+  static restore(saved) {
+    return Object.assign(Object.create(Answer.prototype), saved);
+  }
+
+  toJSON() {
+    const { _body, _onChange, error, ...others } = this;
+    return { ...others, error: error && { message: error.message, reasons: error.reasons } };
   }
 
   get isActive() {
@@ -54,10 +65,15 @@ export class Answer {
   _take(event, nowS) {
     const choice = event.choices?.[0];
     this.usage = event.usage ?? this.usage;
-    const { content, reasoning_content: reasoning } = choice?.delta ?? {};
-    if (content || reasoning) {
+    const { content, reasoning_content: reasoning, tool_calls: calls } = choice?.delta ?? {};
+    if (content || reasoning || calls) {
       this.text += content ?? "";
       this.reasoning += reasoning ?? "";
+      for (const { index, function: part } of calls ?? []) {
+        const call = (this.calls[index] ??= { name: "", arguments: "" });
+        call.name += part.name ?? "";
+        call.arguments += part.arguments ?? "";
+      }
       this.state = "streaming";
       this.firstTokenS ??= nowS;
       this._lastTokenS = nowS;

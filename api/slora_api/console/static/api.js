@@ -1,11 +1,13 @@
 // Calls of the API with the key of the session. The key is in memory and in the tab's sessionStorage, never in a cookie
 // or in a URL that is sent.
 
-const STORED = "slora.key";
+// Everything in sessionStorage that begins so belongs to the session of a key, and ends with it.
+const STORED = "slora.";
+const STORED_KEY = `${STORED}key`;
 const RETRY_MS = 1000;
 
 // All paths are relative to the page, so that the console works behind a proxy that adds a prefix.
-let key = sessionStorage.getItem(STORED);
+let key = sessionStorage.getItem(STORED_KEY);
 let isOnline = true;
 const listeners = { signout: new Set(), online: new Set() };
 
@@ -33,16 +35,34 @@ export const hasKey = () => key !== null;
 export const currentKey = () => key;
 
 export function setKey(secret) {
+  forget();
   key = secret;
-  sessionStorage.setItem(STORED, secret);
+  sessionStorage.setItem(STORED_KEY, secret);
 }
 
-// Forgets the key. `reason` is shown on the page of the sign-in.
-export function signOut(reason = null) {
+function forget() {
   key = null;
-  sessionStorage.removeItem(STORED);
+  for (const name of Object.keys(sessionStorage)) if (name.startsWith(STORED)) sessionStorage.removeItem(name);
+}
+
+// Forgets the key and what was kept for it. `reason` is shown on the page of the sign-in.
+export function signOut(reason = null) {
+  forget();
   for (const listener of listeners.signout) listener(reason);
 }
+
+// Keeps a value in this tab until the session ends. Returns false if there is no room for it.
+export function keep(name, value) {
+  try {
+    sessionStorage.setItem(STORED + name, JSON.stringify(value));
+    return true;
+  } catch {
+    return false;
+  }
+}
+
+// What was kept, or null.
+export const recall = (name) => parse(sessionStorage.getItem(STORED + name)) ?? null;
 
 // Calls `listener(reason)` when the session ends. Returns a function that stops that.
 export const onSignOut = (listener) => listen("signout", listener);

@@ -1,11 +1,12 @@
 // The shell of the console: sign-in, navigation, and the state of the connection.
 
 import { call, hasKey, onOnline, onSignOut, pause, setKey, signOut, ApiError } from "./api.js";
-import { Notice } from "./ui.js";
+import { Notice, useWidth } from "./ui.js";
 import { html, render, useEffect, useRef, useState } from "./vendor/preact.js";
 
 // A view needs one of its scopes. Its module exports `View`, a component that gets the key's description as `me`.
 const VIEWS = [
+  { id: "health", title: "Health", scopes: ["admin"], load: () => import("./views/health.js") },
   { id: "pool", title: "Pool", scopes: ["usage:read", "admin"], load: () => import("./views/pool.js") },
   { id: "traffic", title: "Traffic", scopes: ["usage:read", "admin"], load: () => import("./views/traffic.js") },
   { id: "adapters", title: "Adapters", scopes: ["adapters:read", "adapters:write", "admin"],
@@ -29,6 +30,31 @@ function takeKeyFromAddress() {
   history.replaceState(null, "", location.pathname + location.search);
   setKey(decodeURIComponent(found[1]));
   return true;
+}
+
+// How long the operator's key is valid that a sign-in link is exchanged for.
+const SIGN_IN_S = 12 * 3600;
+
+// Takes the key of a sign-in link out of the URL's fragment, and exchanges it for another key, which ends the first one.
+// So the link works once. Returns why the link is refused, or null.
+async function useLinkInAddress() {
+  const found = /^#sign-in=(slora_([0-9A-Za-z]+)_[0-9A-Za-z_]+)$/.exec(location.hash);
+  if (!found) return null;
+  history.replaceState(null, "", location.pathname + location.search);
+  setKey(found[1]);
+  try {
+    const link = await call("v1/me");
+    const rotated = await call(`admin/keys/${found[2]}/rotate`, {
+      method: "POST", body: { overlap_seconds: 0, expires_at: link.created + SIGN_IN_S },
+    });
+    setKey(rotated.key);
+    return null;
+  } catch (error) {
+    signOut();
+    return error instanceof ApiError && error.status < 500
+      ? "This link was used before, or is older than five minutes. Sign in with the admin key, or restart the server."
+      : error.message;
+  }
 }
 
 const viewInAddress = () => location.hash.replace(/^#\//, "").split("/")[0];
@@ -65,6 +91,29 @@ function SignIn({ reason, onKey }) {
     </main>`;
 }
 
+// The links of the views. On a narrow screen they scroll, and an arrow at an edge shows that there are more.
+function Tabs({ views, current }) {
+  const element = useRef(null);
+  const width = useWidth(element);
+  const [classes, setClasses] = useState("tabs");
+  const look = () => {
+    const { scrollLeft, scrollWidth, clientWidth } = element.current;
+    const isCut = { before: scrollLeft > 1, after: scrollLeft + clientWidth < scrollWidth - 1 };
+    setClasses(["tabs", ...Object.keys(isCut).filter((side) => isCut[side])].join(" "));
+  };
+  useEffect(() => {
+    element.current.querySelector("[aria-current]").scrollIntoView({ block: "nearest", inline: "nearest" });
+    look();
+  }, [current.id, width]);
+  return html`
+    <div class=${classes}>
+      <nav aria-label="Views" ref=${element} onScroll=${look}>
+        ${views.map((one) => html`
+          <a key=${one.id} href="#/${one.id}" aria-current=${one === current ? "page" : undefined}>${one.title}</a>`)}
+      </nav>
+    </div>`;
+}
+
 function Shell({ me, isOnline }) {
   const views = VIEWS.filter((view) => maySee(view, me));
   const [id, setId] = useState(viewInAddress());
@@ -98,10 +147,7 @@ function Shell({ me, isOnline }) {
       Skip to the content</a>
     <header class="bar">
       <span class="brand"><img src="console/icon.svg" alt="" width="24" height="24" /> slora</span>
-      <nav aria-label="Views">
-        ${views.map((one) => html`
-          <a key=${one.id} href="#/${one.id}" aria-current=${one.id === view.id ? "page" : undefined}>${one.title}</a>`)}
-      </nav>
+      <${Tabs} views=${views} current=${view} />
       <span class="who"><span title="The tenant of the key">${me.tenant ?? "operator"}</span>
         <button onClick=${() => signOut()}>Sign out</button></span>
     </header>
@@ -114,9 +160,9 @@ function Shell({ me, isOnline }) {
     </main>`;
 }
 
-function App() {
+function App({ refused }) {
   const [me, setMe] = useState(null);
-  const [reason, setReason] = useState(null);
+  const [reason, setReason] = useState(refused);
   const [isOnline, setOnline] = useState(true);
   const [isSigningIn, setSigningIn] = useState(hasKey());
 
@@ -164,7 +210,8 @@ function App() {
       onOnline(setOnline),
     ];
     const takeKey = () => {
-      if (takeKeyFromAddress()) resume();
+      if (location.hash.startsWith("#sign-in=")) location.reload();
+      else if (takeKeyFromAddress()) resume();
     };
     addEventListener("hashchange", takeKey);
     // Not `hasKey()`: the user may have submitted a key before this effect runs.
@@ -187,4 +234,5 @@ function App() {
 }
 
 takeKeyFromAddress();
-render(html`<${App} />`, document.getElementById("app"));
+const refused = await useLinkInAddress();
+render(html`<${App} refused=${refused} />`, document.getElementById("app"));

@@ -1,5 +1,4 @@
-// The adapters of all tenants, for an operator: what was used today, and what is pinned. The page of a tenant lists all of
-// its adapters.
+// The adapters of all tenants, for an operator: those of a tenant, what was used today, and what is pinned.
 
 import { call } from "../api.js";
 import { link, path } from "../address.js";
@@ -12,6 +11,8 @@ import { html, useState } from "../vendor/preact.js";
 const MOST_USED = 100;
 const SUGGESTED = 20;
 const PAGE = 25;
+const FOUND_PAGE = 10;
+const NAMED = 5;
 
 // Loads the adapters used today: those with the most requests, and the number of all. The usage of a purged tenant stays,
 // and its page does not exist, so `isPurged` marks its adapters.
@@ -28,6 +29,35 @@ async function loadUsed(signal) {
 const showTenant = (one) => (one.isPurged
   ? html`${one.tenant} <span class="note">purged</span>`
   : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
+
+// The first adapters of a tenant by name.
+function Names({ tenant }) {
+  const { value, error } = useLoad((signal) => call(path`admin/tenants/${tenant}/adapters?limit=${NAMED}`, { signal }));
+  if (value === null) return html`<span class="note">${error ? error.message : "…"}</span>`;
+  if (value.data.length === 0) return html`<span class="note">none</span>`;
+  return html`${value.data.map((one) => one.name).join(", ")}${value.has_more && html` <span class="note">and more</span>`}`;
+}
+
+// Tenants by a part of their name, with their adapters.
+function Search() {
+  const [wanted, setWanted] = useState("");
+  const list = usePages(`admin/tenants?${new URLSearchParams(wanted.trim() && { contains: wanted.trim() })}`, FOUND_PAGE);
+  return html`
+    <${Panel} title="Adapters of a tenant" wide actions=${html`
+        <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" maxlength="128" value=${wanted}
+          onInput=${(event) => setWanted(event.target.value)} />`}>
+      <${ErrorNotice} error=${list.error} />
+      ${list.value && html`
+        <${Table} caption="Adapters of tenants" rows=${list.value.data} rowKey=${(one) => one.name}
+          empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} columns=${[
+            { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
+            { name: "Adapters", cell: (one) => html`<${Names} tenant=${one.name} key=${one.name} />` },
+          ]} />
+        <${Pager} ...${list.pager} />`}
+      <p class="note">The page of a tenant has all of its adapters, with sizes and digests, and pins them. Sign in with a
+        tenant's key to upload adapters, move aliases and roll back.</p>
+    </${Panel}>`;
+}
 
 export function OperatorAdapters() {
   const pins = usePages("admin/pins", PAGE);
@@ -86,9 +116,8 @@ export function OperatorAdapters() {
           empty="No adapter was used today." />`}
         ${used.value?.total > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
           ${formatCount(used.value.total)}.</p>`}
-        <p class="note">The page of a tenant lists all of its adapters. Sign in with a tenant's key to upload adapters,
-          move aliases and roll back.</p>
       </${Panel}>
+      <${Search} />
       <${Panel} title="Pinned adapters" wide>
         <p class="note">A pinned adapter is loaded before it is needed, and is evicted only if a request could not run
           otherwise.</p>

@@ -1,5 +1,6 @@
 // The fields of a tenant's share of the engine.
 
+import { formatShare } from "../ui.js";
 import { html } from "../vendor/preact.js";
 
 const FIELDS = [
@@ -18,3 +19,15 @@ export const ShareFields = ({ tenant }) => html`
   </div>`;
 
 export const readShare = (form) => Object.fromEntries(FIELDS.map(({ field }) => [field, Number(form.get(field))]));
+
+// What differs from the share of a new tenant, or null.
+export function describeShare(tenant) {
+  const differs = Object.fromEntries(FIELDS.map(({ field, initial }) => [field, tenant[field] !== initial]));
+  const parts = [
+    differs.weight && `weight ${tenant.weight}`,
+    (differs.min_pool_share || differs.max_pool_share)
+      && `${formatShare(tenant.min_pool_share)} to ${formatShare(tenant.max_pool_share)} of the pool`,
+    differs.priority && `priority ${tenant.priority}`,
+  ];
+  return parts.filter(Boolean).join(", ") || null;
+}

@@ -4,7 +4,7 @@ import { call } from "../api.js";
 import { link, path, useSubject } from "../address.js";
 import { FormDialog } from "../dialog.js";
 import { fullest } from "./quota.js";
-import { ShareFields, readShare } from "./share.js";
+import { ShareFields, describeShare, readShare } from "./share.js";
 import { Tenant } from "./tenant.js";
 import { Pager, usePages } from "../pages.js";
 import { ErrorNotice, Panel, Table, formatCount, formatShare, useLoad } from "../ui.js";
@@ -12,6 +12,11 @@ import { addUp, loadToday } from "../usage.js";
 import { html, useState } from "../vendor/preact.js";
 
 const PAGE = 20;
+const ORDERS = [
+  { id: "name", title: "name" },
+  { id: "requests", title: "requests today", amount: (sum) => sum?.requests ?? 0 },
+  { id: "tokens", title: "tokens today", amount: (sum) => tokens(sum) },
+];
 
 export function View() {
   const name = useSubject();
@@ -21,6 +26,7 @@ export function View() {
 function Tenants() {
   const usage = useLoad(async (signal) => addUp(await loadToday("admin/usage", "tenant", signal), (one) => one.tenant));
   const [wanted, setWanted] = useState("");
+  const [orderId, setOrderId] = useState("name");
   const [window, setWindow] = useState(null);
   const query = new URLSearchParams({ ...wanted.trim() && { contains: wanted.trim() } });
   const list = usePages(`admin/tenants?${query}`, PAGE);
@@ -30,11 +36,13 @@ function Tenants() {
     { name: "Requests today", isNumber: true, cell: (one) => formatCount(usage.value?.get(one.name)?.requests ?? 0) },
     { name: "Tokens today", isNumber: true, cell: (one) => formatCount(tokens(usage.value?.get(one.name))) },
     { name: "Fullest quota", cell: (one) => html`<${Fullest} tenant=${one.name} key=${one.name} />` },
-    { name: "Weight", isNumber: true, cell: (one) => one.weight },
-    { name: "Share of the pool", isNumber: true,
-      cell: (one) => `${formatShare(one.min_pool_share)} to ${formatShare(one.max_pool_share)}` },
-    { name: "Priority", isNumber: true, cell: (one) => one.priority },
+    { name: "Share", cell: (one) => describeShare(one) ?? html`<span class="note">default</span>` },
   ];
+  // The server answers in the order of names.
+  const { amount } = ORDERS.find((one) => one.id === orderId);
+  const rows = [...list.value?.data ?? []];
+  if (amount) rows.sort((one, other) => amount(usage.value?.get(other.name)) - amount(usage.value?.get(one.name)));
+  const isPart = list.pager.hasMore || !list.pager.isFirst;
   const reload = () => [list, usage].forEach((one) => one.reload());
   return html`
     <div class="panels">
@@ -42,13 +50,16 @@ function Tenants() {
           <span class="row-actions">
             <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" maxlength="128" value=${wanted}
               onInput=${(event) => setWanted(event.target.value)} />
+            <select aria-label="Order" value=${orderId} onChange=${(event) => setOrderId(event.target.value)}>
+              ${ORDERS.map((one) => html`<option key=${one.id} value=${one.id}>Sort by ${one.title}</option>`)}</select>
             <button onClick=${reload}>Refresh</button>
             <button onClick=${() => setWindow(html`<${NewTenant} onClose=${() => setWindow(null)} />`)}>New tenant</button>
           </span>`}>
         <${ErrorNotice} error=${list.error ?? usage.error} />
         ${list.value && html`
-          <${Table} caption="Tenants" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
+          <${Table} caption="Tenants" columns=${columns} rows=${rows} rowKey=${(one) => one.name}
             empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} />
+          ${amount && isPart && html`<p class="note">Sorted within this page. The server lists tenants by name.</p>`}
           <${Pager} ...${list.pager} />`}
       </${Panel}>
     </div>
