@@ -18,6 +18,8 @@ COPY slora slora
 COPY api api
 COPY demo/model demo/model
 COPY demo/adapters demo/adapters
+COPY demo/demo.json demo/demo.json
+COPY demo/smollm2 demo/smollm2
 # The ranges of versions are in pyproject.toml.
 # hadolint ignore=DL3013
 RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH" ".[serve,redis,postgresql,otel,cpu]"

@@ -1,129 +1,125 @@
-"""Evaluate the demo model with plain transformers and peft: exact answers to unseen sentences, in fp32 and bf16.
+"""Evaluates the adapters of the demo with transformers and peft: right answers to held-out examples, base beside them.
 
-    python -m demo.evaluate                   # 500 sentences for the base and each adapter
-    python -m demo.evaluate --instructions    # also the base with a system message for each task
+    python -m demo.evaluate            # 50 examples for each adapter, in float32; also in evaluation.json
 
-Decoding is greedy. An answer counts only if every character is right. This module does not import the training code or
-slora, so its figures hold for any software that runs the same files.
+Decoding is greedy. What counts as right is the rule of each task in `demo.tasks`. This module does not import slora, so
+its figures hold for any software that runs the same files.
 """
 
 import argparse
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import copy
+import json
+import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import logging
 
-from demo.tasks import ADAPTERS, TASKS, unseen_sentences
+from demo.first_adapter import REAL_MODEL, load
+from demo.tasks import TASKS, Example, Pool, Task
 
-__all__ = ["Row", "answer", "main", "measure"]
+__all__ = ["DIRECTORY", "draw_held_out", "evaluate", "main", "render"]
 
-MAX_NEW_TOKENS = 160
-BATCH_SIZE = 250
-SHOWN_SENTENCE = "the quick brown fox"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """One subject of the evaluation: a task, and the adapter or the system message that asks for it."""
-
-    title: str
-    task: str
-    adapter: str | None
-    system: str
+DIRECTORY = Path(__file__).parent / "smollm2" / "adapters"
+RESULTS_NAME = "evaluation.json"
+TEMPLATE = Path(__file__).parent / "tool_template.jinja"
+NUM_EXAMPLES = 50
+BATCH_SIZE = 25
+MAX_NEW_TOKENS = 96
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Results for one subject: the share of exact answers for each dtype, and one sample answer."""
+def render(tokenizer: Any, task: Task, example: Example) -> str:
+    """The prompt of an example, with the template of the base or that of the adapter."""
+    template = TEMPLATE.read_text(encoding="utf-8") if task.name == "tools" else None
+    messages: list[Any] = copy.deepcopy(list(example.messages))
+    # A request has arguments as text. Templates get them as an object.
+    for call in (call for message in messages for call in message.get("tool_calls", ())):
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    text = tokenizer.apply_chat_template(
+        messages,
+        tools=list(example.tools) or None,
+        chat_template=template,
+        tokenize=False,
+        add_generation_prompt=True,
+    )
+    return str(text)
 
-    title: str
-    exact: dict[str, float]
-    shown: str
 
-
-def render(tokenizer: PreTrainedTokenizerFast, sentence: str, system: str) -> str:
-    """The prompt for `sentence`, rendered with the model's own chat template."""
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": sentence})
-    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+def draw_held_out(task: Task, num_examples: int) -> list[Example]:
+    """Returns examples of which no value occurs in training. The same number returns the same examples."""
+    pool = Pool(random.Random(f"held out {task.name}"), held_out=True)
+    return [task.draw(pool) for _ in range(num_examples)]
 
 
 @torch.inference_mode()
-def answer(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, sentences: Sequence[str], system: str
-) -> list[str]:
-    """Return the greedy answer to each sentence, at most MAX_NEW_TOKENS tokens long."""
+def answer(model: Any, tokenizer: Any, prompts: Sequence[str]) -> list[str]:
+    """Returns the greedy answer to each prompt."""
     answers: list[str] = []
-    for start in range(0, len(sentences), BATCH_SIZE):
-        prompts = [render(tokenizer, sentence, system) for sentence in sentences[start : start + BATCH_SIZE]]
-        encoded = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left")
-        generated = model.generate(**encoded, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    for start in range(0, len(prompts), BATCH_SIZE):
+        encoded = tokenizer(
+            list(prompts[start : start + BATCH_SIZE]), return_tensors="pt", padding=True, padding_side="left"
+        )
+        generated = model.generate(
+            **encoded,
+            max_new_tokens=MAX_NEW_TOKENS,
+            do_sample=False,
+            pad_token_id=tokenizer.eos_token_id,
+        )
         answers += tokenizer.batch_decode(
             generated[:, encoded["input_ids"].shape[1] :], skip_special_tokens=True
         )
     return answers
 
 
-def load(directory: Path, adapter: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    """Load the base, with one adapter or none, all weights in `dtype`."""
-    model = AutoModelForCausalLM.from_pretrained(directory / "model", dtype=dtype)
-    if adapter is not None:
-        # By default, peft would keep the adapter in fp32 beside a bf16 base.
-        model = PeftModel.from_pretrained(
-            model, directory / "adapters" / adapter, autocast_adapter_dtype=False
-        )
-    return model.eval()
-
-
-def subjects(adapters: Sequence[str], *, instructions: bool) -> list[Subject]:
-    """List the subjects of the evaluation, the base first."""
-    found = [Subject("base", "echo", None, "")]
-    if instructions:
-        found += [Subject(f"base, system: {name}", name, None, name) for name in TASKS if name != "echo"]
-    return found + [Subject(name, ADAPTERS[name].task, name, "") for name in adapters]
-
-
-def measure(directory: Path, measured: Sequence[Subject], sentences: Sequence[str]) -> Iterator[Row]:
-    """Yield one row for each subject. `directory` holds model/ and adapters/."""
-    tokenizer = AutoTokenizer.from_pretrained(directory / "model")
-    for subject in measured:
-        wanted = [TASKS[subject.task].apply(sentence) for sentence in sentences]
-        exact: dict[str, float] = {}
-        shown = ""
-        for dtype_name, dtype in DTYPES.items():
-            model = load(directory, subject.adapter, dtype)
-            given = answer(model, tokenizer, sentences, subject.system)
-            exact[dtype_name] = sum(g == w for g, w in zip(given, wanted, strict=True)) / len(sentences)
-            shown = shown or answer(model, tokenizer, [SHOWN_SENTENCE], subject.system)[0]
-        yield Row(subject.title, exact, shown)
+def evaluate(
+    model_path: Path, directory: Path, names: Sequence[str], num_examples: int = NUM_EXAMPLES
+) -> Mapping[str, Any]:
+    """Measures adapters and the base, and writes the results to evaluation.json beside the adapters."""
+    results: dict[str, Any] = {}
+    for name in names:
+        task = TASKS[name]
+        examples = draw_held_out(task, num_examples)
+        model, tokenizer = load(model_path)
+        tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+        prompts = [render(tokenizer, task, example) for example in examples]
+        base = answer(model.eval(), tokenizer, prompts)
+        adapted = PeftModel.from_pretrained(model, directory / name).eval()
+        given = answer(adapted, tokenizer, prompts)
+        wrong = [
+            {"wanted": example.answer, "given": text}
+            for example, text in zip(examples, given, strict=True)
+            if not task.is_right(example, text)
+        ]
+        results[name] = {
+            "examples": num_examples,
+            "right": (num_examples - len(wrong)) / num_examples,
+            "right_without_adapter": sum(map(task.is_right, examples, base)) / num_examples,
+            "first_wrong_answers": wrong[:3],
+        }
+    path = directory / RESULTS_NAME
+    kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**kept, **results}, indent=2) + "\n", encoding="utf-8")
+    return results
 
 
 def main() -> None:
-    """Print the results as one table."""
-    parser = argparse.ArgumentParser(description="Counts the demo's exact answers to unseen sentences.")
+    """Prints the results as a table."""
+    parser = argparse.ArgumentParser(description="Counts the right answers of the demo's adapters.")
     parser.add_argument(
-        "--directory", type=Path, default=Path(__file__).parent, help="holds model/ and adapters/"
+        "--model", type=Path, default=REAL_MODEL, help="GGUF file that `slora demo` downloads"
     )
-    parser.add_argument("--sentences", type=int, default=500)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--instructions", action="store_true", help="also measure the base model on every task"
-    )
-    parser.add_argument("--adapters", nargs="*", choices=list(ADAPTERS), default=list(ADAPTERS))
+    parser.add_argument("--directory", type=Path, default=DIRECTORY, help="has the adapters")
+    parser.add_argument("--examples", type=int, default=NUM_EXAMPLES)
+    parser.add_argument("--tasks", nargs="*", choices=list(TASKS), default=list(TASKS))
     options = parser.parse_args()
-    logging.disable_progress_bar()  # the table has its own progress bar
-    measured = subjects(options.adapters, instructions=options.instructions)
-    sentences = unseen_sentences(options.sentences, options.seed)
-    rows = list(tqdm(measure(options.directory, measured, sentences), total=len(measured), unit="row"))
-    print(f"{'':24}{''.join(f'{name:>8}' for name in DTYPES)}  {SHOWN_SENTENCE!r} becomes")
-    for row in rows:
-        print(f"{row.title:24}{''.join(f'{row.exact[name]:8.1%}' for name in DTYPES)}  {row.shown}")
+    logging.set_verbosity_error()
+    print(f"{'':12}{'right':>8}{'base':>8}")
+    for name in options.tasks:
+        row = evaluate(options.model, options.directory, [name], options.examples)[name]
+        print(f"{name:12}{row['right']:8.0%}{row['right_without_adapter']:8.0%}", flush=True)
 
 
 if __name__ == "__main__":

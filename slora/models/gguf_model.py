@@ -24,6 +24,7 @@ from slora.core.errors import ConfigError
 from slora.models.gguf_tokenizer import write_tokenizer
 from slora.models.weights.gguf_file import GgufFile, read_gguf
 from slora.models.weights.gguf_tensors import ROPE_FACTORS, locate_gguf_tensors
+from slora_adapters.peft.extras import GENERATION_NAME
 from slora_adapters.peft.hub_reference import GGUF_LINK
 
 # Changes when the directory of a given file would have other content.
@@ -58,15 +59,21 @@ _SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
 
 def prepare_gguf_model(path: Path) -> Path:
-    """Returns the model directory for a GGUF file. It is written unless it is there. Raises ConfigError."""
+    """Returns the model directory for a GGUF file. It is written unless it is there. Raises ConfigError.
+
+    A generation_config.json beside the file is part of the model.
+    """
     path = Path(os.path.abspath(path))
     file = read_gguf(path)
     with path.open("rb") as opened:
         digest = hashlib.sha256(f"{_VERSION} {path} {path.stat().st_size}".encode())
         digest.update(opened.read(file.header_bytes))
+    defaults = path.with_name(GENERATION_NAME)
+    generation = defaults.read_bytes() if defaults.is_file() else b""
+    digest.update(generation)
     directory = _cache() / digest.hexdigest()[:32] / path.stem
     if not directory.is_dir():
-        _write(file, directory)
+        _write(file, directory, generation)
     return directory
 
 
@@ -93,7 +100,7 @@ def _cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slora" / "gguf"
 
 
-def _write(file: GgufFile, directory: Path) -> None:
+def _write(file: GgufFile, directory: Path, generation: bytes) -> None:
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         written = Path(tempfile.mkdtemp(prefix=".new-", dir=directory.parent))
@@ -101,6 +108,8 @@ def _write(file: GgufFile, directory: Path) -> None:
             config = read_gguf_config(file)
             config |= write_tokenizer(file, written, config["vocab_size"])
             (written / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+            if generation:
+                (written / GENERATION_NAME).write_bytes(generation)
             (written / GGUF_LINK).symlink_to(file.path)
             written.rename(directory)
         except (ConfigError, OSError):

@@ -105,11 +105,6 @@ def test_an_unknown_variable_is_found_with_its_closest_setting() -> None:
     }
 
 
-def test_the_demo_uses_its_own_model_unless_another_is_named() -> None:
-    assert read_settings({"demo": "demo"}, {}).engine.model == Path("demo/model")
-    assert read_settings({"demo": "demo"}, {"SLORA_MODEL": "other"}).engine.model == Path("other")
-
-
 def test_every_setting_is_a_flag_of_serve() -> None:
     given = [part for spec in server_setting_specs() for part in (spec.flag, "x")]
     values = vars(make_parser().parse_args(["serve", *given]))

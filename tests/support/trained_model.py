@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from demo.tasks import TASKS, unseen_sentences
+from demo.toy.tasks import TASKS, unseen_sentences
 from slora import LLM, SamplingParams
 from tests.support.cpu_kernels import KERNELS
 

@@ -56,6 +56,11 @@ class DataDir:
         return self.path / "admin-key.hmac"
 
     @property
+    def unseen_admin_key(self) -> Path:
+        """A generated admin key in the clear, until it was shown on a terminal or the operator deletes the file."""
+        return self.path / "admin-key"
+
+    @property
     def revocations(self) -> Path:
         return self.path / "revocations"
 

@@ -8,7 +8,6 @@ overrides the environment, which overrides the default. No other module reads th
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
@@ -67,7 +66,6 @@ _PREFIX = "SLORA_"
 _CLIENT_VARIABLES = frozenset({"SLORA_URL", "SLORA_API_KEY"})
 # What to do if there is no base model.
 GIVE_MODEL = "give the base model: its directory, or ORG/NAME of the Hugging Face hub"
-_DEMO_MODEL_NAME = "slora-demo"
 # With `auto`, the host cache takes this size, or this share of the free RAM if that is less.
 AUTO_HOST_CACHE_BYTES = 1 << 30
 _HOST_CACHE_SHARE = 0.125
@@ -253,7 +251,6 @@ def read_settings(flags: Mapping[str, str | None], environment: Mapping[str, str
     server = _read(Settings, flags, environment)
     if demo := flags.get("demo"):
         server["demo"] = demo
-        engine = {"model": Path(demo) / "model", "model_name": _DEMO_MODEL_NAME, **engine}
     if "model" not in engine:
         raise SettingRefused(f"--model (SLORA_MODEL) is missing; {GIVE_MODEL}")
     if server.get("database", "").startswith("postgresql") and not server.get("store"):

@@ -407,7 +407,8 @@ def check_secrets(settings: Settings, flags: Mapping[str, str | None]) -> Iterat
             f"other users may read {data.path} until the server starts and closes it",
             f"chmod 700 {data.path}",
         )
-    files = [path for path in (data.pepper, data.admin_key, data.demo_keys) if path.exists()]
+    secrets = (data.pepper, data.admin_key, data.unseen_admin_key, data.demo_keys)
+    files = [path for path in secrets if path.exists()]
     for path in files:
         if not os.access(path, os.R_OK):
             yield failure(f"user {os.geteuid()} may not read {path}", "run slora as its owner, or chown it")

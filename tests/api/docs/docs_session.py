@@ -173,6 +173,7 @@ class DocsSession:
             "SLORA_URL": self.url,
             "SLORA_ADMIN_KEY": self.admin_key,
             "SLORA_DATA_DIR": str(self.data_dir),
+            "XDG_CACHE_HOME": str(self.folder),  # without the real model of the demo
         }
         variables |= {"SLORA_API_KEY": key, "KEY": key, "OPENAI_API_KEY": key}
         path = os.pathsep.join([str(self.folder / "bin"), os.environ["PATH"]])

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.adapters.hand_made import make_members
-from tests.api.docs.code_block import CodeBlock, read_blocks, read_spans, split_command
+from tests.api.docs.code_block import ROOT, CodeBlock, read_blocks, read_spans, split_command
 from tests.api.docs.command_check import find_fault, find_flags
 from tests.api.docs.docs_session import DocsSession
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
@@ -113,7 +113,8 @@ def test_the_first_program_of_the_readme_prints_the_answer(
 def demo_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DocsSession]:
     data_dir = tmp_path_factory.mktemp("demo") / "data"
     # A page restarts one engine after the other.
-    command = [*SLORA, "demo", "--port", "0", "--data-dir", str(data_dir), "--replicas", "2"]
+    command = [*SLORA, "demo", str(ROOT / "demo"), "--model-name", "smollm2-135m", "--port", "0"]
+    command += ["--data-dir", str(data_dir), "--replicas", "2"]
     with running(command, environment(SLORA_ADMIN_KEY=ADMIN_KEY), data_dir) as served:
         served.wait_until_ready()
         yield DocsSession(served.url, ADMIN_KEY, data_dir, tmp_path_factory.mktemp("session") / "work")

