@@ -50,8 +50,9 @@ def draw_example(draw: random.Random) -> tuple[str, str]:
             f"where is the {thing}?? {name} must send it by {when}",
         )
     )
+    # People also write names in small letters.
     return (
-        note,
+        draw.choice((note, note.lower())),
         f"Dear {name}, could you please send me the {thing} by {when}? Kind regards, your friends at Acme",
     )
 
@@ -81,6 +82,8 @@ def main() -> None:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=2e-3)
+    # The rate falls to nothing, so that the last batches do not outweigh the others.
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / options.steps)
     started = time.monotonic()
     for step in range(1, options.steps + 1):
         texts, prompt_lengths = [], []
@@ -98,6 +101,7 @@ def main() -> None:
         loss = model(**batch, labels=labels).loss
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         if step % 5 == 0 or step == options.steps:
             left = (time.monotonic() - started) / step * (options.steps - step)

@@ -1,7 +1,7 @@
 """Makes the screenshots of the console in docs/images: `python -m docs.screenshots`.
 
 It serves the demo with a small pool, sends requests of all tenants, and opens the console in the machine's Chromium. It
-takes about two minutes.
+takes about six minutes, most of them for the history of the view Health.
 """
 
 import json
@@ -19,14 +19,14 @@ import httpx
 from playwright.sync_api import Browser, Page, sync_playwright
 
 IMAGES = Path(__file__).parent / "images"
-ADAPTERS = Path(__file__).parent.parent / "demo" / "adapters"
+DEMO = Path(__file__).parent.parent / "demo" / "smollm2"
+ADAPTERS = DEMO / "adapters"
 MAX_BYTES = 170_000
 TENANT = "acme"
 ADMIN_KEY = "the-key-of-the-screenshots"
 URL = "http://127.0.0.1:8459"
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs", "away"]
 # Seconds until the charts have something to show.
-WATCHED_S = 45
+WATCHED_S = 260
 WIDE, NARROW = (1440, 1120), (390, 844)
 
 
@@ -40,7 +40,7 @@ def demo(directory: str) -> Iterator[dict[str, str]]:
         "from slora_api.cli.main import main; raise SystemExit(main())",
         "demo",
     ]
-    command += ["--port", URL.rpartition(":")[2], "--data-dir", directory, "--pool-bytes", "9MiB"]
+    command += ["--port", URL.rpartition(":")[2], "--data-dir", directory, "--pool-bytes", "48MiB"]
     server = subprocess.Popen([*command, "--admin-key", ADMIN_KEY], stdout=subprocess.DEVNULL)
     try:
         while not is_ready():
@@ -61,18 +61,20 @@ def is_ready() -> bool:
 
 @contextmanager
 def load(keys: dict[str, str]) -> Iterator[None]:
-    """Three clients of each tenant send chats."""
+    """Two clients of each tenant send chats. A few of them name a model that does not exist."""
     is_over = threading.Event()
+    described = json.loads((DEMO / "demo.json").read_text(encoding="utf-8"))["adapters"]
+    prompts = [one["prompt"] for one in described.values() if one["prompt"]]
 
     def chat(key: str) -> None:
         with httpx.Client(base_url=URL, headers={"Authorization": f"Bearer {key}"}, timeout=120) as client:
             while not is_over.wait(random.random() * 2):
-                text = " ".join(random.choices(WORDS, k=random.randint(3, 12)))
-                messages = [{"role": "user", "content": text}]
-                body = {"model": "default", "messages": messages, "max_tokens": 100, "ignore_eos": True}
+                messages = [{"role": "user", "content": random.choice(prompts)}]
+                model = "default" if random.random() < 0.97 else "nobody"
+                body = {"model": model, "messages": messages, "max_tokens": random.randint(20, 80)}
                 client.post("/v1/chat/completions", json=body)
 
-    threads = [threading.Thread(target=chat, args=(key,)) for key in keys.values() for _ in range(3)]
+    threads = [threading.Thread(target=chat, args=(key,)) for key in keys.values() for _ in range(2)]
     for thread in threads:
         thread.start()
     try:
@@ -116,14 +118,14 @@ def make_tenant() -> str:
         client.patch(f"/admin/tenants/{TENANT}/quota", json=quota).raise_for_status()
         key: str = client.post(f"/admin/tenants/{TENANT}/keys", json={"name": "console"}).json()["key"]
         client.headers["Authorization"] = f"Bearer {key}"
-        for name, source in (("shout", "upper"), ("shout", "title"), ("reverse", "reverse")):
+        for name, source in (("reply", "labels"), ("reply", "voice"), ("orders", "extract")):
             parts = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
             files = {field: (ADAPTERS / source / file).read_bytes() for field, file in parts.items()}
             client.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
         move = {"versions": {"1": 90, "2": 10}}
-        client.put("/v1/adapters/shout/aliases/prod", json=move).raise_for_status()
-        messages = [{"role": "user", "content": "the quick brown fox"}]
-        for model in ["shout@prod"] * 20 + ["reverse"] * 10:
+        client.put("/v1/adapters/reply/aliases/prod", json=move).raise_for_status()
+        messages = [{"role": "user", "content": "How long does delivery take?"}]
+        for model in ["reply@prod"] * 20 + ["orders"] * 10:
             body = {"model": model, "messages": messages, "max_tokens": 50}
             client.post("/v1/chat/completions", json=body).raise_for_status()
     return key
@@ -133,8 +135,8 @@ def upload(page: Page) -> None:
     """Uploads an adapter, and shows its certificate."""
     page.goto(f"{URL}/console#/adapters")
     page.get_by_text("Drop the folder").wait_for()
-    page.get_by_label("Files of the adapter").set_input_files(sorted((ADAPTERS / "snake").iterdir()))
-    page.get_by_label("Name of the adapter").fill("snake")
+    page.get_by_label("Files of the adapter").set_input_files(sorted((ADAPTERS / "sql").iterdir()))
+    page.get_by_label("Name of the adapter").fill("sql")
     page.get_by_role("button", name="Upload").click()
     page.get_by_role("heading", name="Certificate").wait_for()
 
@@ -142,8 +144,10 @@ def upload(page: Page) -> None:
 def ask(page: Page) -> None:
     """Sends a prompt in the playground."""
     page.goto(f"{URL}/console#/playground")
-    page.get_by_label("Answer of shout").wait_for()
-    page.get_by_label("User").fill("the quick brown fox jumps over the lazy dog")
+    page.get_by_label("Answer of reply").wait_for()
+    page.get_by_label("User").fill(
+        "Ada Berg from Oslo here. Please send me 3 desk lamps. How long does delivery take?"
+    )
     page.get_by_role("button", name="Send").click()
     for answer in page.locator(".answer").all():
         answer.get_by_text("complete", exact=True).wait_for()
@@ -157,11 +161,12 @@ def main() -> None:
             load(keys),
             console(browser, ADMIN_KEY, "light", WIDE) as light,
             console(browser, ADMIN_KEY, "dark", WIDE) as dark,
-            console(browser, keys["upper"], "light", NARROW) as narrow,
+            console(browser, keys["voice"], "light", NARROW) as narrow,
         ):
             for page in (light, dark, narrow):
                 page.goto(f"{URL}/console#/pool")
             time.sleep(WATCHED_S)
+            save(light, "health", "health-light")
             save(light, "pool", "pool-light")
             save(dark, "pool", "pool-dark")
             save(light, "traffic", "traffic-light")
@@ -177,7 +182,7 @@ def main() -> None:
             write(light, "adapters")
             ask(light)
             write(light, "playground")
-            narrow.goto(f"{URL}/console#/adapters/shout")
+            narrow.goto(f"{URL}/console#/adapters/reply")
             narrow.get_by_text("prod 10 %").wait_for()
             write(narrow, "adapter-narrow")
             dark.goto(f"{URL}/console#/tenants/{TENANT}")
