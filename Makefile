@@ -77,12 +77,12 @@ $(VENV)/bin/python:
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	$(PIP) "$(TORCH)" numba tqdm $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile bfloat16 & compiling=$$!; \
+	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile fastest & compiling=$$!; \
 	$(PIP) -e ".[serve,redis,postgresql,cpu]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
 $(TEST): $(SERVE)
-	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 float32/fp8 & compiling=$$!; \
+	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8 & compiling=$$!; \
 	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 

@@ -63,6 +63,15 @@ def apply_cpu_isa() -> None:
         os.environ.update(CPU_ISAS[chosen].variables)
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the instruction set in use has products of bfloat16. Without them, float32 is faster: a model of 135M
+    parameters took 61 ms per token instead of 85, and 81 ms instead of 172 per step of 16 sequences (2 cores, AVX-512).
+    """
+    chosen = os.environ.get(VARIABLE)
+    isas = [chosen] if chosen in CPU_ISAS else list_available_isas()
+    return any("avx512_bf16" in CPU_ISAS[isa].flags for isa in isas)
+
+
 def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:
     """Raises ValueError if `SLORA_CPU_ISA` is set to a value that could not be applied."""
     chosen, available = environment.get(VARIABLE), list_available_isas()

@@ -42,8 +42,9 @@ def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) ->
 
 REPORT = """
 import slora_kernels, torch
-from slora_kernels.cpu_isa import check_cpu_isa
+from slora_kernels.cpu_isa import check_cpu_isa, multiplies_bfloat16
 check_cpu_isa()
+print(multiplies_bfloat16())
 print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 LANES = """
@@ -58,7 +59,8 @@ def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: s
     has_numba = "numba" in CPU_KERNELS
     run = run_python("-c", REPORT + (LANES if has_numba else ""), isa=isa)
     assert run.returncode == 0, run.stderr
-    library, *ours = run.stdout.splitlines()
+    multiplies, library, *ours = run.stdout.splitlines()
+    assert multiplies == str(has_bfloat16)
     # oneDNN computes in bfloat16 with any AVX-512.
     assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
     assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16}"]

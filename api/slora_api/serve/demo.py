@@ -36,6 +36,7 @@ from slora_api.core.threads import control_thread
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import make_key
 from slora_api.tenants.tenant_store import TenantStore
+from slora_kernels.cpu_isa import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,14 @@ class Demo:
             cache / "generation_config.json", json.dumps(self.package.get("generation_config", {})).encode()
         )
         return path
+
+
+def choose_dtype() -> str:
+    """Returns the dtype in which this machine computes the real model fastest. On a CPU that is float32 unless it has
+    products of bfloat16; the model is small, so its memory does not matter.
+    """
+    has_gpu = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    return "auto" if has_gpu or multiplies_bfloat16() else "float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,7 +50,7 @@ from slora_api.serve.api_workers import ApiWorkers
 from slora_api.serve.app import make_app
 from slora_api.serve.background import HostState
 from slora_api.serve.composition import background_work, build_services, make_batch_runner, record_health
-from slora_api.serve.demo import Demo, DemoTenant, describe_demo, find_demo, set_up_demo
+from slora_api.serve.demo import Demo, DemoTenant, choose_dtype, describe_demo, find_demo, set_up_demo
 from slora_api.serve.http_front import (
     connection_limits,
     limit_garbage_collection,
@@ -288,4 +288,6 @@ def serve_demo(arguments: argparse.Namespace) -> int:
     arguments.demo = str(demo.directory)
     arguments.model = arguments.model or os.environ.get("SLORA_MODEL") or str(model)
     arguments.model_name = arguments.model_name or os.environ.get("SLORA_MODEL_NAME") or demo.model_name
+    if demo.package is not None:
+        arguments.dtype = arguments.dtype or os.environ.get("SLORA_DTYPE") or choose_dtype()
     return main(arguments)

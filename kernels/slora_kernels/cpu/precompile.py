@@ -2,8 +2,8 @@
 
     python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 
-Each argument is a dtype, or a dtype and a KV format. Without this step, the first start of a server compiles
-the kernels that it needs, one after the other.
+Each argument is a dtype, or a dtype and a KV format. `fastest` is the dtype in which this CPU is fastest. Without this
+step, the first start of a server compiles the kernels that it needs, one after the other.
 """
 
 import sys
@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
+from slora_kernels.cpu_isa import multiplies_bfloat16
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.machine_limits import machine_limits
 
@@ -27,6 +28,8 @@ def _compile(index: int, dtype: str, kv_format: KVFormat) -> None:
 
 def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
     dtype, _, kv_format = argument.partition("/")
+    if dtype == "fastest":
+        dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     if kv_format:
         return [(index, dtype, KVFormat(kv_format)) for index in KV_KERNELS]
     return [(index, dtype, KVFormat.MODEL) for index in range(NUM_KERNELS)]
