@@ -21,7 +21,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 IMAGES = Path(__file__).parent / "images"
 DEMO = Path(__file__).parent.parent / "demo" / "smollm2"
 ADAPTERS = DEMO / "adapters"
-MAX_BYTES = 170_000
+MAX_BYTES = 200_000
 TENANT = "acme"
 ADMIN_KEY = "the-key-of-the-screenshots"
 URL = "http://127.0.0.1:8459"
@@ -40,7 +40,7 @@ def demo(directory: str) -> Iterator[dict[str, str]]:
         "from slora_api.cli.main import main; raise SystemExit(main())",
         "demo",
     ]
-    command += ["--port", URL.rpartition(":")[2], "--data-dir", directory, "--pool-bytes", "48MiB"]
+    command += ["--port", URL.rpartition(":")[2], "--data-dir", directory, "--pool-bytes", "64MiB"]
     server = subprocess.Popen([*command, "--admin-key", ADMIN_KEY], stdout=subprocess.DEVNULL)
     try:
         while not is_ready():
@@ -68,7 +68,7 @@ def load(keys: dict[str, str]) -> Iterator[None]:
 
     def chat(key: str) -> None:
         with httpx.Client(base_url=URL, headers={"Authorization": f"Bearer {key}"}, timeout=120) as client:
-            while not is_over.wait(random.random() * 2):
+            while not is_over.wait(random.random() * 12):
                 messages = [{"role": "user", "content": random.choice(prompts)}]
                 model = "default" if random.random() < 0.97 else "nobody"
                 body = {"model": model, "messages": messages, "max_tokens": random.randint(20, 80)}

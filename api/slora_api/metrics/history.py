@@ -331,7 +331,8 @@ def _merge_times(times: Sequence[Sequence[Any]]) -> list[Any]:
 class Condition:
     """A condition that needs a person. name: of the rule. minutes: how long it must hold, or the window that it counts.
 
-    holds: whether it holds in the records of these minutes, which are not empty.
+    holds: whether it holds in the records of these minutes, which are not empty. must_last: whether there must be a
+    record for each of these minutes.
     """
 
     name: str
@@ -339,6 +340,7 @@ class Condition:
     text: str
     minutes: int
     holds: Callable[[Sequence[Record]], bool]
+    must_last: bool = True
 
 
 def _always(test: Callable[[Record], bool]) -> Callable[[Sequence[Record]], bool]:
@@ -416,6 +418,7 @@ CONDITIONS: Sequence[Condition] = (
         "A process died more than twice in 15 minutes.",
         15,
         lambda records: _restarts(records) > 2,
+        must_last=False,
     ),
     *(Condition(name, "warning", text, minutes, _always(test)) for name, minutes, text, test in _WARNINGS),
     Condition(
@@ -424,6 +427,7 @@ CONDITIONS: Sequence[Condition] = (
         "Requests ended because their logits were not finite.",
         15,
         lambda records: any(one.get("not_finite", 0) > 0 for one in records),
+        must_last=False,
     ),
     Condition(
         "SloraColdStarts",
@@ -436,9 +440,7 @@ CONDITIONS: Sequence[Condition] = (
 
 
 def find_conditions(records: Sequence[Record], now: float) -> list[dict[str, Any]]:
-    """Returns all conditions, and whether each holds now. Minutes without a record, such as those before the start, are
-    not counted.
-    """
+    """Returns all conditions, and whether each holds now."""
     found = []
     for one in CONDITIONS:
         seen = [record for record in records if record["at"] >= now - (one.minutes + 1) * MINUTE_S]
@@ -448,7 +450,7 @@ def find_conditions(records: Sequence[Record], now: float) -> list[dict[str, Any
                 "severity": one.severity,
                 "text": one.text,
                 "minutes": one.minutes,
-                "holds": bool(seen) and one.holds(seen),
+                "holds": len(seen) >= (one.minutes if one.must_last else 1) and one.holds(seen),
             }
         )
     return found

@@ -23,6 +23,7 @@ from slora_api.metrics.history import (
 )
 from tests.api.platform import ADMIN_KEY, Platform, bearer, running_platform
 from tests.api.scripted_engine import ScriptedEngine
+from tests.api.served import wait_for
 
 NOW = 1_800_000_000 // MINUTE_S * MINUTE_S
 QUIET: Mapping[str, Any] = {
@@ -144,6 +145,9 @@ def test_a_condition_holds_after_its_time_and_no_longer_when_a_minute_is_good(na
     long_ago = [*bad[: 18 - minutes], *make_records(minutes + 2)]
     assert not any(one["holds"] for one in find_conditions(long_ago, NOW))
     assert not any(one["holds"] for one in find_conditions([], NOW)), "nothing is known yet"
+    if name not in ("SloraProcessRestarts", "SloraCorruptedRequests"):  # these count in a window
+        short = make_records(minutes - 1, **BAD[name])
+        assert not any(one["holds"] for one in find_conditions(short, NOW)), "it has not lasted"
 
 
 def test_the_conditions_are_those_of_the_rules() -> None:
@@ -185,12 +189,23 @@ def test_a_recorded_minute_has_what_happened_in_it(platform: Platform) -> None:
     def ask(client: httpx.Client, model: str) -> int:
         return client.post("/v1/chat/completions", json=body | {"model": model}).status_code
 
+    def wait_until_counted(num_answers: int) -> None:
+        """An answer is counted after the client has it."""
+
+        def count() -> float:
+            counts = services.generator.metrics.read_counts({"slora_http_requests_total": ("route",)})
+            return counts.get(("slora_http_requests_total", ("/v1/chat/completions",)), 0)
+
+        wait_for(lambda: count() == num_answers or None)
+
     with httpx.Client(base_url=platform.url, headers=bearer(key), verify=False) as client:
         ask(client, "default")  # before the minute
+        wait_until_counted(1)
         begun = asyncio.run(recorder._count())
         assert [ask(client, "default") for _ in range(3)] == [200] * 3
         assert [ask(client, "nobody") for _ in range(2)] == [404] * 2
         client.get("/healthz")
+        wait_until_counted(6)
         asyncio.run(recorder.record(begun))
     with httpx.Client(base_url=platform.url, headers=bearer(ADMIN_KEY), verify=False) as admin:
         assert admin.get("/admin/history", params={"hours": 25}).status_code == 400
