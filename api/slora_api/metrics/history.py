@@ -98,6 +98,14 @@ def quantile(buckets: Buckets, share: float) -> float | None:
     return None
 
 
+def seconds_to_end(now: float) -> float:
+    """Returns the seconds until the end of this minute, or of the next one if this one is as good as over: a sleep may
+    end a moment early, and the minute that was just recorded must not be recorded again.
+    """
+    left = MINUTE_S - now % MINUTE_S
+    return left if left > 1 else left + MINUTE_S
+
+
 @dataclass(frozen=True, slots=True)
 class _Counts:
     """What has been counted since the start: of the API processes by metric and labels, and of the engines."""
@@ -159,7 +167,7 @@ class HealthRecorder:
         """Records at the end of each minute, until cancelled."""
         last = await self._count()
         while True:
-            await asyncio.sleep(MINUTE_S - self._clock() % MINUTE_S)
+            await asyncio.sleep(seconds_to_end(self._clock()))
             last = await self.record(last)
 
     async def record(self, last: _Counts) -> _Counts:
@@ -287,7 +295,7 @@ def merge_records(records: Iterable[Record], step_s: int) -> list[dict[str, Any]
     groups: dict[int, list[Record]] = {}
     for record in records:
         groups.setdefault(int(record["at"]) // step_s * step_s, []).append(record)
-    return [{"at": at, "minutes": len(group), **_merge(group)} for at, group in groups.items()]
+    return [{**merge(group), "at": at} for at, group in groups.items()]
 
 
 _SUMS = ("tokens", "prompt_tokens", "preemptions", "fetch_failures", "not_finite")
@@ -295,8 +303,10 @@ _TABLES = ("answers", "failures", "starts", "restarts")
 _LARGEST = ("queue_p95", "waiting", "running", "ledger_lag", "journal_bytes", "pins_missing")
 
 
-def _merge(group: Sequence[Record]) -> dict[str, Any]:
-    merged: dict[str, Any] = {name: sum(one.get(name, 0) for one in group) for name in _SUMS}
+def merge(group: Sequence[Record]) -> dict[str, Any]:
+    """Merges records as `merge_records` does, of which there must be one at least. `at` is that of the first."""
+    merged: dict[str, Any] = {"at": group[0]["at"], "minutes": len(group)}
+    merged |= {name: sum(one.get(name, 0) for one in group) for name in _SUMS}
     for name in _TABLES:
         table: Counter[str] = Counter()
         for one in group:

@@ -31,7 +31,7 @@ from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.metrics.history import NUM_MINUTES, HistoryFile, find_conditions, merge_records
+from slora_api.metrics.history import NUM_MINUTES, HistoryFile, find_conditions, merge, merge_records
 from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
@@ -220,12 +220,15 @@ class ConditionObject(TypedDict):
 
 
 class HistoryObject(TypedDict):
-    """The health of this host. time: the server's Unix time. started: when the server started."""
+    """The health of this host. time: the server's Unix time. started: when the server started. recent: the last five
+    minutes; null if none of them was recorded.
+    """
 
     object: Literal["history"]
     time: float
     started: int
     step: int
+    recent: HistoryPoint | None
     points: list[HistoryPoint]
     conditions: list[ConditionObject]
 
@@ -233,6 +236,7 @@ class HistoryObject(TypedDict):
 _Hours = Annotated[int, Query(ge=1, le=NUM_MINUTES // 60)]
 # The history has at most this many points.
 _MAX_POINTS = 120
+_RECENT_MINUTES = 5
 
 
 @router.get("/history")
@@ -243,11 +247,13 @@ def read_history(_operator: Operator, services: Wired[OperationServices], hours:
     now = time.time()
     step_s = math.ceil(hours * 60 / _MAX_POINTS) * 60
     records = services.history.read((now // 60 - hours * 60) * 60)
+    recent = [record for record in records if record["at"] >= (now // 60 - _RECENT_MINUTES) * 60]
     return {
         "object": "history",
         "time": now,
         "started": services.started_at,
         "step": step_s,
+        "recent": merge(recent) if recent else None,  # type: ignore[typeddict-item]
         "points": merge_records(records, step_s),  # type: ignore[typeddict-item]
         "conditions": find_conditions(records, now),  # type: ignore[typeddict-item]
     }

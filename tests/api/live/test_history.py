@@ -20,6 +20,7 @@ from slora_api.metrics.history import (
     find_conditions,
     merge_records,
     quantile,
+    seconds_to_end,
 )
 from tests.api.platform import ADMIN_KEY, Platform, bearer, running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -231,3 +232,10 @@ def test_the_history_is_the_operators(platform: Platform, monkeypatch: pytest.Mo
     assert day["step"] == 720 and len(day["points"]) in (15, 16)
     assert sum(point["tokens"] for point in day["points"]) == 180 * 100
     assert [one["name"] for one in hour["conditions"] if one["holds"]] == ["SloraNotReady"]
+    assert hour["recent"] == day["recent"] and day["recent"]["minutes"] == 5, "the range does not matter"
+
+
+def test_a_sleep_that_ends_early_does_not_record_a_minute_twice() -> None:
+    """Born from a fault: the second record of a minute was empty, and replaced the first."""
+    assert seconds_to_end(NOW + 0.25) == 59.75
+    assert seconds_to_end(NOW + 59.999) == pytest.approx(60.001)

@@ -11,7 +11,6 @@ import {
 import { html, useEffect, useState } from "../vendor/preact.js";
 
 const RANGES = [1, 6, 24];
-const RECENT_S = 300;
 const RELOAD_MS = 30_000;
 // Statuses of answers -> what they mean.
 const KINDS = [
@@ -152,7 +151,7 @@ export function View({ me }) {
   if (history === null) return error ? html`<${ErrorNotice} error=${error} />` : html`<${Notice}>Loading the history …</${Notice}>`;
   const points = history.points.map((point) => ({ ...point, time: point.at + history.step / 2 }));
   const newest = points.at(-1);
-  const recent = sumUp(points.filter((point) => point.at >= history.time - Math.max(RECENT_S, 2 * history.step)));
+  const recent = sumUp(history.recent === null ? [] : [history.recent]);
   const all = sumUp(points);
   const pool = frame?.pool;
   const used = pool ? (pool.num_pages - pool.counts.free) / pool.num_pages : null;
