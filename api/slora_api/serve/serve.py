@@ -131,9 +131,13 @@ def _show_admin_key(data: DataDir, settings: Settings, is_terminal: bool) -> Non
 
 
 def _keep_until_seen(data: DataDir, admin_key: AdminKey | None) -> None:
-    """Writes a new admin key to a file until it has been shown."""
+    """Writes a new admin key to a file until it has been shown. If the disk is full, the next start makes another."""
     if admin_key is not None and admin_key.shown_once is not None:
-        replace_durably(data.unseen_admin_key, admin_key.shown_once.encode())
+        try:
+            replace_durably(data.unseen_admin_key, admin_key.shown_once.encode())
+        except OSError:
+            data.admin_key.unlink()
+            raise
 
 
 def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from slora_api.core.data_dir import DataDir
 from slora_api.keys.key_record import Pepper, make_key, open_admin_key, read_key_id
+from slora_api.serve.serve import _keep_until_seen
 from tests.support.file_limit import largest_file
 
 
@@ -53,6 +55,17 @@ def test_an_admin_key_that_could_not_be_written_is_created_at_the_next_start(tmp
     with largest_file(0), pytest.raises(OSError, match="File too large"):
         open_admin_key("", tmp_path, pepper)
     assert open_admin_key("", tmp_path, pepper).shown_once is not None
+
+
+def test_an_admin_key_that_nobody_could_see_is_made_again_at_the_next_start(tmp_path: Path) -> None:
+    """Born from a fault: on a full disk, the hash of the key was kept and the key itself was not."""
+    pepper = Pepper.from_file(tmp_path / "pepper")
+    made = open_admin_key("", tmp_path, pepper)
+    with largest_file(0), pytest.raises(OSError, match="File too large"):
+        _keep_until_seen(DataDir(tmp_path), made)
+    again = open_admin_key("", tmp_path, pepper)
+    _keep_until_seen(DataDir(tmp_path), again)
+    assert (tmp_path / "admin-key").read_text(encoding="utf-8") == again.shown_once
 
 
 def test_a_damaged_pepper_is_refused_with_the_remedy(tmp_path: Path) -> None:
