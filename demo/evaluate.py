@@ -25,7 +25,7 @@ __all__ = ["DIRECTORY", "draw_held_out", "evaluate", "main", "render"]
 
 DIRECTORY = Path(__file__).parent / "smollm2" / "adapters"
 RESULTS_NAME = "evaluation.json"
-TEMPLATE = Path(__file__).parent / "tool_template.jinja"
+TEMPLATE = DIRECTORY / "tools" / "chat_template.jinja"
 NUM_EXAMPLES = 50
 BATCH_SIZE = 25
 MAX_NEW_TOKENS = 96

