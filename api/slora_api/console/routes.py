@@ -8,13 +8,13 @@ own server.
 
 import hashlib
 import importlib.resources
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources.abc import Traversable
 
 from fastapi import APIRouter, Request
-from fastapi.responses import PlainTextResponse, RedirectResponse, Response
+from fastapi.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 
 from slora_api.core.package_version import find_package_version
@@ -24,6 +24,7 @@ router = APIRouter(tags=["server"], include_in_schema=False)
 
 _PAGE = "index.html"
 _DOCS_PAGE = "docs/index.html"
+_PIECE_BYTES = 1 << 16
 _MEDIA_TYPES = {
     "html": "text/html; charset=utf-8",
     "css": "text/css; charset=utf-8",
@@ -100,7 +101,14 @@ def _answer(request: Request, name: str, policy: Mapping[str, str] = _POLICY) ->
     headers = {**_HEADERS, "Content-Security-Policy": policy_text, "ETag": file.tag}
     if request.headers.get("if-none-match") == file.tag:
         return Response(status_code=304, headers=headers)
-    return Response(file.content, media_type=file.media_type, headers=headers)
+    headers["Content-Length"] = str(len(file.content))
+    return StreamingResponse(_cut(file.content), media_type=file.media_type, headers=headers)
+
+
+async def _cut(content: bytes) -> AsyncIterator[memoryview]:
+    """Yields a file in pieces. A client that does not read keeps one piece in memory, not a copy of the file."""
+    for at in range(0, len(content), _PIECE_BYTES):
+        yield memoryview(content)[at : at + _PIECE_BYTES]
 
 
 @cache

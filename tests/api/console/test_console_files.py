@@ -3,16 +3,21 @@
 import hashlib
 import json
 import re
+import socket
+from contextlib import ExitStack
 from importlib.resources import files
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
+import psutil
 import pytest
 
 from tests.api.platform import Platform
 
 _FILES = Path(str(files("slora_api.console"))) / "static"
 _MAX_BYTES = 300_000
+_NUM_IDLE = 60
 
 
 def get(platform: Platform, path: str, **headers: str) -> httpx.Response:
@@ -52,6 +57,23 @@ def test_each_file_has_its_type_and_is_sent_again_only_if_it_changed(platform: P
     assert script.headers["content-type"] == "text/javascript; charset=utf-8"
     assert get(platform, "/console/app.js", **{"If-None-Match": script.headers["etag"]}).status_code == 304
     assert get(platform, "/console/").headers["location"] == "../console"
+
+
+def test_clients_that_do_not_read_keep_no_copies_of_a_file_in_memory(platform: Platform) -> None:
+    """Born from a fault: anyone could fill the memory of the server with 1.3 MB for each connection."""
+    path = "/console/vendor/swagger-ui-bundle.js"
+    assert len(get(platform, path).content) > 1_500_000
+    address = urlsplit(platform.url)
+    before = psutil.Process().memory_info().rss
+    with ExitStack() as stack:
+        for _ in range(_NUM_IDLE):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((address.hostname, address.port))
+            client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            assert client.recv(16) == b"HTTP/1.1 200 OK\r"
+        grown = psutil.Process().memory_info().rss - before
+    assert grown < _NUM_IDLE * 500_000
 
 
 @pytest.mark.parametrize(
