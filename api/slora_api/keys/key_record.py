@@ -19,9 +19,10 @@ If a request names the model `default`, the key's default adapter is checked. Th
 permitted is the same as for an unknown model.
 
 The bootstrap key is the operator's key that is not in the database. It is given in the environment, or generated at
-the first start and stored only as a hash. With it, an operator can create further operators' keys, which are in the
-database. A given key takes precedence and is never stored. A generated key is printed once. An operator who loses the
-generated key deletes the file `admin-key.hmac` and restarts the server.
+the first start. With it, an operator can create further operators' keys, which are in the database. A given key takes
+precedence and is never stored. Of a generated key, only the hash is stored, after a terminal has shown the key or the
+operator has deleted its file. An operator who loses the generated key deletes the file `admin-key.hmac` and restarts
+the server.
 
 This module also has the queries of keys, and converts rows to records.
 """
