@@ -46,10 +46,20 @@ Buckets = Mapping[float, float]
 
 
 class HistoryFile:
-    """The file of records. path: it is created by the first write."""
+    """The file of records. path: it need not exist."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+
+    def allocate(self) -> None:
+        """Gives the file its whole size, so that a disk that becomes full later does not stop the records. Raises
+        OSError.
+        """
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, NUM_MINUTES * _RECORD_BYTES)
+        finally:
+            os.close(descriptor)
 
     def write(self, record: Record) -> None:
         """Writes the record of the minute record["at"]. Raises OSError."""
@@ -165,6 +175,10 @@ class HealthRecorder:
 
     async def run(self) -> None:
         """Records at the end of each minute, until cancelled."""
+        try:
+            await control_thread(self._file.allocate)
+        except OSError as error:
+            logger.warning("there is no room for the history of the health: %s", error)
         last = await self._count()
         while True:
             await asyncio.sleep(seconds_to_end(self._clock()))

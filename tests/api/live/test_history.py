@@ -61,6 +61,8 @@ def make_records(num_minutes: int, **changed: Any) -> list[dict[str, Any]]:
 def test_the_file_keeps_the_last_24_hours_and_leaves_out_a_torn_record(tmp_path: Path) -> None:
     file = HistoryFile(tmp_path / "history")
     assert file.read(0) == []
+    file.allocate()
+    assert (tmp_path / "history").stat().st_size == NUM_MINUTES * 1024 and file.read(0) == []
     records = make_records(NUM_MINUTES + 10)
     for record in records:
         file.write(record)
