@@ -124,12 +124,17 @@ class Platform:
         return self.services.tenant_store.find_named(name).tenant_id
 
     def upload(
-        self, key: str, name: str, members: dict[str, bytes] | None = None, **fields: str
+        self,
+        key: str,
+        name: str,
+        members: dict[str, bytes] | None = None,
+        path: str = "/v1/adapters",
+        **fields: str,
     ) -> httpx.Response:
         """Sends POST /v1/adapters with the files of an adapter, named as in a PEFT directory."""
         files = {FIELDS[file]: (file, raw) for file, raw in (members or make_members()).items()}
         with self.client(key) as client:
-            return client.post("/v1/adapters", data={"name": name, **fields}, files=files)
+            return client.post(path, data={"name": name, **fields}, files=files)
 
 
 def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:

@@ -46,6 +46,7 @@ CASES = [
     (errors.EngineConflict("x"), 409, "conflict_error", "engine_conflict"),
     (errors.QuotaExceeded("x"), 409, "conflict_error", "quota_exceeded"),
     (errors.InspectionFailed("x"), 503, "service_unavailable", "inspection_failed"),
+    (errors.HubUnavailable("x"), 503, "service_unavailable", "hub_unavailable"),
     (errors.BadRequest("x", "field", "code"), 400, "invalid_request_error", "code"),
     (RequestRefused("x", "field"), 400, "invalid_request_error", None),
     (ContextTooLong("x", "prompt"), 400, "invalid_request_error", "context_length_exceeded"),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from unittest.mock import patch
 
 from huggingface_hub import constants
@@ -55,6 +55,7 @@ class Hub:
     sizes: (repository, name) -> the size that the server claims for a file, if it is not asked for its bytes.
     failing: HTTP status and error code that the server returns for every request about a repository.
     tokens: the Authorization headers of requests about repositories. asked: requested paths, in order.
+    stalling: names of files of which only the first byte is sent until `released`.
     """
 
     url: str = ""
@@ -64,6 +65,8 @@ class Hub:
     failing: dict[str, tuple[int, str]] = field(default_factory=dict)
     tokens: set[str | None] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    stalling: set[str] = field(default_factory=set)
+    released: Event = field(default_factory=Event)
 
     def answer(self, path: str) -> tuple[int, dict[str, str], bytes]:
         self.asked.append(path)
@@ -113,6 +116,11 @@ def running_hub() -> Iterator[Hub]:
                 self.send_header(name, value)
             self.end_headers()
             if self.command == "GET":
+                if self.path.rsplit("/", 1)[-1] in hub.stalling:
+                    self.wfile.write(body[:1])
+                    self.wfile.flush()
+                    hub.released.wait()
+                    return
                 self.wfile.write(body)
 
         do_HEAD = do_GET
@@ -127,6 +135,7 @@ def running_hub() -> Iterator[Hub]:
     try:
         yield hub
     finally:
+        hub.released.set()
         server.shutdown()
         thread.join()
         server.server_close()

@@ -25,19 +25,26 @@ ENGINE_VARIABLES: tuple[str, ...] = (
     *("CUDA*", "CUBLAS_*", "CUDNN_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "HIP_*", "HSA_*", "ROCR_*", "ROCM_*"),
     *("HF_HOME", "HF_MODULES_CACHE", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "TRANSFORMERS_*"),
 )
-_NETWORK: tuple[str, ...] = (
+NETWORK_VARIABLES: tuple[str, ...] = (
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
 )
 # pip and uv, with the package index that they are configured for.
-INSTALLER_VARIABLES: tuple[str, ...] = (*BASE_VARIABLES, *_NETWORK, "PIP_*", "UV_*", "NETRC", "XDG_*")
+INSTALLER_VARIABLES: tuple[str, ...] = (
+    *BASE_VARIABLES,
+    *NETWORK_VARIABLES,
+    "PIP_*",
+    "UV_*",
+    "NETRC",
+    "XDG_*",
+)
 # The loader also opens the durable store. The store's client library reads credentials and network settings from these
 # variables.
 LOADER_VARIABLES: tuple[str, ...] = (
     *ENGINE_VARIABLES,
     *("AWS_*", "FSSPEC_*", "GOOGLE_*", "GCSFS_*", "CLOUDSDK_*", "AZURE_*", "HF_*"),
     *("IDENTITY_ENDPOINT", "IDENTITY_HEADER", "MSI_ENDPOINT", "MSI_SECRET"),
-    *_NETWORK,
+    *NETWORK_VARIABLES,
 )
 # A value that the operator sets takes precedence over these defaults.
 _DEFAULTS = {

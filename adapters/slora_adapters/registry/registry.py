@@ -20,6 +20,7 @@ This module does not access the store or any tensors; `catalog.py` combines regi
 a tenant exists.
 """
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -207,6 +208,19 @@ class Registry:
         The result has at most `limit` names that sort after the name `after`, which need not exist.
         """
         return self._rollouts(table.NAMES, {"tenant": tenant, "after": after or "", "most": _most(limit)})
+
+    def find_adapters(
+        self, contains: str, *, limit: int | None = None, after: tuple[str, str] | None = None
+    ) -> Sequence[Rollout]:
+        """Returns the alias `latest` of the names of all tenants, sorted by the tenant's id and the name.
+
+        contains: a part of the adapter's name or of its tenant's name, in upper or lower case. The result has at most
+        `limit` names that sort after `after`: tenant and name, which need not exist.
+        """
+        tenant, name = after or ("", "")
+        pattern = "%" + re.sub("[/%_]", r"/\g<0>", contains.lower()) + "%"
+        page = {"pattern": pattern, "after_tenant": tenant, "after": name, "most": _most(limit)}
+        return self._rollouts(table.FOUND_PAGE, page)
 
     def versions(
         self, tenant: str, name: str, *, limit: int | None = None, after: int | None = None

@@ -18,6 +18,7 @@ from sqlalchemy import (
     delete,
     func,
     insert,
+    or_,
     select,
     true,
     tuple_,
@@ -155,6 +156,24 @@ _latest = (
     .subquery("own")
 )
 NAMES = _rollouts_of(_latest)
+_owners = schema.tenants.c
+# `pattern` must match a part of the adapter's name or of its tenant's name.
+_found_page = (
+    select(*_aliases.c)
+    .join_from(_aliases, schema.tenants, _owners.tenant_id == _a.tenant)
+    .where(
+        _a.alias == LATEST,
+        tuple_(_a.tenant, _a.name) > tuple_(bindparam("after_tenant"), bindparam("after")),
+        or_(
+            _a.name.like(bindparam("pattern"), escape="/"),
+            _owners.name.like(bindparam("pattern"), escape="/"),
+        ),
+    )
+    .order_by(_a.tenant, _a.name)
+    .limit(_most)
+    .subquery("own")
+)
+FOUND_PAGE = _rollouts_of(_found_page)
 _alias_page = (
     select(*_aliases.c)
     .where(

@@ -78,10 +78,11 @@ class CertificateObject(TypedDict):
 
 class PublishedObject(VersionObject):
     """The version that an upload has made. new_version: false if the newest version of the name already was the
-    uploaded adapter.
+    uploaded adapter. source: the repository and commit, for an adapter that the server downloaded from the hub.
     """
 
     new_version: bool
+    source: str | None
     certificate: CertificateObject
 
 

@@ -10,7 +10,7 @@ from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.publisher import Canary, CheckQuota, InspectionBounds, Inspector, Publisher
-from slora_api.adapters.quarantine import LocalAdapters, Quarantine, Uploads
+from slora_api.adapters.quarantine import HubAdapters, LocalAdapters, Quarantine, Uploads
 from slora_api.adapters.routes import AdapterServices
 from slora_api.core.data_dir import store_url
 from slora_api.core.foundation import Foundation
@@ -74,6 +74,9 @@ def build_adapters(foundation: Foundation, needs: AdapterNeeds) -> Adapters:
         catalog=ModelCatalog(base, stored, client, pinning),
         local_adapters=LocalAdapters(
             Path(settings.lora_root) if settings.lora_root else None, quarantine, settings.max_upload_bytes
+        ),
+        hub_adapters=HubAdapters(
+            settings.max_upload_bytes, settings.min_body_bytes_per_s, settings.api_workers
         ),
         tenant_store=needs.tenant_store,
         bounds=needs.bounds,

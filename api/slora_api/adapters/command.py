@@ -1,7 +1,7 @@
 """`slora adapter`: manages a tenant's adapters, and the operator's pins.
 
 A push streams the files without loading them into memory. A push from the Hugging Face hub first downloads to this
-machine, because the server downloads nothing on a tenant's behalf.
+machine, with this machine's token. With `--by-server`, the server downloads instead.
 
 `slora adapter versions`, `alias` and `rollback`: manage the versions that a name and its aliases serve.
 """
@@ -74,6 +74,16 @@ def _download(text: str) -> HubSnapshot | None:
         return download(reference) if reference else None
     except (AdapterError, ValueError) as error:
         raise CommandFailed(str(error)) from error
+
+
+def _parse_hub(text: str) -> HubReference:
+    try:
+        reference = HubReference.parse(text)
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
+    if reference is None:
+        raise CommandFailed(f"--by-server needs hf://ORG/REPO[@REVISION][/FOLDER], not {text!r}")
+    return reference
 
 
 _COLUMNS = {
@@ -189,6 +199,12 @@ def verify(arguments: argparse.Namespace) -> int:
         "machine first",
     ),
     argument("--name", help="name of the adapter (default: the name of the source)"),
+    argument("--tenant", metavar="T", help="push it as an adapter of this tenant, with an operator's key"),
+    argument(
+        "--by-server",
+        action="store_true",
+        help="let the server download hf://... itself, which needs a key with the scope adapters:hub, or an operator's",
+    ),
     argument(
         "--base",
         metavar="MODEL",
@@ -200,27 +216,41 @@ def verify(arguments: argparse.Namespace) -> int:
 @explained
 def push(arguments: argparse.Namespace) -> None:
     fields = {"base_fingerprint": _fingerprint(Path(arguments.base))} if arguments.base else {}
-    snapshot = _download(arguments.source)
-    source = snapshot.directory if snapshot else Path(arguments.source)
-    paths = _find_files(source)
-    fields["name"] = arguments.name or _derive_name(
-        snapshot.reference.name if snapshot else _default_name(source)
-    )
-    with tenant_client() as client, ExitStack() as stack:
+    snapshot, paths = None, dict[str, Path]()
+    if arguments.by_server:
+        reference = _parse_hub(arguments.source)
+        fields["name"] = arguments.name or _derive_name(reference.name)
+        fields["source"] = str(reference)
+    else:
+        snapshot = _download(arguments.source)
+        source = snapshot.directory if snapshot else Path(arguments.source)
+        paths = _find_files(source)
+        fields["name"] = arguments.name or _derive_name(
+            snapshot.reference.name if snapshot else _default_name(source)
+        )
+    with admin_client() if arguments.tenant else tenant_client() as client, ExitStack() as stack:
         total = sum(path.stat().st_size for path in paths.values())
         advance = stack.enter_context(show_progress("Uploading", total))
         files = {
             field: (path.name, count_reads(stack.enter_context(path.open("rb")), advance))
             for field, path in paths.items()
         }
-        pushed = check(client.post("/v1/adapters", data=fields, files=files))
-    origin = {"source": str(snapshot.reference)} if snapshot else {}
+        # A form without a file is multipart only if a field says so.
+        form = {name: (None, text) for name, text in fields.items()}
+        route = (
+            f"/admin/tenants/{quote(arguments.tenant, safe='')}/adapters"
+            if arguments.tenant
+            else "/v1/adapters"
+        )
+        pushed = check(client.post(route, files={**form, **files}))
+    if snapshot:
+        pushed["source"] = str(snapshot.reference)
     if arguments.json:
-        print_json(pushed | origin)
+        print_json(pushed)
         return
     print(_describe_push(pushed))
-    if snapshot:
-        print(f"The adapter was downloaded from {snapshot.reference}.")
+    if pushed["source"] is not None:
+        print(f"The adapter was downloaded from {pushed['source']}.")
 
 
 @command("adapter list", "list your adapters with the version that each name serves", has_json=True)

@@ -3,20 +3,28 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request, status
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.record import Rollout
 from slora_adapters.registry.registry import Registry
-from slora_api.adapters.adapter_json import AdapterObject, AliasObject, adapter_json, alias_json
+from slora_api.adapters.adapter_json import (
+    AdapterObject,
+    AliasObject,
+    PublishedObject,
+    adapter_json,
+    alias_json,
+)
 from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
+from slora_api.adapters.routes import UPLOAD_ERRORS, AdapterServices, UploadForm, receive_upload
 from slora_api.core.errors import BadRequest, NotFound, PinsFull
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.http.field_types import Limit
-from slora_api.http.openapi import errors
+from slora_api.http.openapi import errors, form_body
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
 from slora_api.tenants.named_tenant import NamedTenant
@@ -26,6 +34,9 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 
 # None of the three names may contain a slash or an at sign.
 _PIN_ID = re.compile("([^/@]+)/([^/@]+)@([^/@]+)")
+_ADAPTER_ID = re.compile("([^/@]+)/([^/@]+)")
+# A name of an adapter or a tenant has at most 128 characters.
+_NamePart = Annotated[str, Query(max_length=128)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,50 @@ def _read_pin_id(pin_id: str) -> tuple[str, str, str]:
     return tenant, name, alias
 
 
+class OwnedAdapterObject(AdapterObject):
+    """An adapter with its owner. id: `tenant_id/name`. tenant: the name of the tenant."""
+
+    id: str
+    tenant: str
+    tenant_id: str
+
+
+@router.get("/adapters")
+def find_adapters(
+    _operator: Operator,
+    services: Wired[PinServices],
+    contains: _NamePart = "",
+    limit: Limit = DEFAULT_LIMIT,
+    after: str | None = None,
+) -> PageObject[OwnedAdapterObject]:
+    """Lists the adapters of all tenants, sorted by the tenant's id and the adapter's name.
+
+    contains: a part of the name of the adapter or of its tenant.
+    """
+    behind = None
+    if after is not None:
+        match = _ADAPTER_ID.fullmatch(after)
+        if match is None:
+            raise BadRequest(
+                f"`after` is {after[:140]!r}, which is not the id of an adapter, such as `T3f0c…/greeter`; send the "
+                "`last_id` of the previous page.",
+                "after",
+            )
+        behind = (match[1], match[2])
+    found = services.registry.find_adapters(contains, limit=limit + 1, after=behind)
+    owners = services.tenant_store.find_names({rollout.tenant for rollout in found})
+    data: list[OwnedAdapterObject] = [
+        {
+            "id": f"{rollout.tenant}/{rollout.main.name}",
+            "tenant": owners.get(rollout.tenant, rollout.tenant),
+            "tenant_id": rollout.tenant,
+            **adapter_json(rollout),
+        }
+        for rollout in found
+    ]
+    return list_json(data, "id", limit)
+
+
 @router.get("/tenants/{tenant}/adapters", responses=errors(NotFound))
 def list_tenant_adapters(
     tenant: NamedTenant,
@@ -81,6 +136,19 @@ def list_tenant_adapters(
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
     return services.catalog.list_tenant_adapters(tenant.tenant_id, limit, after)
+
+
+@router.post(
+    "/tenants/{tenant}/adapters",
+    status_code=status.HTTP_201_CREATED,
+    openapi_extra=form_body(UploadForm),
+    responses={**UPLOAD_ERRORS, **errors(NotFound)},
+)
+async def upload_tenant_adapter(
+    request: Request, tenant: NamedTenant, _operator: Operator, services: Wired[AdapterServices]
+) -> PublishedObject:
+    """Uploads an adapter of a tenant, as POST /v1/adapters does for a key of the tenant. The tenant's quotas apply."""
+    return await receive_upload(request, tenant.tenant_id, services, lambda upload: None)
 
 
 @router.get("/pins")

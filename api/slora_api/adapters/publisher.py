@@ -355,12 +355,7 @@ class Publisher:
         lost the answer can repeat the upload. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
         InspectionFailed, QuotaExceeded, TenantSuspended, StoreUnavailable.
         """
-        self._check_name(upload.name)
-        if not self._client.ready:
-            # Check this first, because no adapter can be tried out without an engine.
-            raise EngineUnavailable(
-                "the engine is starting and cannot try the adapter yet; upload it again shortly"
-            )
+        self.check_upload(upload)
         async with self._quarantine.folder(tenant) as scratch:
             inspection = self._inspector.inspect(tenant, upload.source, scratch)
             adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
@@ -381,7 +376,8 @@ class Publisher:
             "uses": list(adapter.extras.uses),
             "predicted_load_ms": await self._predict_load_ms(adapter),
         }
-        return {**version, "new_version": is_new, "certificate": shown}
+        source = None if upload.hub is None else str(upload.hub)
+        return {**version, "new_version": is_new, "source": source, "certificate": shown}
 
     async def sweep(self) -> None:
         """Runs until cancelled. Each sweep deletes the blobs that crashed uploads left in the store. It runs on a
@@ -401,10 +397,18 @@ class Publisher:
                 )
             await asyncio.sleep(RESERVATION_S)
 
-    def _check_name(self, name: str) -> None:
-        if name in (DEFAULT_MODEL, self._base.name):
-            raise BadRequest(f"`{name}` is a reserved name on this server; choose another name.", "name")
-        check_adapter_name(name)
+    def check_upload(self, upload: StagedUpload) -> None:
+        """Checks what needs no files. Raises BadRequest, BadAdapterName, EngineUnavailable."""
+        if upload.name in (DEFAULT_MODEL, self._base.name):
+            raise BadRequest(
+                f"`{upload.name}` is a reserved name on this server; choose another name.", "name"
+            )
+        check_adapter_name(upload.name)
+        if not self._client.ready:
+            # No adapter can be tried out without an engine.
+            raise EngineUnavailable(
+                "the engine is starting and cannot try the adapter yet; upload it again shortly"
+            )
 
     async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
         reasons = find_unsupported_fields(adapter.extras.generation_config, self._client.info.vocab_size)

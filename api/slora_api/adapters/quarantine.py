@@ -1,4 +1,5 @@
-"""Stages the files of an adapter until they have been checked: an upload, or a directory on the server's disk.
+"""Stages the files of an adapter until they have been checked: an upload, a download from the Hugging Face hub, or a
+directory on the server's disk.
 
 Each upload has a folder of its own, which is deleted when the upload ends, with or without an error. `RequestLimiter`
 bounds the number of folders. The files get fixed names. The client's file names are only used to refuse pickles.
@@ -11,27 +12,32 @@ adapter.
 This module does not interpret the files.
 """
 
+import asyncio
 import logging
 import os
 import re
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from slora.core.errors import ConfigError
-from slora_adapters.errors import AdapterInvalid, DiskFull
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, DiskFull, StoreUnavailable
 from slora_adapters.peft.adapter import TENSORS_NAME
 from slora_adapters.peft.extras import EXTRA_FIELDS, max_extra_bytes
+from slora_adapters.peft.hub_reference import DownloadTask, HubReference, decode_download
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, refuse_pickles
+from slora_adapters.process.children import BASE_VARIABLES, NETWORK_VARIABLES, pass_on
 from slora_adapters.process.full_disk import DiskReserve, is_full
-from slora_api.core.errors import BadRequest, Forbidden, NotFound
-from slora_api.core.fair_slots import FairSlots
+from slora_api.core.errors import BadRequest, Forbidden, HubUnavailable, NotFound
+from slora_api.core.fair_slots import FairSlots, slots_of_process
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.multipart_form import FormPart, check_fields, read_boundary, read_form
 
@@ -44,11 +50,13 @@ class StagedUpload:
 
     source: a directory with the files of a PEFT adapter, or an archive file.
     base_fingerprint: fingerprint of the base model that the adapter was trained on; None if the client sent none.
+    hub: the adapter that the server must download to `source`; None if the files are there.
     """
 
     name: str
     source: Path
     base_fingerprint: str | None = None
+    hub: HubReference | None = None
 
 
 class Quarantine:
@@ -98,19 +106,20 @@ _REQUIRED_FILES = ("config", "weights")
 # The field that replaces all files above.
 _ARCHIVE = "archive"
 _ARCHIVE_NAME = "archive"
+# The field that names an adapter of the hub instead.
+_HUB = "source"
+_HUB_FOLDER = "hub"
 # Fields that only the body limit bounds. All other files are small.
 _LARGE_FILES = ("weights", _ARCHIVE)
-_TEXTS = ("name", "base_fingerprint")
+# The fields with a text, and the limits of their bytes.
+_TEXTS = {"name": 256, "base_fingerprint": 256, _HUB: 1024}
 _FINGERPRINT = re.compile(r"[0-9a-f]{64}", re.ASCII)
-_MAX_TEXT_BYTES = 256
 _MAX_HEADER_BYTES = 1024
 
 
 def _open_part(folder: Path, field: str, file_name: str, earlier: Collection[str]) -> FormPart:
     """Opens the part of a multipart field. Raises BadRequest or AdapterInvalid."""
-    if field in _TEXTS:
-        return FormPart(field, file_name, None, _MAX_TEXT_BYTES)
-    if field not in _FILES and field != _ARCHIVE:
+    if field not in (*_TEXTS, *_FILES, _ARCHIVE):
         raise BadRequest(
             f"`{field[:80]}` is not a multipart field of an upload; the fields are "
             f"{', '.join((*_TEXTS, *_FILES, _ARCHIVE))}.",
@@ -119,9 +128,12 @@ def _open_part(folder: Path, field: str, file_name: str, earlier: Collection[str
         )
     if pickles := refuse_pickles([file_name]):
         raise AdapterInvalid(tuple(pickles))
-    fields = {*earlier, field}
-    if _ARCHIVE in fields and fields & _FILES.keys():
-        raise BadRequest(f"Send the adapter's files or the multipart field `{_ARCHIVE}`, not both.", field)
+    for whole in (_ARCHIVE, _HUB):
+        others = {*earlier, field} - {whole, *_TEXTS}
+        if whole in (*earlier, field) and others:
+            raise BadRequest(f"Send the adapter's files or the multipart field `{whole}`, not both.", field)
+    if field in _TEXTS:
+        return FormPart(field, file_name, None, _TEXTS[field])
     path = folder / _FILES.get(field, _ARCHIVE_NAME)
     path.parent.mkdir(exist_ok=True)
     limit = None if field in _LARGE_FILES else max_extra_bytes(path.relative_to(folder).as_posix())
@@ -144,18 +156,20 @@ class Uploads:
         """
         boundary = read_boundary(
             content_type,
-            "Send the adapter as multipart/form-data with the fields name, config and weights, or name and archive.",
+            "Send the adapter as multipart/form-data with the fields name, config and weights, or name and archive, or "
+            "name and source.",
         )
         async with self._quarantine.folder(tenant) as folder:
             parts = await read_form(tenant, stream, boundary, _MAX_HEADER_BYTES, partial(_open_part, folder))
-            has_archive = _ARCHIVE in parts
-            check_fields(parts, "name", *(() if has_archive else _REQUIRED_FILES))
+            has_archive, hub = _ARCHIVE in parts, parts.get(_HUB)
+            check_fields(parts, "name", *(() if has_archive or hub else _REQUIRED_FILES))
             fingerprint = parts.get("base_fingerprint")
-            yield StagedUpload(
+            upload = StagedUpload(
                 parts["name"].text,
                 folder / _ARCHIVE_NAME if has_archive else folder,
                 None if fingerprint is None else _read_fingerprint(fingerprint.text),
             )
+            yield upload if hub is None else replace(upload, hub=_read_hub_reference(hub.text))
 
 
 def _read_fingerprint(text: str) -> str:
@@ -166,6 +180,98 @@ def _read_fingerprint(text: str) -> str:
             "base_fingerprint",
         )
     return text
+
+
+def _read_hub_reference(text: str, param: str = _HUB) -> HubReference:
+    try:
+        reference = HubReference.parse(text)
+    except ValueError:
+        reference = None
+    if reference is None:
+        raise BadRequest(
+            f"`{param}` is {text[:200]!r}; it must name an adapter of the Hugging Face hub, such as "
+            "hf://ORG/REPO@REVISION or hf://ORG/REPO/FOLDER.",
+            param,
+        )
+    return reference
+
+
+# Variables for the process that downloads. It gets no token in its environment, but it reads the file of a token.
+_HUB_VARIABLES = (
+    *(*BASE_VARIABLES, *NETWORK_VARIABLES, "XDG_CACHE_HOME"),
+    *("HF_HOME", "HF_ENDPOINT", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_HUB_*_TIMEOUT"),
+)
+# The client's own cache for chunks of files has no limit that a tenant's quota knows.
+_HUB_SETTINGS = {
+    "HF_HUB_DISABLE_XET": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+_HUB_GRACE_S = 60
+# As for inspections, two downloads are reserved for tenants without a download.
+_NUM_DOWNLOADS, _NUM_RESERVED, _MAX_DOWNLOADS = 4, 2, 64
+
+
+class HubAdapters:
+    """Downloads adapters from the Hugging Face hub, each in a process of its own, which ends with the request.
+
+    max_bytes: limit of the files of one adapter. min_bytes_per_s: lowest average rate. num_processes: number of API
+    processes of the host, which share the downloads.
+    """
+
+    def __init__(self, max_bytes: int, min_bytes_per_s: int, num_processes: int = 1) -> None:
+        self._max_bytes = max_bytes
+        self._min_bytes_per_s = min_bytes_per_s
+        num_slots = slots_of_process(_NUM_DOWNLOADS, _NUM_RESERVED, num_processes)
+        self._slots = FairSlots(num_slots, _MAX_DOWNLOADS, "adapters to download", num_reserved=_NUM_RESERVED)
+
+    async def download(self, tenant: str, upload: StagedUpload) -> StagedUpload:
+        """Returns the upload with its files, and with the commit that they are from.
+
+        Raises BadRequest if the hub does not have the adapter, HubUnavailable, AdapterInvalid if the adapter is too
+        large, and TenantBusy.
+        """
+        assert upload.hub is not None
+        folder = upload.source / _HUB_FOLDER
+        async with self._slots.hold(tenant):
+            await tenant_thread(tenant, folder.mkdir)
+            limits = (self._max_bytes, self._min_bytes_per_s, _HUB_GRACE_S)
+            task = DownloadTask(str(upload.hub), str(folder), *limits, parent=os.getpid())
+            pinned = await _download(task, upload.hub)
+        return replace(upload, source=folder / (pinned.folder or ""), hub=pinned)
+
+
+async def _download(task: DownloadTask, reference: HubReference) -> HubReference:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-P", "-m", "slora_adapters.peft.hub", task.to_json()),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        env=pass_on(os.environ, _HUB_VARIABLES) | _HUB_SETTINGS,
+    )
+    try:
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        exit_code = await process.wait()
+        return decode_download(line)
+    except AdapterNotFound as error:
+        raise BadRequest(f"The server cannot download `{_HUB}`: {error}.", _HUB) from None
+    except StoreUnavailable as error:
+        # The reason may name hosts that tenants need not know.
+        _log.warning("%s", error)
+        why = "the hub does not answer, or refuses the server"
+    except ValueError:
+        _log.warning("the process that downloaded %s ended with the code %d", reference, exit_code)
+        why = "the download failed"
+        if exit_code == -signal.SIGALRM:
+            why = f"the hub sends less than {task.min_bytes_per_s} bytes/s (min_body_bytes_per_s)"
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    raise HubUnavailable(
+        f"The server cannot download {reference} now: {why}. The server's log has the reason. Try again, or upload the "
+        "files."
+    )
 
 
 _CHUNK_BYTES = 1 << 20
@@ -201,11 +307,16 @@ class LocalAdapters:
     @asynccontextmanager
     async def copy(self, tenant: str, name: str, path: str) -> AsyncIterator[StagedUpload]:
         """Copies the PEFT directory at `path`, which is absolute or relative to the root. The copy exists for the
-        duration of the context. tenant: the tenant that gets the adapter.
+        duration of the context. A path such as hf://ORG/REPO names an adapter of the hub, which is not downloaded here.
+        tenant: the tenant that gets the adapter.
 
         Raises Forbidden if the server reads no local adapters. Raises NotFound if there is no adapter at the path, and
         BadRequest if a file is too large.
         """
+        if path.startswith("hf://"):
+            async with self._quarantine.folder(tenant) as directory:
+                yield StagedUpload(name, directory, hub=_read_hub_reference(path, "lora_path"))
+            return
         if self._root is None:
             raise Forbidden(
                 "This server does not read adapters from its own files; push the adapter, or start "

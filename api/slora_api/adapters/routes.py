@@ -3,6 +3,7 @@
 A reference is `name`, `name@3` for a version or `name@prod` for an alias, as in the field `model` of a request.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,10 +17,11 @@ from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict
 from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
 from slora_api.adapters.model_catalog import ModelCatalog, PrewarmObject
 from slora_api.adapters.publisher import Publisher
-from slora_api.adapters.quarantine import LocalAdapters, Uploads
+from slora_api.adapters.quarantine import HubAdapters, LocalAdapters, StagedUpload, Uploads
 from slora_api.core.errors import (
     BadRequest,
     Forbidden,
+    HubUnavailable,
     InspectionFailed,
     InUse,
     ModelNotFound,
@@ -35,8 +37,10 @@ from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.sse import unless_disconnected
 from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey, Operator
+from slora_api.keys.key_record import Scope
 from slora_api.tenants.tenant_store import Tenant, TenantStore
 
 router = APIRouter(route_class=TenantRoute, tags=["adapters"])
@@ -54,6 +58,7 @@ class AdapterServices:
     publisher: Publisher
     catalog: ModelCatalog
     local_adapters: LocalAdapters
+    hub_adapters: HubAdapters
     tenant_store: TenantStore
     bounds: ServerBounds
 
@@ -98,6 +103,8 @@ class UploadForm(BaseModel):
     archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
     name that peft or transformers gives it.
     base_fingerprint: the fingerprint of the base model that the adapter was trained on.
+    source: hf://ORG/REPO[@REVISION][/FOLDER], an adapter that the server downloads from the Hugging Face hub, which
+    replaces all files. A tenant's key needs the scope `adapters:hub` for it.
     """
 
     name: Name
@@ -113,6 +120,7 @@ class UploadForm(BaseModel):
     tool_template: FormFile | None = None
     archive: FormFile | None = None
     base_fingerprint: str | None = None
+    source: str | None = None
 
 
 class DeletedAdapter(TypedDict):
@@ -128,13 +136,23 @@ class DeletedAlias(TypedDict):
     deleted: bool
 
 
+UPLOAD_ERRORS = errors(
+    AdapterInvalid,
+    QuotaExceeded,
+    TenantBusy,
+    ServerBusy,
+    EngineUnavailable,
+    InspectionFailed,
+    HubUnavailable,
+    DiskFull,
+)
+
+
 @router.post(
     "/v1/adapters",
     status_code=status.HTTP_201_CREATED,
     openapi_extra=form_body(UploadForm),
-    responses=errors(
-        AdapterInvalid, QuotaExceeded, TenantBusy, ServerBusy, EngineUnavailable, InspectionFailed, DiskFull
-    ),
+    responses=UPLOAD_ERRORS,
 )
 async def upload_adapter(
     request: Request, key: AdapterWriter, services: Wired[AdapterServices]
@@ -142,17 +160,45 @@ async def upload_adapter(
     """Uploads an adapter as a new version of its name.
 
     The multipart fields are name, config and weights, and optionally base_fingerprint, chat templates,
-    generation_config and the tokenizer's files. One archive may replace all files.
+    generation_config and the tokenizer's files. One archive may replace all files, and so may `source`, an adapter of
+    the Hugging Face hub.
     """
-    with services.limiter.admit_upload(key.tenant):
+
+    def check(upload: StagedUpload) -> None:
+        if key.models is not None and not key.models.permits_whole(upload.name):
+            raise Forbidden(
+                f"Your key's allow-list does not contain `{upload.name[:128]}`, so the key cannot push it. Use a "
+                "key without an allow-list, or one that has this name."
+            )
+        if upload.hub is not None and Scope.ADAPTERS_HUB not in key.scopes:
+            raise Forbidden(
+                f"`source` needs a key with the scope `{Scope.ADAPTERS_HUB}`, which your key does not have. Ask the "
+                "operator for such a key, or download the adapter and upload its files."
+            )
+
+    return await receive_upload(request, key.tenant, services, check)
+
+
+async def receive_upload(
+    request: Request, tenant: str, services: AdapterServices, check: Callable[[StagedUpload], None]
+) -> PublishedObject:
+    """Receives the form of an upload, or downloads the adapter that the form names, and publishes it. check: raises an
+    error if the caller may not do so.
+    """
+    with services.limiter.admit_upload(tenant):
         content_type = request.headers.get("content-type", "")
-        async with services.uploads.receive(key.tenant, content_type, request.stream()) as upload:
-            if key.models is not None and not key.models.permits_whole(upload.name):
-                raise Forbidden(
-                    f"Your key's allow-list does not contain `{upload.name[:128]}`, so the key cannot push it. Use a "
-                    "key without an allow-list, or one that has this name."
-                )
-            return await services.publisher.publish(key.tenant, upload, request.receive)
+        async with services.uploads.receive(tenant, content_type, request.stream()) as upload:
+            check(upload)
+            return await _publish(request, tenant, services, upload)
+
+
+async def _publish(
+    request: Request, tenant: str, services: AdapterServices, upload: StagedUpload
+) -> PublishedObject:
+    if upload.hub is not None:
+        services.publisher.check_upload(upload)
+        upload = await unless_disconnected(request.receive, services.hub_adapters.download(tenant, upload))
+    return await services.publisher.publish(tenant, upload, request.receive)
 
 
 @router.get("/v1/adapters")
@@ -258,8 +304,9 @@ async def roll_back_alias(
 
 # /v1/load_lora_adapter and /v1/unload_lora_adapter, compatible with vLLM, for operators who migrate.
 #
-# Loading publishes an adapter from a directory below `lora_root` as the next version of its name. The version is
-# durable, so it need not be loaded again after a restart. Unloading deletes the name with all its versions.
+# Loading publishes an adapter from a directory below `lora_root`, or from hf://ORG/REPO of the Hugging Face hub, as the
+# next version of its name. The version is durable, so it need not be loaded again after a restart. Unloading deletes
+# the name with all its versions.
 vllm_router = APIRouter(prefix="/v1", tags=["adapters"])
 
 
@@ -316,7 +363,7 @@ async def load_lora_adapter(
             async with services.local_adapters.copy(
                 tenant.tenant_id, body.lora_name, body.lora_path
             ) as upload:
-                loaded = await services.publisher.publish(tenant.tenant_id, upload, request.receive)
+                loaded = await _publish(request, tenant.tenant_id, services, upload)
     name = f"{loaded['name']}@{loaded['version']}"
     return PlainTextResponse(f"Success: the adapter {name} of tenant {tenant.name} was loaded successfully.")
 

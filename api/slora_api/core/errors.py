@@ -267,6 +267,10 @@ class InspectionFailed(ApiError):
     """The check of an upload could not be completed, so it is unknown whether the upload is valid."""
 
 
+class HubUnavailable(ApiError):
+    """The hub does not answer, or answers too slowly, so the server could not download an adapter."""
+
+
 class Stopping(ApiError):
     """The server is shutting down."""
 
@@ -333,6 +337,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (ServerBusy, _Rule(503, _UNAVAILABLE, "server_busy")),
     (Starting, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (InspectionFailed, _Rule(503, _UNAVAILABLE, "inspection_failed", retry_after_s=SOON_S)),
+    (HubUnavailable, _Rule(503, _UNAVAILABLE, "hub_unavailable", retry_after_s=SOON_S)),
     (Stopping, _Rule(503, _UNAVAILABLE, "server_stopping", retry_after_s=SOON_S)),
     (EngineUnavailable, _Rule(503, _UNAVAILABLE, "engine_unavailable", retry_after_s=SOON_S)),
     (UsageJournalFull, _Rule(503, _UNAVAILABLE, "usage_journal_full", retry_after_s=SOON_S)),

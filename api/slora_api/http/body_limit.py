@@ -17,6 +17,7 @@ on the event loop.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
@@ -52,8 +53,8 @@ _LINGER_BYTES = 256 << 20
 class BodyLimits:
     """The size limit of bodies for each path, and the minimum rate for all paths.
 
-    max_upload_bytes: limit for `upload_path`. max_file_bytes: limit of the file in a form sent to `file_path`; the form
-    may have further small fields. max_body_bytes: limit for `generation_paths`. All other paths have the limit
+    max_upload_bytes: limit for `upload_paths`. max_file_bytes: limit of the file in a form sent to `file_path`; the
+    form may have further small fields. max_body_bytes: limit for `generation_paths`. All other paths have the limit
     MAX_SMALL_BODY_BYTES. find_max_model_len: returns the context of the model for errors; None while it is unknown.
     """
 
@@ -62,7 +63,7 @@ class BodyLimits:
     min_bytes_per_s: float
     grace_s: float = _GRACE_S
     max_file_bytes: int = 0
-    upload_path: str = "/v1/adapters"
+    upload_paths: re.Pattern[str] = re.compile(r"/v1/adapters|/admin/tenants/[^/]+/adapters")
     file_path: str = "/v1/files"
     find_max_model_len: Callable[[], int | None] = lambda: None
     generation_paths: frozenset[str] = frozenset(
@@ -82,9 +83,13 @@ class BodyLimits:
         }
     )
 
+    def is_upload(self, scope: Scope) -> bool:
+        """Whether the body is an upload, which is written to the disk instead of the memory."""
+        return self.upload_paths.fullmatch(scope["path"]) is not None
+
     def too_large(self, scope: Scope) -> BodyTooLarge:
         """Returns the error for a body that exceeds the limit of this request's path."""
-        if scope["path"] == self.upload_path:
+        if self.is_upload(scope):
             return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
         if scope["path"] == self.file_path:
             return BodyTooLarge(self.max_file_bytes + _FORM_BYTES, "max_file_bytes")
@@ -129,6 +134,7 @@ class _BodyReader:
         self._memory = memory
         self._held = ExitStack()
         self._too_large = limits.too_large(scope)
+        self._is_on_disk = limits.is_upload(scope) or scope["path"] == limits.file_path
         self._timeout = MinRateTimeout(limits.grace_s, limits.min_bytes_per_s)
         self._waited_s = 0.0
         self.num_bytes = 0
@@ -161,7 +167,7 @@ class _BodyReader:
         self._timeout.charge(waited_s, num_new)
         if self.num_bytes > self._too_large.limit_bytes:
             raise self._too_large
-        if num_new and self._scope["path"] not in (self._limits.upload_path, self._limits.file_path):
+        if num_new and not self._is_on_disk:
             self._held.enter_context(self._memory.hold(_tenant(self._scope), num_new))
         return message
 

@@ -89,8 +89,8 @@ _KEY_ID = argument("key_id", help="as in slora_KEYID_..._...")
         metavar="SCOPE",
         action="append",
         dest="scopes",
-        help="what the key may do: inference, adapters:read, adapters:write or usage:read; can be given several times "
-        "(default: all of them)",
+        help="what the key may do: inference, adapters:read, adapters:write, usage:read or adapters:hub; can be given "
+        "several times (default: all of them but adapters:hub, which lets the server download adapters from the hub)",
     ),
     argument(
         "--model",

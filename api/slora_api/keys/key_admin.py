@@ -22,12 +22,12 @@ from slora_adapters.registry.record import parse_reference
 from slora_api.core.errors import BadRequest, KeyConflict, NotFound
 from slora_api.keys.key_record import (
     BOOTSTRAP_KEY_ID,
+    DEFAULT_SCOPES,
     KEY_EXISTS,
     KEY_POSITION,
     KEYS_OF_TENANT,
     ONE_KEY,
     OPERATOR_KEYS,
-    TENANT_SCOPES,
     TERMS,
     AllowList,
     Caller,
@@ -70,7 +70,7 @@ class KeyAdmin:
         adapter: str | None = None,
         *,
         name: str = "",
-        scopes: Set[Scope] = TENANT_SCOPES,
+        scopes: Set[Scope] = DEFAULT_SCOPES,
         models: AllowList | None = None,
         expires_at: int | None = None,
     ) -> tuple[KeyRecord, GeneratedKey]:
@@ -283,7 +283,7 @@ class KeyAdmin:
         tenant_name, status, *share = rows[0]
         times = (self._now(), None, None, None)
         terms = (TenantShare(*share), TenantStatus(status))
-        return KeyRecord(key_id, tenant, tenant_name, "", TENANT_SCOPES, adapter, None, *times, None, *terms)
+        return KeyRecord(key_id, tenant, tenant_name, "", DEFAULT_SCOPES, adapter, None, *times, None, *terms)
 
     def _check_expiry(self, expires_at: int | None) -> None:
         if expires_at is None:

@@ -172,6 +172,7 @@ class Scope(StrEnum):
     INFERENCE = "inference"
     ADAPTERS_READ = "adapters:read"
     ADAPTERS_WRITE = "adapters:write"
+    ADAPTERS_HUB = "adapters:hub"
     USAGE_READ = "usage:read"
     METRICS_READ = "metrics:read"
     ADMIN = "admin"
@@ -182,6 +183,8 @@ class Scope(StrEnum):
 OPERATOR_SCOPES = frozenset({Scope.ADMIN, Scope.METRICS_READ})
 
 TENANT_SCOPES = frozenset(Scope) - OPERATOR_SCOPES
+# A key may let the server download adapters from the hub only if the operator says so.
+DEFAULT_SCOPES = TENANT_SCOPES - {Scope.ADAPTERS_HUB}
 
 
 def parse_scopes(

@@ -18,8 +18,8 @@ from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import AnyKey, Operator
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import (
+    DEFAULT_SCOPES,
     OPERATOR_SCOPES,
-    TENANT_SCOPES,
     AllowList,
     Caller,
     KeyRecord,
@@ -170,7 +170,7 @@ def create_key(
     wanted = body or NewKeyRequest()
     if wanted.adapter is not None:
         services.check_adapter(wanted.adapter)
-    scopes = TENANT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
+    scopes = DEFAULT_SCOPES if wanted.scopes is None else parse_scopes(wanted.scopes, "scopes")
     models = None
     if wanted.models is not None:
         models = services.read_allow_list(tenant, wanted.models, wanted.adapter)

@@ -60,8 +60,11 @@ def test_an_upload_answers_201_with_a_certificate(platform: Platform) -> None:
     assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
     assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
     assert (body["version"], body.pop("new_version"), body.pop("aliases")) == (1, True, {"latest": 100})
-    certificate = body.pop("certificate")
-    assert (certificate["modules_adapted"], certificate["modules_total"]) == (4, SHAPE.num_modules)
+    certificate, source = body.pop("certificate"), body.pop("source")
+    assert source is None and (certificate["modules_adapted"], certificate["modules_total"]) == (
+        4,
+        SHAPE.num_modules,
+    )
     assert set(certificate["modules"]) == {"q_proj", "down_proj"} and certificate["base"] == "unverified"
     assert certificate["modules"]["q_proj"].keys() == {"adapted", "total", "min_rank", "max_rank", "max_norm"}
     ranks = [2, 0, 0, 0, 0, 0, 2] * 2

@@ -2,16 +2,20 @@
 
 import base64
 import json
+import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from playwright.sync_api import Page, expect
 
+from slora_api.keys.key_record import DEFAULT_SCOPES, Scope
 from tests.adapters.hand_made import make_members, make_tensors, write_directory
 from tests.api.conftest import Kit
 from tests.api.console.browser import ConsolePage
 from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.served import Served
+from tests.support.hub import COMMIT, running_hub
 
 _REFUSED = "status of 422"
 _MARKUP = "<img src=x onerror=\"document.title='owned'\">"
@@ -201,16 +205,53 @@ def test_files_that_are_no_adapter_are_named(platform: Platform, view: ConsolePa
 def test_an_operator_finds_the_adapters_of_a_tenant(platform: Platform, view: ConsolePage) -> None:
     page = view.page
     platform.upload(platform.key("findable"), "never-used").raise_for_status()
-    platform.key("without-adapters")
     view.sign_in(ADMIN_KEY, "adapters")
-    page.get_by_label("Find a tenant").fill("without-ad")
-    rows = page.get_by_role("region", name="Adapters of tenants").locator("tbody tr")
-    expect(rows).to_have_text(["without-adaptersnone"])
-    page.get_by_label("Find a tenant").fill("findab")
-    expect(rows).to_have_text(["findablenever-used"])
+    search, rows = (
+        page.get_by_label("Find an adapter"),
+        page.get_by_role("region", name="All adapters").locator("tbody tr"),
+    )
+    search.fill("without-ad")
+    expect(rows).to_have_text(['No adapter or tenant has "without-ad" in its name.'])
+    for wanted in ("findab", "never-u"):
+        search.fill(wanted)
+        expect(rows).to_contain_text(["findablenever-used"])
     view.check_accessibility()
     rows.get_by_role("link", name="findable").click()
     expect(page.get_by_role("region", name="Adapters of the tenant")).to_contain_text("never-used")
+
+
+@pytest.mark.soak
+def test_an_operator_uploads_an_adapter_for_a_tenant(
+    platform: Platform, view: ConsolePage, tmp_path: Path
+) -> None:
+    key, page = platform.key("served-by-us"), view.page
+    view.sign_in(ADMIN_KEY, "tenants/served-by-us")
+    page.get_by_role("button", name="Upload an adapter").click()
+    view.check_accessibility()
+    choose(page, files_of(tmp_path / "good", make_members()), "greeter")
+    expect(page.locator(".notice.good")).to_contain_text("greeter@1 passed all checks")
+    panel = page.get_by_role("region", name="Adapters of the tenant")
+    expect(panel.get_by_role("row").filter(has_text="greeter")).to_be_visible()
+    with platform.client(key) as client:
+        assert [one["name"] for one in client.get("/v1/adapters").json()["data"]] == ["greeter"]
+
+
+@pytest.mark.soak
+def test_a_key_with_the_scope_names_an_adapter_of_the_hub(platform: Platform, view: ConsolePage) -> None:
+    platform.key("hub-user")
+    scopes = {*DEFAULT_SCOPES, Scope.ADAPTERS_HUB}
+    key = platform.services.keys.admin.create_key(platform.tenant_id("hub-user"), scopes=scopes)[1].secret
+    page = view.page
+    view.sign_in(key, "adapters")
+    with running_hub() as hub, patch.dict(os.environ, HF_ENDPOINT=hub.url):
+        hub.revisions["org/Voice-2", "main"] = COMMIT
+        hub.files["org/Voice-2", COMMIT] = make_members()
+        page.get_by_label("an adapter of the Hugging Face hub").fill("org/Voice-2")
+        expect(page.get_by_label("Name of the adapter")).to_have_value("voice-2")
+        view.check_accessibility()
+        page.get_by_role("button", name="Upload", exact=True).click()
+        expect(page.locator(".notice.good")).to_contain_text("voice-2@1 passed all checks")
+    expect(page.locator("main")).to_contain_text(f"from hf://org/Voice-2@{COMMIT}")
 
 
 @pytest.mark.soak

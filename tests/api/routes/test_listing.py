@@ -97,6 +97,40 @@ def test_an_operator_lists_the_adapters_of_one_tenant_in_pages(platform: Platfor
         assert walk(admin, "/admin/tenants/without-adapters/adapters", "name") == [[]]
 
 
+def test_an_operator_finds_adapters_of_any_tenant_by_a_part_of_a_name(
+    platform: Platform, admin: httpx.Client, registry: Registry, key: str
+) -> None:
+    tenants = ("find-me", "find_me", "elsewhere")
+    for tenant in tenants:
+        platform.key(tenant)
+        for name in ("plain", f"to_{tenant}"):
+            registry.put(name, AdapterVersion(platform.tenant_id(tenant), "f" * 64), DETAILS)
+    names = {platform.tenant_id(tenant): tenant for tenant in tenants}
+
+    def find(contains: str, limit: int = 100) -> list[list[str]]:
+        pages = walk(admin, "/admin/adapters", "id", contains=contains, limit=limit)
+        pairs = [[one.split("/") for one in page] for page in pages]
+        return [sorted(f"{names.get(tenant)}/{name}" for tenant, name in page) for page in pairs]
+
+    assert find("FIND") == [["find-me/plain", "find-me/to_find-me", "find_me/plain", "find_me/to_find_me"]]
+    assert find("find_") == [["find_me/plain", "find_me/to_find_me"]]
+    assert find("to_e") == [["elsewhere/to_elsewhere"]]
+    assert find("nothing") == find("%") == find("/") == [[]]
+    assert [len(page) for page in find("find", limit=3)] == [3, 1]
+    assert [*chain(*find("", limit=7))].count("find_me/plain") == 1
+    (found,) = admin.get("/admin/adapters", params={"contains": "to_e"}).json()["data"]
+    assert (found["tenant"], found["name"], found["digest"]) == (
+        "elsewhere",
+        "to_elsewhere",
+        f"sha256:{'f' * 64}",
+    )
+    refused = admin.get("/admin/adapters", params={"after": "plain"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "after")
+    for tenant_id, tenant in names.items():
+        for name in ("plain", f"to_{tenant}"):
+            registry.delete(tenant_id, name, force=True)
+
+
 def test_pins_of_all_tenants_come_in_pages(
     platform: Platform, admin: httpx.Client, registry: Registry, key: str
 ) -> None:

@@ -66,7 +66,8 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
     ("operator", "POST", "/admin/tenants/{tenant}/keys", None, ["key.create"]),
     ("operator", "POST", "/admin/keys", {"name": "ada"}, ["key.create"]),
     ("tenant", "POST", "/v1/adapters", "voice", ["adapter.push"]),
-    ("tenant", "POST", "/v1/adapters", "voice", []),  # the same adapter again
+    ("operator", "POST", "/admin/tenants/{tenant}/adapters", "voice", []),  # the same adapter again
+    ("operator", "POST", "/admin/tenants/{tenant}/adapters", "other", ["adapter.push"]),
     ("tenant", "PUT", "/v1/adapters/{name}/aliases/{alias}", {"versions": {"1": 100}}, ["alias.move"]),
     ("tenant", "PUT", "/v1/adapters/{name}/aliases/{alias}", {"versions": {"1": 100}}, []),
     (
@@ -137,8 +138,8 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
             batch_id=last_id,
         )
         started = time.time()
-        if path == "/v1/adapters":
-            answer = platform.upload(secret, body)
+        if method == "POST" and path.endswith("/adapters"):
+            answer = platform.upload(ADMIN_KEY if caller == "operator" else secret, body, path=place)
         elif path == "/v1/files":
             with platform.client(secret) as client:
                 answer = client.post(path, data={"purpose": "batch"}, files={"file": body.encode()})

@@ -27,7 +27,7 @@ function OwnAdapters({ me, mayRead }) {
     <div class="panels">
       ${mayRead && html`<${List} me=${me} round=${round} />`}
       ${me.scopes.includes("adapters:write") && html`
-        <${Upload} mayRead=${mayRead} onUploaded=${() => setRound((last) => last + 1)} />`}
+        <${Upload} mayUseHub=${me.scopes.includes("adapters:hub")} hasPages=${mayRead} onUploaded=${() => setRound((last) => last + 1)} />`}
     </div>`;
 }
 

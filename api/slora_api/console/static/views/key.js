@@ -7,6 +7,7 @@ const MEANINGS = {
   "inference": "send requests to models",
   "adapters:read": "list adapters and their versions",
   "adapters:write": "upload, roll out and delete adapters",
+  "adapters:hub": "let the server download adapters from the Hugging Face hub",
   "usage:read": "read the tenant's usage, and watch its part of the pool",
   "admin": "operate the server: tenants, keys, quotas, metrics and the audit log",
 };

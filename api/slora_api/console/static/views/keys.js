@@ -10,6 +10,8 @@ import { ErrorNotice, Panel, Table, formatTime, useLoad } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const SCOPES = ["inference", "adapters:read", "adapters:write", "usage:read"];
+// Scopes that a new key has only if they are chosen.
+const FURTHER_SCOPES = ["adapters:hub"];
 const PAGE = 25;
 const DAY_S = 86_400;
 
@@ -78,8 +80,9 @@ function NewKey({ tenant, onClose, onMade }) {
     <${FormDialog} title=${`New key of ${tenant}`} verb="Create" send=${send} onClose=${onClose}>
       <label>Name <input name="name" autocomplete="off" placeholder="what it is for" /></label>
       <fieldset><legend>Scopes</legend>
-        ${SCOPES.map((scope) => html`<label class="check" key=${scope}>
-          <input type="checkbox" name="scopes" value=${scope} defaultChecked /> <code>${scope}</code></label>`)}
+        ${[...SCOPES, ...FURTHER_SCOPES].map((scope) => html`<label class="check" key=${scope}>
+          <input type="checkbox" name="scopes" value=${scope} defaultChecked=${SCOPES.includes(scope)} />
+          <code>${scope}</code></label>`)}
       </fieldset>
       <label>Default adapter <input name="adapter" autocomplete="off" spellcheck=${false}
         placeholder="none: the base model" /></label>

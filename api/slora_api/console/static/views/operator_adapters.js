@@ -1,18 +1,17 @@
-// The adapters of all tenants, for an operator: those of a tenant, what was used today, and what is pinned.
+// The adapters of all tenants, for an operator: all of them, what was used today, and what is pinned.
 
 import { call } from "../api.js";
 import { link, path } from "../address.js";
 import { Targets } from "./adapter.js";
 import { loadToday } from "../usage.js";
 import { Pager, usePages } from "../pages.js";
-import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatNumber, useAction, useLoad } from "../ui.js";
+import { ErrorNotice, Notice, Panel, Table, formatBytes, formatCount, formatNumber, formatTime, useAction, useLoad } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
 
 const MOST_USED = 100;
 const SUGGESTED = 20;
 const PAGE = 25;
-const FOUND_PAGE = 10;
-const NAMED = 5;
+const FOUND_PAGE = 15;
 
 // Loads the adapters used today: those with the most requests, and the number of all. The usage of a purged tenant stays,
 // and its page does not exist, so `isPurged` marks its adapters.
@@ -30,32 +29,29 @@ const showTenant = (one) => (one.isPurged
   ? html`${one.tenant} <span class="note">purged</span>`
   : html`<a href=${link("tenants", one.tenant)}>${one.tenant}</a>`);
 
-// The first adapters of a tenant by name.
-function Names({ tenant }) {
-  const { value, error } = useLoad((signal) => call(path`admin/tenants/${tenant}/adapters?limit=${NAMED}`, { signal }));
-  if (value === null) return html`<span class="note">${error ? error.message : "…"}</span>`;
-  if (value.data.length === 0) return html`<span class="note">none</span>`;
-  return html`${value.data.map((one) => one.name).join(", ")}${value.has_more && html` <span class="note">and more</span>`}`;
-}
-
-// Tenants by a part of their name, with their adapters.
+// The adapters of all tenants, by a part of their name or of their tenant's name.
 function Search() {
   const [wanted, setWanted] = useState("");
-  const list = usePages(`admin/tenants?${new URLSearchParams(wanted.trim() && { contains: wanted.trim() })}`, FOUND_PAGE);
+  const list = usePages(`admin/adapters?${new URLSearchParams(wanted.trim() && { contains: wanted.trim() })}`, FOUND_PAGE);
+  const columns = [
+    { name: "Tenant", cell: showTenant },
+    { name: "Adapter", cell: (one) => html`${one.name} ${one.pinned && html`<span class="tag">pinned</span>`}` },
+    { name: "Version", isNumber: true, cell: (one) => one.version },
+    { name: "Rank", isNumber: true, cell: (one) => one.rank },
+    { name: "Size", isNumber: true, cell: (one) => formatBytes(one.bytes) },
+    { name: "Pushed", cell: (one) => formatTime(one.updated) },
+  ];
   return html`
-    <${Panel} title="Adapters of a tenant" wide actions=${html`
-        <input type="search" aria-label="Find a tenant" placeholder="Find a tenant" maxlength="128" value=${wanted}
-          onInput=${(event) => setWanted(event.target.value)} />`}>
+    <${Panel} title="All adapters" wide actions=${html`
+        <input type="search" aria-label="Find an adapter" placeholder="Name of the adapter or tenant" maxlength="128"
+          value=${wanted} onInput=${(event) => setWanted(event.target.value)} />`}>
       <${ErrorNotice} error=${list.error} />
       ${list.value && html`
-        <${Table} caption="Adapters of tenants" rows=${list.value.data} rowKey=${(one) => one.name}
-          empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} columns=${[
-            { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
-            { name: "Adapters", cell: (one) => html`<${Names} tenant=${one.name} key=${one.name} />` },
-          ]} />
+        <${Table} caption="All adapters" rows=${list.value.data} rowKey=${(one) => one.id} columns=${columns}
+          empty=${wanted ? `No adapter or tenant has "${wanted}" in its name.` : "There are no adapters yet."} />
         <${Pager} ...${list.pager} />`}
-      <p class="note">The page of a tenant has all of its adapters, with sizes and digests, and pins them. Sign in with a
-        tenant's key to upload adapters, move aliases and roll back.</p>
+      <p class="note">The page of a tenant uploads and pins its adapters. Sign in with a tenant's key to move aliases and roll
+        back.</p>
     </${Panel}>`;
 }
 

@@ -1,7 +1,8 @@
-// All adapters of a tenant, for an operator: those without traffic, too.
+// All adapters of a tenant, for an operator: those without traffic, too. The operator may upload for the tenant.
 
 import { call } from "../api.js";
 import { path } from "../address.js";
+import { Upload } from "./upload.js";
 import { Pager, usePages } from "../pages.js";
 import { ErrorNotice, Notice, Panel, Table, formatBytes, formatTime, useAction } from "../ui.js";
 import { html, useState } from "../vendor/preact.js";
@@ -12,6 +13,7 @@ export function TenantAdapters({ tenant }) {
   const route = path`admin/tenants/${tenant}/adapters`;
   const list = usePages(route, PAGE);
   const [done, setDone] = useState(null);
+  const [isUploading, setUploading] = useState(false);
   const { run, isBusy, error } = useAction();
 
   async function pin(name, method) {
@@ -35,12 +37,14 @@ export function TenantAdapters({ tenant }) {
       onClick=${() => pin(one.name, one.pinned ? "DELETE" : "PUT")}>${one.pinned ? "Unpin" : "Pin"}</button>` },
   ];
   return html`
-    <${Panel} title="Adapters of the tenant" wide>
+    <${Panel} title="Adapters of the tenant" wide actions=${!isUploading
+        && html`<button onClick=${() => setUploading(true)}>Upload an adapter</button>`}>
       <${ErrorNotice} error=${error ?? list.error} />
       <div aria-live="polite">${done && html`<${Notice} kind="good">${done}</${Notice}>`}</div>
       ${list.value && html`
         <${Table} caption="Adapters of the tenant" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
           empty="This tenant has no adapters." />
         <${Pager} ...${list.pager} />`}
-    </${Panel}>`;
+    </${Panel}>
+    ${isUploading && html`<${Upload} route=${route} mayUseHub hasPages=${false} onUploaded=${list.reload} />`}`;
 }

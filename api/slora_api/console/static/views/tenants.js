@@ -28,8 +28,10 @@ function Tenants() {
   const [wanted, setWanted] = useState("");
   const [orderId, setOrderId] = useState("name");
   const [window, setWindow] = useState(null);
-  const query = new URLSearchParams({ ...wanted.trim() && { contains: wanted.trim() } });
-  const list = usePages(`admin/tenants?${query}`, PAGE);
+  const { amount } = ORDERS.find((one) => one.id === orderId);
+  const byName = usePages(`admin/tenants?${new URLSearchParams(wanted.trim() && { contains: wanted.trim() })}`, PAGE);
+  const byUse = useBusiest(usage.value, amount, wanted.trim());
+  const list = amount ? byUse : byName;
   const columns = [
     { name: "Tenant", cell: (one) => html`<a href=${link("tenants", one.name)}>${one.name}</a>` },
     { name: "State", cell: (one) => html`<span class=${`tag ${one.status}`}>${one.status}</span>` },
@@ -38,11 +40,6 @@ function Tenants() {
     { name: "Fullest quota", cell: (one) => html`<${Fullest} tenant=${one.name} key=${one.name} />` },
     { name: "Share", cell: (one) => describeShare(one) ?? html`<span class="note">default</span>` },
   ];
-  // The server answers in the order of names.
-  const { amount } = ORDERS.find((one) => one.id === orderId);
-  const rows = [...list.value?.data ?? []];
-  if (amount) rows.sort((one, other) => amount(usage.value?.get(other.name)) - amount(usage.value?.get(one.name)));
-  const isPart = list.pager.hasMore || !list.pager.isFirst;
   const reload = () => [list, usage].forEach((one) => one.reload());
   return html`
     <div class="panels">
@@ -57,13 +54,37 @@ function Tenants() {
           </span>`}>
         <${ErrorNotice} error=${list.error ?? usage.error} />
         ${list.value && html`
-          <${Table} caption="Tenants" columns=${columns} rows=${rows} rowKey=${(one) => one.name}
-            empty=${wanted ? `No tenant has "${wanted}" in its name.` : "There are no tenants yet."} />
-          ${amount && isPart && html`<p class="note">Sorted within this page. The server lists tenants by name.</p>`}
+          <${Table} caption="Tenants" columns=${columns} rows=${list.value.data} rowKey=${(one) => one.name}
+            empty=${wanted ? `No ${amount ? "busy " : ""}tenant has "${wanted}" in its name.`
+              : amount ? "No tenant has sent a request today." : "There are no tenants yet."} />
+          ${amount && html`<p class="note">Tenants without requests today are listed by name only.</p>`}
           <${Pager} ...${list.pager} />`}
       </${Panel}>
     </div>
     ${window}`;
+}
+
+// Pages of the tenants that have used something today, the busiest first. The server lists tenants by name, so this asks
+// for those of a page by their names. `usage`: name -> sum, or null. `amount`: what to sort by; null loads nothing.
+function useBusiest(usage, amount, wanted) {
+  const [page, setPage] = useState(0);
+  const names = amount && usage ? [...usage.keys()].filter((name) => name.includes(wanted.toLowerCase())) : [];
+  names.sort((one, other) => amount(usage.get(other)) - amount(usage.get(one)));
+  const first = Math.min(page, Math.ceil(names.length / PAGE) - 1) * PAGE;
+  const shown = names.slice(Math.max(first, 0), first + PAGE);
+  const query = new URLSearchParams(shown.map((name) => ["name", name]));
+  const list = useLoad(async (signal) => {
+    if (shown.length === 0) return { data: [] };
+    const { data } = await call(`admin/tenants?${query}&limit=${PAGE}`, { signal });
+    return { data: data.sort((one, other) => shown.indexOf(one.name) - shown.indexOf(other.name)) };
+  }, [`${query}`]);
+  const pager = {
+    isFirst: first <= 0,
+    hasMore: first + PAGE < names.length,
+    onBack: () => setPage(first / PAGE - 1),
+    onNext: () => setPage(first / PAGE + 1),
+  };
+  return { ...list, pager };
 }
 
 const tokens = (sum) => (sum ? sum.input + sum.output : 0);

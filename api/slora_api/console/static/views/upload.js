@@ -1,5 +1,5 @@
-// The upload of an adapter: files by drag and drop or by a file chooser, the progress, and the certificate or the reasons
-// for refusal.
+// The upload of an adapter: files by drag and drop or by a file chooser, or an adapter of the hub that the server downloads;
+// the progress, and the certificate or the reasons for refusal.
 
 import { call, upload } from "../api.js";
 import { chooseFiles, fromDrop, fromInput } from "../adapter_files.js";
@@ -7,15 +7,18 @@ import { link } from "../address.js";
 import { ErrorNotice, Figure, Notice, Panel, Table, formatBytes, formatNumber, formatShare } from "../ui.js";
 import { html, useEffect, useRef, useState } from "../vendor/preact.js";
 
+const OWN_ROUTE = "v1/adapters";
 const BASES = {
   "verified": "verified: the fingerprint of the served model",
   "name-matched": "the adapter's config names the served model",
   "unverified": "unverified: the adapter's config names another model, or none",
 };
 
-export function Upload({ mayRead, onUploaded }) {
+// route: that of the key's own adapters, or of the adapters of a tenant. hasPages: whether the adapter has a page of its own.
+export function Upload({ route = OWN_ROUTE, mayUseHub, hasPages, onUploaded }) {
   const [chosen, setChosen] = useState(null);
   const [name, setName] = useState("");
+  const [source, setSource] = useState("");
   const [isOver, setOver] = useState(false);
   // The part that is sent, or null while nothing is sent.
   const [progress, setProgress] = useState(null);
@@ -31,6 +34,7 @@ export function Upload({ mayRead, onUploaded }) {
     if (items.length === 0) return;
     const found = chooseFiles(items);
     setChosen(found);
+    setSource("");
     setPublished(null);
     setError(null);
     if (found.name) setName(found.name.toLowerCase());
@@ -44,20 +48,29 @@ export function Upload({ mayRead, onUploaded }) {
       setError(new Error("The dropped files cannot be read. Choose them with a button instead."));
     }
   }
+  function nameSource(text) {
+    setSource(text);
+    setChosen(null);
+    setName(text.replace(/^hf:\/\//, "").replace(/@[^/]*/, "").split("/").filter(Boolean).at(-1)?.toLowerCase() ?? "");
+  }
   async function send(event) {
     event.preventDefault();
     const form = new FormData();
+    const files = chosen?.fields ?? {};
     // The server reads the name first, so that it can refuse the upload before it has read the weights.
     form.append("name", name);
-    for (const [field, file] of Object.entries(chosen.fields)) form.append(field, file, file.name);
+    if (chosen === null) form.append("source", source.trim().replace(/^(hf:\/\/)?/, "hf://"));
+    for (const [field, file] of Object.entries(files)) form.append(field, file, file.name);
     setError(null);
     setPublished(null);
     setProgress(0);
     cancel.current = new AbortController();
     try {
-      await checkSize(Object.values(chosen.fields));
-      setPublished(await upload("v1/adapters", form, { onProgress: setProgress, signal: cancel.current.signal }));
+      // An operator's key cannot read a tenant's limits.
+      if (route === OWN_ROUTE) await checkSize(Object.values(files));
+      setPublished(await upload(route, form, { onProgress: setProgress, signal: cancel.current.signal }));
       setChosen(null);
+      setSource("");
       onUploaded();
     } catch (thrown) {
       if (thrown.name !== "AbortError") setError(thrown);
@@ -82,8 +95,14 @@ export function Upload({ mayRead, onUploaded }) {
           <input type="file" webkitdirectory hidden ref=${folderInput} aria-label="Folder of the adapter"
             onChange=${(event) => { take(fromInput(event.target.files)); event.target.value = ""; }} />
         </div>
+        ${mayUseHub && html`
+          <div class="fields">
+            <label>Or an adapter of the Hugging Face hub, which the server downloads
+              <input value=${source} onInput=${(event) => nameSource(event.target.value)} placeholder="org/repo@revision"
+                maxlength="512" size="40" disabled=${isBusy} autocomplete="off" spellcheck=${false} /></label>
+          </div>`}
         ${chosen && html`<${Chosen} chosen=${chosen} />`}
-        ${chosen && !chosen.problem && html`
+        ${(chosen ? !chosen.problem : source.trim() !== "") && html`
           <div class="fields">
             <label>Name of the adapter
               <input value=${name} onInput=${(event) => setName(event.target.value)} required maxlength="128"
@@ -95,7 +114,7 @@ export function Upload({ mayRead, onUploaded }) {
         ${isBusy && html`<${Progress} part=${progress} />`}
       </form>
       <${ErrorNotice} error=${error} />
-      ${published && html`<${Published} published=${published} mayRead=${mayRead} />`}
+      ${published && html`<${Published} published=${published} hasPages=${hasPages} />`}
     </${Panel}>`;
 }
 
@@ -126,7 +145,7 @@ const Progress = ({ part }) => html`
         <span role="status">The server checks the adapter and tries it out …</span>`}
   </div>`;
 
-function Published({ published, mayRead }) {
+function Published({ published, hasPages }) {
   // The form that had the focus is gone.
   const heading = useRef(null);
   useEffect(() => heading.current.focus(), []);
@@ -156,8 +175,8 @@ function Published({ published, mayRead }) {
       ${loads.map(([tier, ms]) => html`<${Figure} key=${tier} name=${`Load from ${tier}`} value=${formatNumber(ms)} unit="ms" />`)}
     </dl>
     <${Table} caption="Modules of the adapter" columns=${columns} rows=${Object.entries(found.modules)} rowKey=${([module]) => module} />
-    <p class="note">Digest <code>${published.digest}</code></p>
-    ${mayRead && html`<p><a href=${link("adapters", published.name)}>Versions and aliases of ${published.name}</a></p>`}`;
+    <p class="note">Digest <code>${published.digest}</code>${published.source && html`, from <code>${published.source}</code>`}</p>
+    ${hasPages && html`<p><a href=${link("adapters", published.name)}>Versions and aliases of ${published.name}</a></p>`}`;
 }
 
 const range = (least, most) => (least === most ? String(least) : `${least} to ${most}`);
