@@ -41,6 +41,7 @@ def make_pages() -> dict[str, str]:
     document = json.loads(OpenApiDocument(ROUTES, required_scopes).content())
     environment = jinja2.Environment(autoescape=True, trim_blocks=True)
     environment.filters |= {"prose": prose, "json": json.dumps}
+    environment.tests["unsupported"] = lambda text: bool(text) and text.startswith("Not supported")
     source = Path(__file__).with_name("schemas.html").read_text(encoding="utf-8")
     macros = environment.from_string(source).make_module()
 
