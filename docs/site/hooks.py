@@ -1,7 +1,7 @@
 """Hooks of MkDocs: generated pages, pages that are files of the repository, and links to files that are no pages.
 
 README.md, CONTRIBUTING.md and CHANGELOG.md are pages of the site. All links are written for readers of the repository.
-In the site, a link to a page is a link, and a link to any other file shows the file's path.
+In the site, a link to a page is a link, and a link to any other file shows the file's path. The logo is the console's.
 """
 
 import logging
@@ -22,10 +22,17 @@ _DOCS = "docs"
 # The file in the repository -> the page of the site.
 _PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 _FILES = {page: file for file, page in _PAGES.items()}
+# A link in README.md -> the page of the site that says more. The repository has no such file.
+_BETTER_TARGETS = {"docs/serving.md#which-request-fields-are-supported": "reference/api.md"}
+_LOGO = _ROOT / "api" / "slora_api" / "console" / "static" / "icon.svg"
+# Python-Markdown leaves the addresses in HTML as they are.
+_IMAGE_IN_HTML = re.compile(r'(?<=\s)(src|srcset)="([^":]+)"')
 _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
 # GitHub needs `\\|` for a bar inside code in a table. Python-Markdown would show the backslash.
 _BAR_IN_TABLE = re.compile(r"(?<=^\|)[^\n]*\\\|[^\n]*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]+`")
+# Browsers would break a line after one of the hyphens.
+_FLAG = re.compile(r"(?<=<code>)--[\w-]+")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 # MkDocs counts the warnings of its own loggers, and `--strict` ends the build for them.
 _log = logging.getLogger("mkdocs.hooks.slora")
@@ -39,6 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pages["benchmark-results.md"] = benchmark_results.make_page()
     for page, content in pages.items():
         files.append(File.generated(config, page, content=content))
+    files.append(File.generated(config, config.theme["logo"], abs_src_path=str(_LOGO)))
     return files
 
 
@@ -49,16 +57,36 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     parts[::2] = [
         _LINK.sub(lambda link: _replace_link(link, source, page, files), part) for part in parts[::2]
     ]
+    parts[::2] = [
+        _IMAGE_IN_HTML.sub(lambda image: _replace_image(image, source, page, files), part)
+        for part in parts[::2]
+    ]
     parts[::2] = [_BAR_IN_TABLE.sub(_unescape_bars, part) for part in parts[::2]]
     return "".join(parts)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return _FLAG.sub(r'<span class="flag">\g<0></span>', html)
 
 
 def _unescape_bars(row: re.Match[str]) -> str:
     return _CODE.sub(lambda code: code[0].replace("\\|", "|"), row[0])
 
 
+def _replace_image(image: re.Match[str], source: str, page: Page, files: Files) -> str:
+    attribute, target = image.groups()
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+    file = files.get_file_from_path(posixpath.relpath(path, _DOCS))
+    if file is None:
+        _log.warning("%s has an image %r, which is not a file of %s", source, target, _DOCS)
+        return image[0]
+    return f'{attribute}="{file.url_relative_to(page.file)}"'
+
+
 def _replace_link(link: re.Match[str], source: str, page: Page, files: Files) -> str:
     mark, text, target = link.groups()
+    if source == "README.md" and target in _BETTER_TARGETS:
+        return f"{mark}[{text}]({_BETTER_TARGETS[target]})"
     place, hash_mark, anchor = target.partition("#")
     if ":" in target or not place:
         return link[0]
