@@ -31,8 +31,12 @@ _LINK = re.compile(r"(!?)\[((?:[^][]|\[[^]]*\])*)\]\(([^()\s]+)\)")
 # GitHub needs `\\|` for a bar inside code in a table. Python-Markdown would show the backslash.
 _BAR_IN_TABLE = re.compile(r"(?<=^\|)[^\n]*\\\|[^\n]*$", re.MULTILINE)
 _CODE = re.compile(r"`[^`]+`")
+_FROM_OTHER_SERVERS = re.compile(
+    r'<(?:img|script|source|iframe|video)\b[^>]*\ssrc(?:set)?="(?:https?:)?//[^>]*>'
+    r'|<link\b(?![^>]*\srel="canonical")[^>]*\shref="(?:https?:)?//[^>]*>'
+)
 # Browsers would break a line after one of the hyphens.
-_FLAG = re.compile(r"(?<=<code>)--[\w-]+")
+_FLAG = re.compile(r"(<code\b[^>]*>)(--[\w-]+)")
 _FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 # MkDocs counts the warnings of its own loggers, and `--strict` ends the build for them.
 _log = logging.getLogger("mkdocs.hooks.slora")
@@ -66,7 +70,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return _FLAG.sub(r'<span class="flag">\g<0></span>', html)
+    return _FLAG.sub(r'\1<span class="flag">\2</span>', html)
+
+
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    for tag in _FROM_OTHER_SERVERS.findall(output):
+        _log.warning("%s would load from another server: %s", page.file.src_uri, tag)
+    return output.replace('role="dialog"', 'role="dialog" aria-label="Search"', 1)  # the theme's has no name
 
 
 def _unescape_bars(row: re.Match[str]) -> str:
