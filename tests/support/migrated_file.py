@@ -25,7 +25,7 @@ _NEXT_REVISION = f"""
 import sqlalchemy as sa
 from alembic import op
 
-revision, down_revision = "{NEXT}", "2"
+revision, down_revision = "{NEXT}", "3"
 
 
 def upgrade():

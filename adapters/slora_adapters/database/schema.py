@@ -42,8 +42,13 @@ def _usage_columns() -> list[Column[Any]]:
 
 # This table has one row. id: identifies this control plane, which claims a store of adapters under this id.
 # pepper_check: the hash of the empty string with the pepper of API keys; NULL until the first server has started.
+# prices: those of tokens, as JSON; NULL if there are none.
 platform = Table(
-    "platform", metadata, Column("id", Text, primary_key=True), Column("pepper_check", LargeBinary)
+    "platform",
+    metadata,
+    Column("id", Text, primary_key=True),
+    Column("pepper_check", LargeBinary),
+    Column("prices", Text),
 )
 
 # tenant_id: never changes and is never given to another tenant. name: may change, and may be given to another tenant.

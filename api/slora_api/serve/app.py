@@ -45,6 +45,7 @@ from slora_api.quotas.routes import router as quotas
 from slora_api.responses.routes import router as responses
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import router as tenants
+from slora_api.usage.prices import router as prices
 from slora_api.usage.routes import router as usage
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ _ROUTERS = (
         adapters,
         vllm_adapters,
         usage,
+        prices,
         quotas,
         tenants,
         purges,

@@ -32,6 +32,7 @@ from slora_api.serve.background import ChangeFollower, DiskWatch
 from slora_api.serve.services import Services
 from slora_api.tenants.routes import TenantServices
 from slora_api.tenants.tenant_store import TenantStore
+from slora_api.usage.prices import PriceStore
 from slora_api.usage.routes import UsageServices, build_usage
 from slora_api.usage.usage_report import UsageReport
 
@@ -108,6 +109,7 @@ def build_services(
             PinServices(tenant_store, pinning, catalog, registry),
             QuotaServices(quotas.meter, registry, quotas.store, tenant_store),
             UsageServices(tenant_store.find_id, report),
+            PriceStore(foundation.database),
             operations.services,
             operations.health,
             operations.live,

@@ -22,6 +22,7 @@ from slora_api.quotas.routes import QuotaChanges
 from slora_api.responses.responses_request import ResponsesRequest
 from slora_api.serve.app import ROUTES
 from slora_api.tenants.routes import NewTenantRequest, TenantChanges
+from slora_api.usage.prices import PriceChange
 from tests.api.fuzz.json_texts import ODD_TEXTS, mutated_object, odd_json
 
 __all__ = ["ACCEPTED", "HttpRequest", "http_requests", "routes"]
@@ -46,6 +47,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/admin/tenants/{tenant}": {"weight": 2.0},
     "/admin/tenants/{tenant}/keys": {"adapter": "small", "scopes": ["inference"]},
     "/admin/keys": {"name": "fuzzed"},
+    "/admin/prices": {"currency": "EUR", "input": 0.25, "output": 1},
     "/admin/tenants/{tenant}/purge": {"confirm": "purged", "ledger": "erase"},
     "/admin/tenants/{tenant}/quota": {"tokens_per_minute": 1000},
     "/admin/keys/{key_id}/quota": {"requests_per_minute": 1000},
@@ -71,6 +73,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/admin/tenants/{tenant}": TenantChanges,
     "/admin/tenants/{tenant}/keys": NewKeyRequest,
     "/admin/keys": NewOperatorKeyRequest,
+    "/admin/prices": PriceChange,
     "/admin/tenants/{tenant}/purge": PurgeRequest,
     "/admin/tenants/{tenant}/quota": QuotaChanges,
     "/admin/keys/{key_id}/quota": QuotaChanges,

@@ -102,6 +102,7 @@ _CHANGES: list[tuple[str, str, str, Any, list[str]]] = [
         {"lora_name": "local", "tenant": "acme"},
         ["adapter.delete"],
     ),
+    ("operator", "PUT", "/admin/prices", {"input": 0.5, "output": 2}, ["prices.change"]),
     ("operator", "PATCH", "/admin/tenants/{tenant}/quota", {"tokens_per_day": 9}, ["quota.change"]),
     ("operator", "PATCH", "/admin/keys/{key_id}/quota", {"tokens_per_day": 9}, ["quota.change"]),
     ("operator", "POST", "/admin/keys/{key_id}/rotate", None, ["key.rotate"]),
@@ -158,7 +159,11 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         for entry in new:
             name = "bootstrap" if caller == "operator" else secret.split("_")[1]
             assert (entry["actor_kind"], entry["actor"]) == (caller, name)
-            owner = "" if path == "/admin/keys" or path.startswith("/admin/engines") else "acme"
+            owner = (
+                ""
+                if path in ("/admin/keys", "/admin/prices") or path.startswith("/admin/engines")
+                else "acme"
+            )
             assert (entry["address"], entry["tenant"]) == ("127.0.0.1", owner)
             assert entry["request_id"] == answer.headers["x-request-id"]
             assert started - 1 <= entry["created"] <= time.time() + 1

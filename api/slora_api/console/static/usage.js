@@ -31,11 +31,14 @@ export function addUp(results, keyOf) {
   const sums = new Map();
   for (const one of results) {
     const key = keyOf(one);
-    const sum = sums.get(key) ?? { key, requests: 0, input: 0, cached: 0, output: 0, adapterBytes: 0, pageSeconds: 0 };
+    const sum = sums.get(key) ?? { key, requests: 0, input: 0, cached: 0, output: 0, billedInput: 0, billedOutput: 0,
+      adapterBytes: 0, pageSeconds: 0 };
     sum.requests += one.num_model_requests;
     sum.input += one.input_tokens;
     sum.cached += one.input_cached_tokens;
     sum.output += one.output_tokens;
+    sum.billedInput += one.billed_input_tokens;
+    sum.billedOutput += one.billed_output_tokens;
     sum.adapterBytes += one.adapter_bytes;
     sum.pageSeconds += one.page_seconds;
     sums.set(key, sum);

@@ -1,5 +1,7 @@
-// What was used in a period: tokens over time, sums by model, and what they cost at the prices of this browser's user.
+// What was used in a period: tokens over time, sums by model, and what they cost at the operator's prices.
 
+import { call } from "../api.js";
+import { FormDialog } from "../dialog.js";
 import { ErrorNotice, Panel, Table, formatBytes, formatCount, formatNumber, formatTime, useLoad } from "../ui.js";
 import { addUp, loadUsage } from "../usage.js";
 import { html, useState } from "../vendor/preact.js";
@@ -9,40 +11,46 @@ const PERIODS = [
   { id: "day", title: "Last 24 hours", width: "1h", limit: 24 },
   { id: "month", title: "Last 30 days", width: "1d", limit: 30 },
 ];
+const KINDS = [["input", "in"], ["cached_input", "in, cached"], ["output", "out"]];
 
-const STORED_PRICES = "slora.prices";
-const KINDS = [["input", "in"], ["cached", "cached"], ["output", "out"]];
-
-function readPrices() {
-  try {
-    return JSON.parse(localStorage.getItem(STORED_PRICES)) ?? {};
-  } catch {
-    return {};
-  }
-}
-
-// The cost of a sum, or null without prices. Tokens of the prefix cache have a price of their own.
+// The cost of a sum, or null without prices. Tokens of the prefix cache have a price of their own. Tokens of batches are
+// billed for less; how many of them the cache had is not known, so the whole input is reduced alike.
 function costOf(sum, prices) {
-  if (!KINDS.some(([kind]) => prices[kind] > 0)) return null;
-  const { input = 0, output = 0 } = prices;
-  const cached = prices.cached ?? input;
-  return ((sum.input - sum.cached) * input + sum.cached * cached + sum.output * output) / 1e6;
+  if (!hasPrices(prices)) return null;
+  const input = (sum.input - sum.cached) * (prices.input ?? 0) + sum.cached * (prices.cached_input ?? 0);
+  const billed = sum.input > 0 ? sum.billedInput / sum.input : 0;
+  return (input * billed + sum.billedOutput * (prices.output ?? 0)) / 1e6;
 }
 
-function Prices({ prices, onChange }) {
-  const set = (kind) => (event) => {
-    const value = event.target.valueAsNumber;
-    const { [kind]: _, ...others } = prices;
-    const changed = Number.isFinite(value) && value >= 0 ? { ...others, [kind]: value } : others;
-    localStorage.setItem(STORED_PRICES, JSON.stringify(changed));
-    onChange(changed);
+const hasPrices = (prices) => prices !== null && (prices.input !== null || prices.output !== null);
+
+function PriceForm({ prices, onClose, onChanged }) {
+  const send = async (form) => {
+    const read = (name) => (form.get(name) === "" ? null : Number(form.get(name)));
+    const body = { currency: form.get("currency").trim() };
+    for (const [name] of KINDS) body[name] = read(name);
+    onChanged(await call("admin/prices", { method: "PUT", body }));
   };
   return html`
-    <div class="fields" role="group" aria-label="Prices of a million tokens">
-      ${KINDS.map(([kind, name]) => html`<label key=${kind}>A million tokens ${name}
-        <input type="number" min="0" step="any" value=${prices[kind] ?? ""} onInput=${set(kind)} /></label>`)}
-    </div>
-    <p class="note">Prices in any currency give the column <em>Cost</em>. They stay in this browser.</p>`;
+    <${FormDialog} title="Prices of a million tokens" verb="Set the prices" send=${send} onClose=${onClose}>
+      <p>They hold for all tenants, who see what their usage costs. An empty field is no price.</p>
+      <label>Currency <input name="currency" maxlength="8" size="8" defaultValue=${prices.currency} autocomplete="off" /></label>
+      ${KINDS.map(([name, title]) => html`<label key=${name}>${title}
+        <input name=${name} type="number" min="0" max="1000000" step="any" defaultValue=${prices[name] ?? ""} /></label>`)}
+    </${FormDialog}>`;
+}
+
+// Says which prices hold. An operator may change them.
+function Prices({ prices, isOperator, onChanged }) {
+  const [isOpen, setOpen] = useState(false);
+  const known = KINDS.filter(([name]) => prices[name] !== null);
+  return html`
+    <p class="note">${hasPrices(prices)
+      ? html`A million tokens cost ${known.map(([name, title]) => `${title} ${formatNumber(prices[name])}`).join(", ")}${" "}
+          ${prices.currency}.`
+      : "There are no prices, so there is no cost."}
+      ${isOperator && html`${" "}<button onClick=${() => setOpen(true)}>Set the prices</button>`}</p>
+    ${isOpen && html`<${PriceForm} prices=${prices} onClose=${() => setOpen(false)} onChanged=${onChanged} />`}`;
 }
 
 // Saves the rows as a file.
@@ -65,7 +73,8 @@ export function UsagePanel({ route }) {
   const results = models.value?.buckets.flatMap((bucket) => bucket.results) ?? [];
   const rows = [...addUp(results, (one) => one.model ?? `deleted ${one.adapter_digest?.slice(0, 19)}`).values()]
     .sort((one, other) => other.input + other.output - one.input - one.output);
-  const [prices, setPrices] = useState(readPrices);
+  const priced = useLoad((signal) => call("v1/prices", { signal }));
+  const prices = priced.value;
   const count = (name, raw) => ({ name, raw, isNumber: true, cell: (one) => formatCount(raw(one)) });
   const columns = [
     { name: "Model", raw: (one) => one.key, cell: (one) => one.key },
@@ -80,21 +89,21 @@ export function UsagePanel({ route }) {
   const wholeCost = costs.includes(null) || costs.length === 0 ? null : costs.reduce((sum, cost) => sum + cost, 0);
   if (wholeCost !== null) {
     const cost = (one) => costOf(one, prices);
-    columns.push({ name: "Cost", raw: cost, isNumber: true, cell: (one) => formatNumber(cost(one)) });
+    columns.push({ name: prices.currency ? `Cost in ${prices.currency}` : "Cost", raw: cost, isNumber: true, cell: (one) => formatNumber(cost(one)) });
   }
-  const reload = () => [total, models].forEach((one) => one.reload());
+  const reload = () => [total, models, priced].forEach((one) => one.reload());
   return html`
     <${Panel} title="Usage" wide actions=${html`<span class="row-actions">
         <select aria-label="Period" value=${id} onChange=${(event) => setId(event.target.value)}>
           ${PERIODS.map((one) => html`<option key=${one.id} value=${one.id}>${one.title}</option>`)}</select>
         <button onClick=${() => saveCsv(columns, rows)} disabled=${rows.length === 0}>Save as CSV</button>
         <button onClick=${reload}>Refresh</button></span>`}>
-      <${ErrorNotice} error=${total.error ?? models.error} />
+      <${ErrorNotice} error=${total.error ?? models.error ?? priced.error} />
       ${total.value && html`<${Chart} buckets=${total.value.buckets} title=${period.title} />`}
       ${models.value && html`<${Table} caption="Usage by model" columns=${columns} rows=${rows}
         rowKey=${(one) => one.key} empty="Nothing was used in this period." />`}
-      ${wholeCost !== null && html`<p><strong>Cost of the ${period.title.toLowerCase()}: ${formatNumber(wholeCost)}</strong></p>`}
-      <${Prices} prices=${prices} onChange=${setPrices} />
+      ${wholeCost !== null && html`<p><strong>Cost of the ${period.title.toLowerCase()}: ${formatNumber(wholeCost)} ${prices.currency}</strong></p>`}
+      ${prices && html`<${Prices} prices=${prices} isOperator=${route.startsWith("admin/")} onChanged=${priced.reload} />`}
       ${models.value?.isCut && html`<p class="note">There are more models than one page shows. All of them:
         <code>slora usage --by day --group-by model --csv</code></p>`}
       <p class="note">Sums appear a few seconds after the end of a request. Times of buckets are in your time zone, and
