@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # The request ids that a client may choose. They are safe in a header and in a log line.
 _SANE_ID = re.compile(r"[A-Za-z0-9._-]{1,128}", re.ASCII)
 
-Observe = Callable[[str, int, float], None]
+Observe = Callable[[str, int, float, str | None], None]
 
 
 def _request_id(headers: Headers) -> str:
@@ -70,8 +70,8 @@ class _ResponseSender:
 
 
 class RequestScopeMiddleware:
-    """ASGI middleware. observe: called with the route, the status and the seconds of every answer. tracing: if None, no
-    spans are made.
+    """ASGI middleware. observe: called with the route, the status and the seconds of every answer, and with the id of
+    the tenant, if any. tracing: if None, no spans are made.
     """
 
     def __init__(self, app: ASGIApp, observe: Observe, tracing: "OtelTracing | None" = None) -> None:
@@ -112,6 +112,6 @@ class RequestScopeMiddleware:
                 await error_response(error)(scope, receive, sender.send)
         finally:
             route = getattr(scope.get("route"), "path", "unknown")
-            self._observe(route, sender.status or 0, sender.seconds)
+            self._observe(route, sender.status or 0, sender.seconds, context.tenant_id)
             if context.span is not None:
                 context.span.end(context, route, sender.status or 0)

@@ -64,8 +64,10 @@ class HistoryFile:
     def write(self, record: Record) -> None:
         """Writes the record of the minute record["at"]. Raises OSError."""
         text = json.dumps(record, separators=(",", ":")).encode()
-        if len(text) >= _RECORD_BYTES:
-            text = json.dumps({**record, "failures": {}}, separators=(",", ":")).encode()
+        for name in ("failing", "failures"):
+            if len(text) >= _RECORD_BYTES:
+                record = {**record, name: {}}
+                text = json.dumps(record, separators=(",", ":")).encode()
         slot = int(record["at"]) // MINUTE_S % NUM_MINUTES
         descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
@@ -136,11 +138,13 @@ _HTTP = "slora_http_requests_total"
 _FIRST_TOKEN = "vllm:time_to_first_token_seconds_bucket"
 _QUEUE = "vllm:request_queue_time_seconds_bucket"
 _STARTS = "slora_first_token_seconds_count"
+_FAILED = "slora_tenant_failures_total"
 _COUNTED: Mapping[str, tuple[str, ...]] = {
     _HTTP: ("route", "status"),
     _FIRST_TOKEN: ("le",),
     _QUEUE: ("le",),
     _STARTS: ("start",),
+    _FAILED: ("status", "tenant"),
 }
 
 
@@ -223,6 +227,7 @@ class HealthRecorder:
         described: dict[str, Any] = {
             "answers": answers,
             "failures": failures,
+            "failing": _list_failing(grown),
             "first_token": _summarize(first_token),
             "queue_p95": _rounded(quantile(queue, 0.95)),
             "starts": {
@@ -255,6 +260,15 @@ def _sort_answers(
             if status >= "400":
                 failures[f"{status} {route[:_MAX_ROUTE_CHARS]}"] += int(value)
     return dict(answers), dict(failures.most_common(_MAX_FAILURES))
+
+
+def _list_failing(grown: Mapping[tuple[str, tuple[str, ...]], float]) -> dict[str, int]:
+    """Returns the tenants with the most failed answers, as status and id of the tenant, with the number."""
+    failing: Counter[str] = Counter()
+    for (name, labels), value in grown.items():
+        if name == _FAILED and value:
+            failing[" ".join(labels)] += int(value)
+    return dict(failing.most_common(_MAX_FAILURES))
 
 
 def _describe_engine(last: EngineStats | None, now: EngineStats) -> dict[str, Any]:
@@ -313,7 +327,7 @@ def merge_records(records: Iterable[Record], step_s: int) -> list[dict[str, Any]
 
 
 _SUMS = ("tokens", "prompt_tokens", "preemptions", "fetch_failures", "not_finite")
-_TABLES = ("answers", "failures", "starts", "restarts")
+_TABLES = ("answers", "failures", "failing", "starts", "restarts")
 _LARGEST = ("queue_p95", "waiting", "running", "ledger_lag", "journal_bytes", "pins_missing")
 
 

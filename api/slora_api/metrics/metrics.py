@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from http import HTTPStatus
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -60,6 +61,9 @@ _TOKENS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _CHOICES = (1, 2, 5, 10, 20)
 _PREEMPTIONS = (0, 1, 2, 5, 10, 20)
 
+# Each tenant with a failed answer is a value of a label, up to this many tenants. The others share one value.
+_MAX_FAILING = 100
+OTHERS = "others"
 _Start = Literal["base", "warm", "cold"]
 
 # Histogram buckets in seconds: from one decode step to the longest answers, densest where users notice a delay.
@@ -233,6 +237,13 @@ class Metrics:
             registry=self._registry,
             buckets=_SECONDS,
         )
+        self._failures = Counter(
+            "slora_tenant_failures",
+            f"Failed answers by tenant id and status. Tenants after the first {_MAX_FAILING} are one, `{OTHERS}`.",
+            ["tenant", "status"],
+            registry=self._registry,
+        )
+        self._failing: set[str] = set()
         self._quota_refusals = Counter(
             "slora_quota_refusals", "Requests and uploads that a quota refused, by the field of the quota.",
             ["quota"], registry=self._registry,
@@ -259,10 +270,16 @@ class Metrics:
         self._finished.labels(self._model, ENGINE, reason.value).inc()
         self._whole_answer.observe(seconds)
 
-    def answered(self, route: str, status: int, seconds: float) -> None:
-        """Counts one answer. route: the route's pattern. A path would add a label value for each adapter name."""
+    def answered(self, route: str, status: int, seconds: float, tenant: str | None = None) -> None:
+        """Counts one answer. route: the route's pattern. A path would add a label value for each adapter name. tenant:
+        the id of the tenant; None if the request had none.
+        """
         self._http.labels(route, str(status)).inc()
         self._http_seconds.labels(route).observe(seconds)
+        if tenant is not None and status >= HTTPStatus.BAD_REQUEST:
+            if len(self._failing) < _MAX_FAILING:
+                self._failing.add(tenant)
+            self._failures.labels(tenant if tenant in self._failing else OTHERS, str(status)).inc()
 
     def quota_refused(self, quota: str) -> None:
         """Counts a request or an upload that a quota refused. quota: the field with the exceeded limit."""

@@ -31,7 +31,14 @@ from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
 from slora_api.keys.running_requests import RunningRequests
-from slora_api.metrics.history import NUM_MINUTES, HistoryFile, find_conditions, merge, merge_records
+from slora_api.metrics.history import (
+    NUM_MINUTES,
+    HistoryFile,
+    Record,
+    find_conditions,
+    merge,
+    merge_records,
+)
 from slora_api.metrics.live_feed import LiveFeed, LiveServices
 from slora_api.metrics.names import ServerNames
 from slora_api.metrics.scraper import Scraper
@@ -177,7 +184,8 @@ class HistoryPoint(TypedDict):
 
     at: Unix time of its beginning. minutes: its recorded minutes; fewer than the interval has if the server was not
     running. answers: to requests of tenants, by status; status 0 counts clients that left. failures: the most frequent
-    ones, by status and route. first_token, gap: p50, p95, p99 and number of the times to the first token, and between
+    ones, by status and route. failing: the tenants with the most failed answers, by status and name. first_token, gap:
+    p50, p95, p99 and number of the times to the first token, and between
     tokens. queue_p95: of the times in the queue. starts: requests by where their adapters were. tokens: generated.
     engines: the smallest number of engines that served, and the number of all. pages: used, held by requests, and all.
     disk_free: bytes. ledger_lag, journal_bytes: of the usage that is not in the database yet. restarts: of processes.
@@ -187,6 +195,7 @@ class HistoryPoint(TypedDict):
     minutes: int
     answers: dict[str, int]
     failures: dict[str, int]
+    failing: dict[str, int]
     first_token: list[float | None]
     gap: list[float | None]
     queue_p95: float | None
@@ -247,6 +256,7 @@ def read_history(_operator: Operator, services: Wired[OperationServices], hours:
     now = time.time()
     step_s = math.ceil(hours * 60 / _MAX_POINTS) * 60
     records = services.history.read((now // 60 - hours * 60) * 60)
+    records = _name_tenants(records, services.tenant_store)
     recent = [record for record in records if record["at"] >= (now // 60 - _RECENT_MINUTES) * 60]
     return {
         "object": "history",
@@ -257,6 +267,18 @@ def read_history(_operator: Operator, services: Wired[OperationServices], hours:
         "points": merge_records(records, step_s),  # type: ignore[typeddict-item]
         "conditions": find_conditions(records, now),  # type: ignore[typeddict-item]
     }
+
+
+def _name_tenants(records: list[Record], tenant_store: TenantStore) -> list[Record]:
+    """Replaces the ids of tenants in `failing` by their present names. A deleted tenant keeps its id."""
+    ids = {tenant for record in records for _, tenant in map(str.split, record.get("failing", ()))}
+    names = tenant_store.find_names(ids)
+
+    def name(failing: Mapping[str, int]) -> dict[str, int]:
+        pairs = ((key.split(), count) for key, count in failing.items())
+        return {f"{status} {names.get(tenant, tenant)}": count for (status, tenant), count in pairs}
+
+    return [{**record, "failing": name(record.get("failing", {}))} for record in records]
 
 
 _Time = Annotated[float, Query(ge=0, allow_inf_nan=False)]

@@ -28,10 +28,12 @@ def test_the_operator_sees_first_what_failed_and_when(view: ConsolePage, platfor
             return {
                 "answers": {"200": 10, "503": 4},
                 "failures": {"503 /v1/chat/completions": 4},
+                "failing": {f"503 {platform.tenant_id('turned-away')}": 3, "503 others": 1},
                 "restarts": {"engine": 1},
             }
         return {"ledger_lag": 90} if back < 10 else {}
 
+    platform.key("turned-away")
     write_history(platform, change)
     view.open()
     view.page.get_by_label("API key or admin key").fill(ADMIN_KEY)
@@ -40,7 +42,9 @@ def test_the_operator_sees_first_what_failed_and_when(view: ConsolePage, platfor
     expect(view.page.locator(".notice").first).to_contain_text("Usage has not reached the database")
     failed = view.page.get_by_role("region", name="Failed requests")
     expect(failed.get_by_role("row").nth(1)).to_contain_text("503")
-    expect(failed.get_by_role("row").nth(1)).to_contain_text("8")
+    expect(failed.get_by_role("row").nth(1)).to_contain_text("8turned-away 6, others 2")
+    expect(failed.get_by_role("row").nth(1).locator("td").last).to_have_text("over")
+    expect(view.page.get_by_text("Serving since")).to_be_visible()
     events = view.page.get_by_role("region", name="Events of the server")
     expect(events.get_by_role("row").nth(1)).to_contain_text("The process engine died and was restarted.")
     errors = view.page.locator(".figure", has_text="Server errors")

@@ -190,7 +190,7 @@ def test_usage_has_a_cost_and_is_saved_as_csv(platform: Platform, view: ConsoleP
     expect(page.get_by_text("There are no prices, so there is no cost.")).to_be_visible()
     page.get_by_role("button", name="Set the prices").click()
     view.check_accessibility()
-    for name, value in (("Currency", "EUR"), ("in", "1000000"), ("out", "1000000")):
+    for name, value in (("Currency", "EUR"), ("Tokens in", "1000000"), ("Tokens out", "1000000")):
         page.get_by_role("dialog").get_by_label(name, exact=True).fill(value)
     confirm(page, "Set the prices")
     cost = f"{used['total_tokens'] + 60} EUR"

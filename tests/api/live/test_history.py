@@ -82,7 +82,7 @@ def test_a_record_with_long_names_loses_its_failures_but_not_its_counts(tmp_path
     file = HistoryFile(tmp_path / "history")
     (record,) = make_records(1, failures={f"429 /v1/{'x' * 200}{number}": 1 for number in range(5)})
     file.write(record)
-    assert file.read(0) == [{**record, "failures": {}}]
+    assert file.read(0) == [{**record, "failures": {}, "failing": {}}]
 
 
 def test_quantiles_are_those_of_prometheus() -> None:
@@ -173,7 +173,9 @@ def platform(tmp_path: Path) -> Iterator[Platform]:
         yield running
 
 
-def test_a_recorded_minute_has_what_happened_in_it(platform: Platform) -> None:
+def test_a_recorded_minute_has_what_happened_in_it(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
     services, foundation = platform.services, platform.services.foundation
     recorder = HealthRecorder(
         HistoryFile(foundation.data.history),
@@ -216,6 +218,13 @@ def test_a_recorded_minute_has_what_happened_in_it(platform: Platform) -> None:
     assert record["at"] == NOW - MINUTE_S
     assert record["answers"] == {"200": 3, "404": 2}
     assert record["failures"] == {"404 /v1/chat/completions": 2}
+    tenant = platform.tenant_id("watched")
+    assert record["failing"] == {f"404 {tenant}": 2}
+    with httpx.Client(base_url=platform.url, headers=bearer(ADMIN_KEY), verify=False) as admin:
+        admin.patch("/admin/tenants/watched", json={"name": "renamed"}).raise_for_status()
+        monkeypatch.setattr("slora_api.operations.routes.time.time", lambda: NOW + 1.0)
+        shown = admin.get("/admin/history").json()
+    assert shown["recent"]["failing"] == {"404 renamed": 2}
     assert record["first_token"][3] == 3 and record["ready"] and not record["read_only"]
     assert len(json.dumps(record)) < 1024
 

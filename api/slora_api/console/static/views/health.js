@@ -48,7 +48,9 @@ function sumUp(points) {
 }
 
 const shown = (value, format) => (value === null || value === undefined ? "–" : format(value));
-const both = (times) => `${shown(times[0], formatSeconds)} / ${shown(times[1], formatSeconds)}`;
+// A number stays on a line with its unit.
+const joined = (seconds) => shown(seconds, formatSeconds).replace(" ", "\u00a0");
+const both = (times) => `${joined(times[0])} / ${joined(times[1])}`;
 const span = (hours) => (hours === 1 ? "hour" : `${hours} hours`);
 
 // A number of the last minutes, and the same number over the range.
@@ -66,8 +68,11 @@ function State({ history, frame }) {
     return html`<${Notice} kind="error">No engine answers, so requests get a 503. It may be starting. The server runs since ${since}.</${Notice}>`;
   }
   if (holding.length === 0) return html`<${Notice} kind="good">Serving since ${since}. No condition needs a person.</${Notice}>`;
-  return holding.map((one) => html`
-    <${Notice} key=${one.name} kind=${one.severity === "critical" ? "error" : "warning"}>${one.text} <code>${one.name}</code></${Notice}>`);
+  return html`
+    ${holding.map((one) => html`
+      <${Notice} key=${one.name} kind=${one.severity === "critical" ? "error" : "warning"}>${one.text} It has been so for
+        ${one.minutes} min or longer. <code>${one.name}</code></${Notice}>`)}
+    <p class="note">Serving since ${since}.</p>`;
 }
 
 // The failures of the range, the most frequent first.
@@ -76,15 +81,32 @@ function listFailures(points) {
   for (const point of points) {
     for (const [name, count] of Object.entries(point.failures)) {
       const [status, ...route] = name.split(" ");
-      const one = found.get(name) ?? { name, status, route: route.join(" "), count: 0, last: 0 };
+      const one = found.get(name) ?? { name, status, route: route.join(" "), count: 0, first: point.at, last: 0 };
       found.set(name, { ...one, count: one.count + count, last: point.at });
     }
   }
   return [...found.values()].sort((one, other) => other.count - one.count);
 }
 
+// The tenants that got a status in the range, those with the most answers first: status -> [[tenant, count]].
+function listFailing(points) {
+  const sums = {};
+  for (const point of points) {
+    for (const [name, count] of Object.entries(point.failing)) {
+      const [status, tenant] = name.split(" ");
+      sums[status] ??= {};
+      sums[status][tenant] = (sums[status][tenant] ?? 0) + count;
+    }
+  }
+  return (status) => Object.entries(sums[status] ?? {}).sort(([, one], [, other]) => other - one);
+}
+
+const OTHERS = "others";
+const Failing = ({ tenants }) => tenants.slice(0, 3).map(([tenant, count], at) => html`${at > 0 && ", "}${tenant === OTHERS
+  ? tenant : html`<a href=${link("tenants", tenant)}>${tenant}</a>`} ${formatCount(count)}`);
+
 // What happened to the server in the range, newest first.
-function listEvents(points) {
+function listEvents(points, step) {
   const events = [];
   points.forEach((point, at) => {
     for (const [process, count] of Object.entries(point.restarts)) {
@@ -92,7 +114,9 @@ function listEvents(points) {
     }
     const last = points[at - 1];
     if (last === undefined) return;
-    if (point.ready !== last.ready) events.push({ time: point.at, text: point.ready ? "The server was ready again." : "The server was not ready." });
+    const missing = Math.round((point.at - last.at - step) / 60);
+    if (missing > 0) events.push({ time: last.at + step, text: `The server did not run, or could not record, for ${missing} min.` });
+    if (point.ready !== last.ready) events.push({ time: point.at, text: point.ready ? "The server was ready." : "The server was not ready." });
     if (point.read_only !== last.read_only) {
       events.push({ time: point.at, text: point.read_only ? "The disk was full." : "The disk had room again." });
     }
@@ -102,7 +126,7 @@ function listEvents(points) {
 
 const why = ({ waiting, running, first_token: firstToken, interval }) => {
   if (waiting > 0 && running === 0) return "waits for its turn or for its adapter";
-  if (waiting > 0) return "has more sequences than run at once";
+  if (waiting > 0) return `has ${formatCount(waiting + running)} sequences, of which ${formatCount(running)} run at once`;
   if (firstToken === null && interval === null) return "";
   return "computed without a queue";
 };
@@ -163,13 +187,14 @@ export function View({ me }) {
   ];
   const ranges = html`<span class="ranges" role="group" aria-label="Range of the history">${RANGES.map((one) => html`
     <button key=${one} aria-pressed=${one === hours} onClick=${() => setHours(one)}>${one} h</button>`)}</span>`;
+  const failing = listFailing(points);
   const kindsSeen = KINDS.filter((kind, at) => at === 0 || all.kinds[at] > 0);
   return html`
     ${error && html`<${ErrorNotice} error=${error} />`}
     <${State} history=${history} frame=${frame} />
     <div class="panels">
       <${Panel} title="The last five minutes" actions=${ranges} wide>
-        <dl class="figures">
+        <dl class="figures wider">
           <${Now} name="Requests/s" now=${shown(recent.requests, formatNumber)} before=${shown(all.requests, formatNumber)} hours=${hours} />
           <${Now} name="Server errors" now=${formatCount(failed)} before=${formatCount(all.kinds[3] + all.kinds[4] + all.kinds[5])}
             hours=${hours} isBad=${failed > 0} />
@@ -177,8 +202,8 @@ export function View({ me }) {
           <${Now} name="TTFT p50 / p99" now=${both(recent.firstToken)} before=${both(all.firstToken)} hours=${hours} />
           <${Now} name="ITL p50 / p99" now=${both(recent.gap)} before=${both(all.gap)} hours=${hours} />
           <${Now} name="Tokens/s" now=${shown(recent.tokens, formatNumber)} before=${shown(all.tokens, formatNumber)} hours=${hours} />
-          <${Now} name="Queue" now=${shown(frame?.traffic.waiting, formatCount)} before=${`at most ${shown(all.waiting, formatCount)}`} hours=${hours} />
-          <${Now} name="Pool used" now=${shown(used, formatShare)} />
+          <${Now} name="Queue now" now=${shown(frame?.traffic.waiting, formatCount)} before=${`at most ${shown(all.waiting, formatCount)}`} hours=${hours} />
+          <${Now} name="Pool used now" now=${shown(used, formatShare)} />
           <${Now} name="Disk free" now=${shown(newest?.disk_free, formatBytes)} isBad=${newest?.read_only ?? false} />
           <${Now} name="Engines serving" now=${newest ? `${newest.engines[0]} of ${newest.engines[1]}` : "–"}
             isBad=${newest !== undefined && newest.engines[0] < newest.engines[1]} />
@@ -186,6 +211,18 @@ export function View({ me }) {
       </${Panel}>
     </div>
     <div class="panels halves">
+      ${frame && html`<${Panel} title="Who is slow" wide><${Tenants} frame=${frame} /></${Panel}>`}
+      <${Panel} title=${`What failed in the last ${span(hours)}`} wide>
+        <${Table} caption="Failed requests" rows=${listFailures(points)} rowKey=${(one) => one.name} empty="Nothing failed." columns=${[
+          { name: "Status", cell: (one) => one.status },
+          { name: "Route", cell: (one) => html`<code>${one.route}</code>` },
+          { name: "Answers", isNumber: true, cell: (one) => formatCount(one.count) },
+          { name: "Whose", cell: (one) => html`<${Failing} tenants=${failing(one.status)} />` },
+          { name: "First", cell: (one) => formatTime(one.first) },
+          { name: "Last", cell: (one) => formatTime(one.last) },
+          { name: "State", cell: (one) => (history.time - one.last < (history.step + 120) ? html`<span class="tag lost">now</span>` : "over") },
+        ]} />
+      </${Panel}>
       <${Panel} title="Requests per second by outcome">
         <${Chart} title="Requests per second" points=${points} format=${formatNumber} stacked
           series=${kindsSeen.map((kind) => ({ ...kind, value: rateOf(kind) }))} />
@@ -200,17 +237,8 @@ export function View({ me }) {
         <${Chart} title="Generated tokens per second" points=${points} format=${formatNumber}
           series=${[{ name: "tokens/s", color: "var(--c0)", value: (point) => point.tokens / (point.minutes * 60) }]} />
       </${Panel}>
-      ${frame && html`<${Panel} title="Who is slow" wide><${Tenants} frame=${frame} /></${Panel}>`}
-      <${Panel} title=${`What failed in the last ${span(hours)}`}>
-        <${Table} caption="Failed requests" rows=${listFailures(points)} rowKey=${(one) => one.name} empty="Nothing failed." columns=${[
-          { name: "Status", cell: (one) => one.status },
-          { name: "Route", cell: (one) => html`<code>${one.route}</code>` },
-          { name: "Answers", isNumber: true, cell: (one) => formatCount(one.count) },
-          { name: "Last", cell: (one) => formatTime(one.last) },
-        ]} />
-      </${Panel}>
-      <${Panel} title="Events">
-        <${Table} caption="Events of the server" rows=${listEvents(points)} rowKey=${(one) => `${one.time} ${one.text}`} empty="Nothing happened." columns=${[
+      <${Panel} title="Events" wide>
+        <${Table} caption="Events of the server" rows=${listEvents(points, history.step)} rowKey=${(one) => `${one.time} ${one.text}`} empty="Nothing happened." columns=${[
           { name: "Time", cell: (one) => formatTime(one.time) },
           { name: "Event", cell: (one) => one.text },
         ]} />

@@ -23,6 +23,7 @@ const EVENTS = {
 const MAX_HEIGHT = 380, MIN_CELL = 3, MAX_CELL = 20;
 // Smaller cells have no room for the mark of an adapter.
 const MARKED_CELL = 6;
+const MOST_ADAPTERS = 10;
 
 const isAdapter = (owner) => owner.content === "adapter" || owner.content === "idle_adapter";
 const isIdle = (owner) => owner.content === "prefix" || owner.content === "idle_adapter";
@@ -133,7 +134,7 @@ function PageMap({ pool }) {
       <li><i class="swatch idle_adapter"></i>idle adapters</li>
       ${pool.owners.some((owner) => owner.content === "other") && html`<li><i class="swatch others"></i>other tenants</li>`}
       <li><i class="swatch free"></i>free</li>
-      ${pool.stride > 1 && html`<li class="note">Each square shows one of ${pool.stride} pages.</li>`}
+      ${pool.stride > 1 && html`<li class="note">The pool has more pages than squares: each square shows one page of ${pool.stride}.</li>`}
     </ul>`;
 }
 
@@ -142,6 +143,19 @@ function rowsOf({ pool, tenants }) {
   if (pool.counts.other > 0) rows.push({ tenant: null, total: pool.counts.other });
   rows.push({ isFree: true, total: pool.counts.free });
   return rows;
+}
+
+// The adapters with the most pages. Where a square stands for several pages, their numbers are estimates.
+function countAdapters({ pool }) {
+  const sums = new Map();
+  for (const cell of decode(pool.cells)) {
+    const owner = cell === 0 ? null : pool.owners[cell - 1];
+    if (owner === null || !isAdapter(owner)) continue;
+    const key = `${owner.tenant} ${owner.adapter}`;
+    const one = sums.get(key) ?? { key, ...owner, pages: 0 };
+    sums.set(key, { ...one, pages: one.pages + pool.stride });
+  }
+  return [...sums.values()].sort((one, other) => other.pages - one.pages).slice(0, MOST_ADAPTERS);
 }
 
 const name = (row) => {
@@ -196,6 +210,16 @@ export function View({ me }) {
             { name: "Adapters", cell: (row) => count(row.adapters), isNumber: true },
             { name: "Idle", cell: (row) => count(row.idle_adapters), isNumber: true },
             { name: "Total", cell: (row) => count(row.total), isNumber: true },
+          ]} />
+      </${Panel}>
+      <${Panel} title="Adapters with the most pages" wide>
+        <${Table} caption="Adapters with the most pages" rows=${countAdapters(frame)} rowKey=${(row) => row.key}
+          empty="No adapter is in the pool." columns=${[
+            { name: "Adapter", cell: (row) => row.adapter },
+            { name: "Tenant", cell: name },
+            { name: "State", cell: (row) => (isIdle(row) ? "idle" : "in use") },
+            { name: "Pages", cell: (row) => `${pool.stride > 1 ? "about " : ""}${formatCount(row.pages)}`, isNumber: true },
+            { name: "Of the pool", cell: (row) => share(row.pages), isNumber: true },
           ]} />
       </${Panel}>
       <${Panel} title="What happened" wide>

@@ -11,7 +11,10 @@ const PERIODS = [
   { id: "day", title: "Last 24 hours", width: "1h", limit: 24 },
   { id: "month", title: "Last 30 days", width: "1d", limit: 30 },
 ];
-const KINDS = [["input", "in"], ["cached_input", "in, cached"], ["output", "out"]];
+const MONTH_S = 30 * 86_400;
+// A shorter time says little about a month.
+const MIN_PACE_S = 600;
+const KINDS = [["input", "Tokens in"], ["cached_input", "Tokens in that the prefix cache had"], ["output", "Tokens out"]];
 
 // The cost of a sum, or null without prices. Tokens of the prefix cache have a price of their own. Tokens of batches are
 // billed for less; how many of them the cache had is not known, so the whole input is reduced alike.
@@ -43,11 +46,10 @@ function PriceForm({ prices, onClose, onChanged }) {
 // Says which prices hold. An operator may change them.
 function Prices({ prices, isOperator, onChanged }) {
   const [isOpen, setOpen] = useState(false);
-  const known = KINDS.filter(([name]) => prices[name] !== null);
+  const show = (name) => `${formatNumber(prices[name] ?? 0)} ${prices.currency}`.trim();
   return html`
     <p class="note">${hasPrices(prices)
-      ? html`A million tokens cost ${known.map(([name, title]) => `${title} ${formatNumber(prices[name])}`).join(", ")}${" "}
-          ${prices.currency}.`
+      ? `The operator's prices of a million tokens: in ${show("input")}, cached ${show("cached_input")}, out ${show("output")}.`
       : "There are no prices, so there is no cost."}
       ${isOperator && html`${" "}<button onClick=${() => setOpen(true)}>Set the prices</button>`}</p>
     ${isOpen && html`<${PriceForm} prices=${prices} onClose=${() => setOpen(false)} onChanged=${onChanged} />`}`;
@@ -91,6 +93,10 @@ export function UsagePanel({ route }) {
     const cost = (one) => costOf(one, prices);
     columns.push({ name: prices.currency ? `Cost in ${prices.currency}` : "Cost", raw: cost, isNumber: true, cell: (one) => formatNumber(cost(one)) });
   }
+  // Extrapolates from the first bucket with usage on.
+  const used = total.value?.buckets.filter((bucket) => bucket.results.length > 0) ?? [];
+  const seconds = used.length > 0 ? Date.now() / 1000 - used[0].start_time : 0;
+  const pace = wholeCost === null || seconds < MIN_PACE_S ? null : (wholeCost * MONTH_S) / Math.max(seconds, 1);
   const reload = () => [total, models, priced].forEach((one) => one.reload());
   return html`
     <${Panel} title="Usage" wide actions=${html`<span class="row-actions">
@@ -102,7 +108,8 @@ export function UsagePanel({ route }) {
       ${total.value && html`<${Chart} buckets=${total.value.buckets} title=${period.title} />`}
       ${models.value && html`<${Table} caption="Usage by model" columns=${columns} rows=${rows}
         rowKey=${(one) => one.key} empty="Nothing was used in this period." />`}
-      ${wholeCost !== null && html`<p><strong>Cost of the ${period.title.toLowerCase()}: ${formatNumber(wholeCost)} ${prices.currency}</strong></p>`}
+      ${wholeCost !== null && html`<p><strong>Cost of the ${period.title.toLowerCase()}: ${formatNumber(wholeCost)} ${prices.currency}</strong>
+        ${pace !== null && html`${" "}<span class="note">At this pace, 30 days cost ${formatNumber(pace)} ${prices.currency}.</span>`}</p>`}
       ${prices && html`<${Prices} prices=${prices} isOperator=${route.startsWith("admin/")} onChanged=${priced.reload} />`}
       ${models.value?.isCut && html`<p class="note">There are more models than one page shows. All of them:
         <code>slora usage --by day --group-by model --csv</code></p>`}
