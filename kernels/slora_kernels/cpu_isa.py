@@ -5,6 +5,7 @@ when `slora_kernels` is imported, which is before any module of slora imports to
 libraries' variables.
 """
 
+import ctypes
 import os
 import sys
 from collections.abc import Mapping
@@ -13,6 +14,8 @@ from functools import cache
 from pathlib import Path
 
 VARIABLE = "SLORA_CPU_ISA"
+# The call arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) of x86-64.
+_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +48,15 @@ _AMX = f"{_AVX512_BF16} amx_tile amx_bf16 amx_int8"
 _LLVM_AVX2 = "+avx2,+fma,+f16c"
 _LLVM_AVX512 = f"{_LLVM_AVX2},+avx512f,+avx512bw,+avx512dq,+avx512vl,+avx512cd"
 _LLVM_AVX512_BF16 = f"{_LLVM_AVX512},+avx512vnni,+avx512bf16"
-# Our own kernels have no code for AMX, so `amx` compiles them like `avx512_bf16`. MKL only computes in float32.
+_LLVM_AMX = f"{_LLVM_AVX512_BF16},+amx-tile,+amx-bf16"
+# MKL only computes in float32.
 CPU_ISAS = {
     "avx2": _describe(_AVX2, "AVX2", "avx2", "AVX2", "haswell", _LLVM_AVX2),
     "avx512": _describe(_AVX512, "AVX512_CORE", "avx512", "AVX512", "skylake-avx512", _LLVM_AVX512),
     "avx512_bf16": _describe(
         _AVX512_BF16, "AVX512_CORE_BF16", "avx512", "AVX512", "cooperlake", _LLVM_AVX512_BF16
     ),
-    "amx": _describe(_AMX, "AVX512_CORE_AMX", "avx512", "AVX512", "cooperlake", _LLVM_AVX512_BF16),
+    "amx": _describe(_AMX, "AVX512_CORE_AMX", "avx512", "AVX512", "cooperlake", _LLVM_AMX),
 }
 
 
@@ -70,6 +74,15 @@ def multiplies_bfloat16() -> bool:
     chosen = os.environ.get(VARIABLE)
     isas = [chosen] if chosen in CPU_ISAS else list_available_isas()
     return any("avx512_bf16" in CPU_ISAS[isa].flags for isa in isas)
+
+
+@cache
+def permits_tiles() -> bool:
+    """Whether Linux lets this process use the tiles of AMX. A process must ask before it uses them, and a sandbox may
+    refuse. oneDNN asks, too.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.syscall(_ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA) == 0)
 
 
 def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas, permits_tiles
 from tests.support.cpu_kernels import CPU_KERNELS
 
 ROOT = Path(__file__).parents[2]
@@ -48,8 +48,18 @@ print(multiplies_bfloat16())
 print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 LANES = """
-from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, LANES
-print(LANES, HAS_BFLOAT16_DOT)
+from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, HAS_TILES, LANES
+print(LANES, HAS_BFLOAT16_DOT, HAS_TILES)
+"""
+# As in a sandbox that does not let a process use the tiles of AMX.
+WITHOUT_PERMISSION = """
+import slora_kernels.cpu_isa
+slora_kernels.cpu_isa.permits_tiles = lambda: False
+import torch
+from slora_kernels.cpu import intrinsics, kernels
+from slora_kernels.kv_format import KVFormat
+workers = kernels._workers(KVFormat.MODEL, torch.bfloat16)
+print(workers[-1].__name__, intrinsics._name_cache().rpartition("-")[2])
 """
 
 
@@ -63,7 +73,14 @@ def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: s
     assert multiplies == str(has_bfloat16)
     # oneDNN computes in bfloat16 with any AVX-512.
     assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
-    assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16}"]
+    has_tiles = isa == "amx" and permits_tiles()
+    assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16} {has_tiles}"]
+
+
+@pytest.mark.skipif("numba" not in CPU_KERNELS, reason="there are no kernels of our own")
+def test_a_process_without_the_permission_for_tiles_attends_without_them() -> None:
+    run = run_python("-c", WITHOUT_PERMISSION, isa="")
+    assert (run.stdout, run.returncode) == ("attend_worker plain\n", 0), run.stderr
 
 
 @pytest.fixture

@@ -74,6 +74,11 @@ def count_float_scratch(head_dim: int) -> int:
     return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
 
 
+def count_starts() -> int:
+    """Number of places (int64) that a worker needs: those of a block's keys, and of its tiles in `tile_attention`."""
+    return BLOCK_KEYS + 16
+
+
 def count_operand_scratch(head_dim: int) -> int:
     """Number of `operand_dtype` scratch values that a worker needs.
 

@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, QueryKeyNorm
-from slora_kernels.cpu.attention import NO_WINDOW, TILE_ROWS, count_float_scratch, count_operand_scratch
+from slora_kernels.cpu.attention import (
+    NO_WINDOW,
+    TILE_ROWS,
+    count_float_scratch,
+    count_operand_scratch,
+    count_starts,
+)
 from slora_kernels.cpu.job_fields import (
     NO_TENSOR,
     JobWords,
@@ -21,7 +27,6 @@ from slora_kernels.cpu.job_fields import (
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
-from slora_kernels.cpu.softmax import BLOCK_KEYS
 from slora_kernels.layout import SCALE_BYTES
 
 
@@ -143,8 +148,9 @@ class AttentionPlan:
         heads = _choose_heads_per_item(len(self._tiles), geometry.num_kv_heads, group, batch.max_query_len)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
         # Scratch of each thread: the start of each key of a block (int64), float32 values, values of `operand_dtype`.
-        starts, floats = 2 * BLOCK_KEYS, count_float_scratch(size)
-        self._scratch = self._reserve(starts + floats + count_operand_scratch(size))
+        starts, floats = 2 * count_starts(), count_float_scratch(size)
+        # Scratch of a thread begins at a cache line.
+        self._scratch = self._reserve(-(-(starts + floats + count_operand_scratch(size)) // 16) * 16)
         first, threads, pitch = pack_rows(self._scratch)
         address = first + 4 * starts
         self._attend_words = pack_fields(

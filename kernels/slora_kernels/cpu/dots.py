@@ -82,7 +82,7 @@ def _emit_dots(tokens: int, rows: int) -> Callable[..., None]:
     return dots
 
 
-def _transpose(builder: Any, vectors: list[Any]) -> list[Any]:
+def transpose_vectors(builder: Any, vectors: list[Any]) -> list[Any]:
     """Transposes n vectors of n lanes: lane i of vector k becomes lane k of vector i. n is a power of two.
 
     If the vectors have more lanes, each group of n lanes is transposed separately.
@@ -153,7 +153,7 @@ def _emit_key_dots(tokens: int) -> Callable[..., None]:
                         shuffle(builder, a, b, list(range(LANES)))
                         for a, b in zip(words[:half], words[half:], strict=True)
                     ]
-                    for k, word in enumerate(_transpose(builder, joined)):
+                    for k, word in enumerate(transpose_vectors(builder, joined)):
                         first = builder.add(column, I64(2 * k))
                         if in_pairs:
                             add(first, word)
@@ -167,7 +167,7 @@ def _emit_key_dots(tokens: int) -> Callable[..., None]:
                         )
                 else:
                     found = [reader.load(1, column) for reader in readers]
-                    for k, weight in enumerate(_transpose(builder, found)):
+                    for k, weight in enumerate(transpose_vectors(builder, found)):
                         add(builder.add(column, I64(k)), weight)
             mask = mask_below(builder, args[5])
             for t in range(tokens):

@@ -28,6 +28,7 @@ from numba import cfunc, config, extending, njit, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
 
+from slora_kernels.cpu_isa import permits_tiles
 from slora_kernels.kernel_cache import choose_kernel_cache
 
 _log = logging.getLogger("slora.kernels")
@@ -91,7 +92,9 @@ def _name_cache() -> str:
     numba only checks the worker's own file. After a change in another file, numba would load outdated machine code.
     """
     sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    return f"numba-{hashlib.sha256(sources).hexdigest()[:16]}"
+    # A process without the permission gets other machine code.
+    tiles = "tiles" if permits_tiles() else "plain"
+    return f"numba-{hashlib.sha256(sources).hexdigest()[:16]}-{tiles}"
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,12 +26,13 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.cpu import argmax, attention, elementwise, lora, quantized
+from slora_kernels.cpu import argmax, attention, elementwise, lora, quantized, tile_attention
 from slora_kernels.cpu.attention_plan import AttentionPlan
 from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
 from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pack_field, pack_row, pack_rows
 from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
 from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.cpu.vectors import HAS_TILES
 from slora_kernels.cpu_isa import find_cpu_isa
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite
@@ -76,11 +77,21 @@ def compile_kernel(index: int, dtype: torch.dtype, kv_format: KVFormat) -> None:
 
     The kernels whose indices are in `KV_KERNELS` depend on the KV format.
     """
-    compile_for_dtype(_workers(kv_format)[index], dtype)
+    compile_for_dtype(_workers(kv_format, dtype)[index], dtype)
 
 
-def _workers(kv_format: KVFormat) -> tuple[Worker, ...]:
-    return (*_WORKERS, *_KV_WORKERS[kv_format])
+def _workers(
+    kv_format: KVFormat, dtype: torch.dtype, head_dim: int = tile_attention.TILE_DIMS
+) -> tuple[Worker, ...]:
+    rotate, attend = _KV_WORKERS[kv_format]
+    if (
+        HAS_TILES
+        and dtype == torch.bfloat16
+        and kv_format is KVFormat.MODEL
+        and head_dim % tile_attention.TILE_DIMS == 0
+    ):
+        attend = tile_attention.attend_tiles_worker
+    return (*_WORKERS, rotate, attend)
 
 
 class NumbaKernels:
@@ -108,7 +119,7 @@ class NumbaKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        workers = _workers(geometry.kv_format)
+        workers = _workers(geometry.kv_format, geometry.dtype, geometry.head_dim)
         for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=None):
             compile_for_dtype(worker, geometry.dtype)
         return time.perf_counter() - start
@@ -227,7 +238,7 @@ class NumbaKernels:
         assert q.stride(1) == geometry.head_dim
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
-        _, worker = _KV_WORKERS[geometry.kv_format]
+        *_, worker = _workers(geometry.kv_format, geometry.dtype, geometry.head_dim)
         self._run(worker, geometry.dtype, job, num_elements=num_elements)
         return out
 

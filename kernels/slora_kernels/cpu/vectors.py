@@ -27,6 +27,7 @@ from slora_kernels.cpu.intrinsics import (
     narrow_value,
     widen_value,
 )
+from slora_kernels.cpu_isa import permits_tiles
 
 
 def _cpu_has(feature: str) -> bool:
@@ -56,6 +57,8 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
 LANES = 16 if _cpu_has("avx512f") else 8
 # Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
 HAS_BFLOAT16_DOT = LANES == 16 and _cpu_has("avx512bf16")
+# Whether there are tiles (AMX) whose products add 32 bfloat16 products to each float32.
+HAS_TILES = HAS_BFLOAT16_DOT and _cpu_has("amx-tile") and _cpu_has("amx-bf16") and permits_tiles()
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
 # A mark of LLVM that only concerns divisions.
@@ -193,8 +196,8 @@ def max_vector(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def exp2_vector(builder: Any, x: Any) -> Any:
-    """2^x for lanes with x <= 0. See `intrinsics.exp2`."""
+def exp2_vector(builder: Any, x: Any, num_terms: int = len(EXP2_TERMS)) -> Any:
+    """2^x for lanes with x <= 0. See `intrinsics.exp2`. num_terms: fewer terms are faster and less exact."""
 
     def fill(number: float | np.float32) -> Any:
         return ir.Constant(VECTOR, [float(number)] * LANES)
@@ -206,8 +209,9 @@ def exp2_vector(builder: Any, x: Any) -> Any:
     )
     whole = builder.call(rounding, [x])
     f = builder.fsub(x, whole, flags=IN_ORDER)
-    series = fill(EXP2_TERMS[-1])
-    for term in (*EXP2_TERMS[-2::-1], np.float32(1.0)):
+    highest, *others = reversed(EXP2_TERMS[:num_terms])
+    series = fill(highest)
+    for term in (*others, np.float32(1.0)):
         series = multiply_add(builder, f, series, fill(term))
     if LANES == 16:
         kind = ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, _I16, I32])
