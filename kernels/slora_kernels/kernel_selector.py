@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from slora_kernels.cpu_isa import check_cpu_isa
+from slora_kernels.cpu_isa import check_cpu_isa, find_cpu_isa, permits_tiles
 from slora_kernels.kernel_cache import prepare_triton_cache
 from slora_kernels.ops import Kernels
 
@@ -32,6 +32,15 @@ def _choose(device: torch.device) -> str:
     if device.type != "cpu":
         return "triton"
     return "numba" if importlib.util.find_spec("numba") is not None else "torch"
+
+
+def find_tile_weights() -> type | None:
+    """The class of weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if numba, which
+    compiles their kernels, is not installed.
+    """
+    if find_cpu_isa() != "amx" or not permits_tiles() or importlib.util.find_spec("numba") is None:
+        return None
+    return cast(type, importlib.import_module("slora_kernels.cpu.tile_linear").TileWeight)
 
 
 def select_kernels(name: str, device: torch.device) -> Kernels:

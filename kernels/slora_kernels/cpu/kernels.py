@@ -6,7 +6,7 @@ each call from scratch took 2 ms of a decode step of 40 ms.
 
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -26,7 +26,15 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.cpu import argmax, attention, elementwise, lora, quantized, tile_attention
+from slora_kernels.cpu import (
+    argmax,
+    attention,
+    elementwise,
+    lora,
+    quantized,
+    tile_attention,
+    tile_linear,
+)
 from slora_kernels.cpu.attention_plan import AttentionPlan
 from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
 from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pack_field, pack_row, pack_rows
@@ -63,8 +71,6 @@ _KV_WORKERS = {
     KVFormat.FP8: (elementwise.rotate_and_write_fp8_worker, attention.attend_fp8_worker),
 }
 Worker = Callable[[Any], None]
-NUM_KERNELS = len(_WORKERS) + len(_KV_WORKERS[KVFormat.MODEL])
-KV_KERNELS = range(len(_WORKERS), NUM_KERNELS)
 
 
 @cache
@@ -72,12 +78,18 @@ def compile_for_dtype(worker: Worker, dtype: torch.dtype) -> Any:
     return compile_worker(worker, _CARRIERS[dtype])
 
 
-def compile_kernel(index: int, dtype: torch.dtype, kv_format: KVFormat) -> None:
-    """Compiles one of the `NUM_KERNELS` kernels of a model of `dtype` into numba's cache on disk.
+def list_kernels(
+    dtype: torch.dtype, kv_format: KVFormat, head_dim: int = tile_attention.TILE_DIMS
+) -> tuple[Callable[[], Any], ...]:
+    """Returns the functions that each compile a kernel of a model into numba's cache on disk, or load it from there.
 
-    The kernels whose indices are in `KV_KERNELS` depend on the KV format.
+    The last two kernels depend on the KV format.
     """
-    compile_for_dtype(_workers(kv_format, dtype)[index], dtype)
+    linears: tuple[Worker, ...] = ()
+    if HAS_TILES and dtype == torch.bfloat16:
+        linears = (tile_linear.linear_worker, tile_linear.biased_linear_worker)
+    own = (partial(compile_for_dtype, worker, dtype) for worker in _workers(kv_format, dtype, head_dim))
+    return (*(partial(tile_linear.compile_linear, worker) for worker in linears), *own)
 
 
 def _workers(
@@ -119,9 +131,9 @@ class NumbaKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        workers = _workers(geometry.kv_format, geometry.dtype, geometry.head_dim)
-        for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=None):
-            compile_for_dtype(worker, geometry.dtype)
+        kernels = list_kernels(geometry.dtype, geometry.kv_format, geometry.head_dim)
+        for compile_one in tqdm(kernels, "CPU kernels", unit="kernel", leave=False, disable=None):
+            compile_one()
         return time.perf_counter() - start
 
     def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 import torch
 from tqdm import tqdm
 
-from slora_kernels.cpu.kernels import KV_KERNELS, NUM_KERNELS, compile_kernel
+from slora_kernels.cpu.kernels import list_kernels
 from slora_kernels.cpu_isa import multiplies_bfloat16
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.machine_limits import machine_limits
@@ -23,7 +23,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 
 def _compile(index: int, dtype: str, kv_format: KVFormat) -> None:
-    compile_kernel(index, _DTYPES[dtype], kv_format)
+    list_kernels(_DTYPES[dtype], kv_format)[index]()
 
 
 def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
@@ -31,8 +31,11 @@ def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
     if dtype == "fastest":
         dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     if kv_format:
-        return [(index, dtype, KVFormat(kv_format)) for index in KV_KERNELS]
-    return [(index, dtype, KVFormat.MODEL) for index in range(NUM_KERNELS)]
+        # The others are the same for all formats.
+        return [(index, dtype, KVFormat(kv_format)) for index in (-2, -1)]
+    return [
+        (index, dtype, KVFormat.MODEL) for index in range(len(list_kernels(_DTYPES[dtype], KVFormat.MODEL)))
+    ]
 
 
 def main() -> None:

@@ -104,9 +104,20 @@ _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _BYTES, _WORDS, _INTS = _I8.as_pointer(), ir.VectorType(_I16, 2 * STRIP), ir.VectorType(I32, STRIP)
 
 
-def _call(builder: Any, name: str, kinds: list[Any], *args: Any) -> None:
+def call_instruction(builder: Any, name: str, kinds: list[Any], *args: Any) -> None:
     function = cgutils.get_or_insert_function(builder.module, ir.FunctionType(ir.VoidType(), kinds), name)
     builder.call(function, args)
+
+
+def describe_tiles() -> bytearray:
+    """The configuration of all tiles with 16 rows of 64 bytes. From byte 16 on, it has the bytes of a row of each tile,
+    and from byte 48 on the number of rows.
+    """
+    config = bytearray(64)
+    config[0] = 1
+    for tile in range(_NUM_TILES):
+        config[16 + 2 * tile], config[48 + tile] = _TILE_BYTES, _TILE_ROWS
+    return config
 
 
 @intrinsic
@@ -118,18 +129,13 @@ def configure_tiles(typing: Any) -> Any:
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Palette 1; from byte 16 on the bytes of a row of each tile, from byte 48 on the rows.
-        config = bytearray(64)
-        config[0] = 1
-        for tile in range(_NUM_TILES):
-            config[16 + 2 * tile], config[48 + tile] = _TILE_BYTES, _TILE_ROWS
-        place = cgutils.alloca_once_value(builder, cgutils.make_bytearray(config))
-        _call(builder, "llvm.x86.ldtilecfg", [_BYTES], builder.bitcast(place, _BYTES))
+        place = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
+        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], builder.bitcast(place, _BYTES))
         mode = cgutils.alloca_once(builder, I32)
-        _call(builder, "llvm.x86.sse.stmxcsr", [_BYTES], builder.bitcast(mode, _BYTES))
+        call_instruction(builder, "llvm.x86.sse.stmxcsr", [_BYTES], builder.bitcast(mode, _BYTES))
         before = builder.load(mode)
         builder.store(builder.or_(before, I32(_FLUSH_MODE)), mode)
-        _call(builder, "llvm.x86.sse.ldmxcsr", [_BYTES], builder.bitcast(mode, _BYTES))
+        call_instruction(builder, "llvm.x86.sse.ldmxcsr", [_BYTES], builder.bitcast(mode, _BYTES))
         return before
 
     return types.int32(), emit
@@ -140,22 +146,22 @@ def release_tiles(typing: Any, mode: Int) -> Any:
     """mode: what `configure_tiles` returned."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        _call(builder, "llvm.x86.tilerelease", [])
+        call_instruction(builder, "llvm.x86.tilerelease", [])
         place = cgutils.alloca_once_value(builder, args[0])
-        _call(builder, "llvm.x86.sse.ldmxcsr", [_BYTES], builder.bitcast(place, _BYTES))
+        call_instruction(builder, "llvm.x86.sse.ldmxcsr", [_BYTES], builder.bitcast(place, _BYTES))
         return context.get_dummy_value()
 
     return types.void(types.int32), emit
 
 
-class _Tiles:
+class Tiles:
     """Emits the instructions for tiles. Addresses and pitches are in bytes."""
 
     def __init__(self, builder: Any) -> None:
         self._builder = builder
 
     def clear(self, tile: int) -> None:
-        _call(self._builder, "llvm.x86.tilezero", [_I8], _I8(tile))
+        call_instruction(self._builder, "llvm.x86.tilezero", [_I8], _I8(tile))
 
     def load(self, tile: int, address: Any, pitch: Any) -> None:
         self._move("llvm.x86.tileloadd64", tile, address, pitch)
@@ -164,11 +170,13 @@ class _Tiles:
         self._move("llvm.x86.tilestored64", tile, address, pitch)
 
     def multiply(self, total: int, a: int, b: int) -> None:
-        _call(self._builder, "llvm.x86.tdpbf16ps", [_I8] * 3, *(_I8(tile) for tile in (total, a, b)))
+        call_instruction(
+            self._builder, "llvm.x86.tdpbf16ps", [_I8] * 3, *(_I8(tile) for tile in (total, a, b))
+        )
 
     def _move(self, name: str, tile: int, address: Any, pitch: Any) -> None:
         pointer = self._builder.inttoptr(address, _BYTES)
-        _call(self._builder, name, [_I8, _BYTES, I64], _I8(tile), pointer, pitch)
+        call_instruction(self._builder, name, [_I8, _BYTES, I64], _I8(tile), pointer, pitch)
 
 
 def _address(context: Any, builder: Any, kind: Any, array: Any) -> Any:
@@ -183,7 +191,7 @@ def score_keys(typing: Any, scores: Array, keys: Array, queries: Array, size: In
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tiles = _Tiles(builder)
+        tiles = Tiles(builder)
         target, first_key, first_query = (
             _address(context, builder, kind, value)
             for kind, value in zip(signature.args[:3], args[:3], strict=True)
@@ -240,7 +248,7 @@ def score_token_keys(
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tiles = _Tiles(builder)
+        tiles = Tiles(builder)
         target, first_number, first_query = (
             _address(context, builder, signature.args[k], args[k]) for k in (0, 1, 3)
         )
@@ -372,7 +380,7 @@ def add_values(typing: Any, sums: Array, values: Array, weights: Array, size: In
     """sums [size, 16] += values [size, BLOCK_KEYS] times weights [BLOCK_KEYS / 2, 2 * 16] of the first `count` keys."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        tiles = _Tiles(builder)
+        tiles = Tiles(builder)
         target, first_value, first_weight = (
             _address(context, builder, kind, value)
             for kind, value in zip(signature.args[:3], args[:3], strict=True)

@@ -1,4 +1,5 @@
-"""Weights packed at load time into the blocks of the CPU's matmul library (oneDNN).
+"""Weights packed at load time: into the blocks of the CPU's matmul library (oneDNN), or with AMX into the panels of our
+own products.
 
 oneDNN also accepts plain rows, but then it packs them in every call. Measured with two AVX-512 cores on the linears of
 a 110M model, in ms, plain / packed:
@@ -9,10 +10,12 @@ a 110M model, in ms, plain / packed:
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slora_kernels.kernel_selector import find_tile_weights
 from slora_kernels.torch.row_blocks import (
     Multiply,
     even_terms,
@@ -32,13 +35,17 @@ class PackedWeight:
     """A packed weight [out, in].
 
     pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight, or one more
-    column (see `even_terms`).
+    column (see `even_terms`). tiles: the weight for our own products instead, a `TileWeight`.
     """
 
     pieces: tuple[Tensor, ...]
+    tiles: Any = None
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
+        if self.tiles is not None:
+            product: Tensor = self.tiles.multiply(x, bias)
+            return product
         x = even_terms(x)
         if len(self.pieces) == 1:
             return _multiply_piece(x, self.pieces[0], bias)
@@ -55,6 +62,9 @@ def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWe
     """
     if not _can_pack(weight):
         return weight
+    tile_weights: Any = find_tile_weights()
+    if tile_weights is not None and tile_weights.suits(weight):
+        return PackedWeight((), tile_weights(weight))
     pieces = split_weight(even_terms(weight))
     for piece in pieces:
         _find_counts(len(piece), piece.shape[1], piece.dtype, is_biased=is_biased)
@@ -65,6 +75,8 @@ def multiply_freely(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
     """x [T, in] -> [T, out], with the library's own choice for this number of rows. For comparisons only."""
     if isinstance(weight, Tensor):
         return torch.mm(x, weight.T)
+    if weight.tiles is not None:
+        return weight.multiply(x)
     products = [_call(x, piece, None) for piece in weight.pieces]
     return products[0] if len(products) == 1 else torch.cat(products, dim=1)
 

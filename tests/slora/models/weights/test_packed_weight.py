@@ -12,7 +12,7 @@ from slora.models.weights.packed_weight import pack_weight
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("biased", (False, True), ids=("plain", "biased"))
-@pytest.mark.parametrize("shape", ((768, 256), (100, 72), (7, 3)))
+@pytest.mark.parametrize("shape", ((768, 256), (100, 96), (100, 72), (7, 3)))
 def test_a_packed_weight_multiplies_like_the_plain_one(
     dtype: torch.dtype, biased: bool, shape: tuple[int, int]
 ) -> None:
