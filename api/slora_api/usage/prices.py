@@ -40,7 +40,12 @@ class PriceChange(BaseModel):
 
 
 class PricesObject(TypedDict):
-    """The prices of a million tokens; null if the operator has set none. See PUT /admin/prices."""
+    """The prices of a million tokens; null if the operator has set none.
+
+    currency: what people read beside a cost.
+    input, output: of tokens of prompts, and of answers.
+    cached_input: of tokens of prompts that the prefix cache had.
+    """
 
     object: Literal["prices"]
     currency: str

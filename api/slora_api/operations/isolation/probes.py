@@ -30,7 +30,7 @@ _OPERATOR_SCOPES = frozenset({_ADMIN, _METRICS})
 # Routes that need no key, routes that accept any valid key, and routes for operators only. The audit has these lists of
 # its own, because the server's rules may be wrong.
 _PUBLIC = ("/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs")
-_ANY_KEY = ("/v1/me",)
+_ANY_KEY = ("/v1/me", "/v1/prices")
 _OPERATORS = re.compile(r"/admin(/.*)?|/metrics|/load|/v1/(un)?load_lora_adapter")
 # Paths that other LLM servers left open, and path spellings that bypassed the checks of such servers.
 _HIDDEN = (
