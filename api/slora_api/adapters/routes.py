@@ -337,16 +337,7 @@ class UnloadLoraRequest(BaseModel):
 @vllm_router.post(
     "/load_lora_adapter",
     response_class=PlainTextResponse,
-    responses=errors(
-        NotFound,
-        AdapterInvalid,
-        QuotaExceeded,
-        TenantBusy,
-        ServerBusy,
-        EngineUnavailable,
-        InspectionFailed,
-        DiskFull,
-    ),
+    responses={**UPLOAD_ERRORS, **errors(NotFound)},
 )
 async def load_lora_adapter(
     request: Request, body: LoadLoraRequest, _operator: Operator, services: Wired[AdapterServices]
