@@ -5,6 +5,7 @@ Only the chosen implementation is imported, so triton and numba need not be inst
 
 import importlib
 import importlib.util
+from types import ModuleType
 from typing import cast
 
 import torch
@@ -34,13 +35,13 @@ def _choose(device: torch.device) -> str:
     return "numba" if importlib.util.find_spec("numba") is not None else "torch"
 
 
-def find_tile_weights() -> type | None:
-    """The class of weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if numba, which
-    compiles their kernels, is not installed.
+def find_tile_weights() -> ModuleType | None:
+    """The module with the weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if numba,
+    which compiles their kernels, is not installed.
     """
     if find_cpu_isa() != "amx" or not permits_tiles() or importlib.util.find_spec("numba") is None:
         return None
-    return cast(type, importlib.import_module("slora_kernels.cpu.tile_linear").TileWeight)
+    return importlib.import_module("slora_kernels.cpu.tile_linear")
 
 
 def select_kernels(name: str, device: torch.device) -> Kernels:

@@ -17,6 +17,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 
@@ -81,6 +82,12 @@ class Kernels(Protocol):
         """x [T, K] times (values * scales[:, None]) transposed, plus bias -> [T, N] of x's dtype.
 
         values: int8 or float8_e4m3fn [N, K]. scales: float32 [N]. bias: [N] of x's dtype, or None.
+        """
+
+    def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        """x [T, K] times a weight of 4 bits [N, K] transposed, plus bias [N] of x's dtype or None -> [T, N] of it.
+
+        Numbers are not rounded to x's dtype between the table and the sum.
         """
 
     def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:

@@ -75,8 +75,9 @@ class EngineConfig:
     quantization: str = setting(
         "auto",
         "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
-        "which halves their memory; auto uses the format of the checkpoint",
-        Choice(("auto", "int8", "fp8")),
+        "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 32 "
+        "columns, on CPUs only; auto uses the format of the checkpoint",
+        Choice(("auto", "int8", "fp8", "int4")),
         metavar="FORM",
     )
     kv_cache_dtype: str = setting(

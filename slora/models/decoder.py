@@ -69,7 +69,7 @@ class Decoder:
         reader.read()
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
-            self._layers[index] = self._layers[index].packed()
+            self._layers[index] = self._layers[index].packed(self.dtype)
         # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
         # much memory.
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head

@@ -30,8 +30,8 @@ class DenseMlp:
     gate_up: Linear
     down: Linear
 
-    def packed(self) -> "DenseMlp":
-        return DenseMlp(self.gate_up.packed(), self.down.packed())
+    def packed(self, dtype: torch.dtype) -> "DenseMlp":
+        return DenseMlp(self.gate_up.packed(dtype), self.down.packed(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class SharedExpert:
     mlp: DenseMlp
     gate: Linear  # Its single output scales the expert's output for the token.
 
-    def packed(self) -> "SharedExpert":
-        return SharedExpert(self.mlp.packed(), self.gate.packed())
+    def packed(self, dtype: torch.dtype) -> "SharedExpert":
+        return SharedExpert(self.mlp.packed(dtype), self.gate.packed(dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class SparseMlp:
     down: ExpertLinear
     shared: SharedExpert | None
 
-    def packed(self) -> "SparseMlp":
+    def packed(self, dtype: torch.dtype) -> "SparseMlp":
         return replace(
             self,
             router=pack_weight(self.router) if isinstance(self.router, Tensor) else self.router,
-            gate_up=self.gate_up.packed(),
-            down=self.down.packed(),
-            shared=None if self.shared is None else self.shared.packed(),
+            gate_up=self.gate_up.packed(dtype),
+            down=self.down.packed(dtype),
+            shared=None if self.shared is None else self.shared.packed(dtype),
         )
 
 
@@ -82,8 +82,10 @@ class DecoderLayer:
     output: Linear
     mlp: Mlp
 
-    def packed(self) -> "DecoderLayer":
-        return replace(self, qkv=self.qkv.packed(), output=self.output.packed(), mlp=self.mlp.packed())
+    def packed(self, dtype: torch.dtype) -> "DecoderLayer":
+        return replace(
+            self, qkv=self.qkv.packed(dtype), output=self.output.packed(dtype), mlp=self.mlp.packed(dtype)
+        )
 
 
 class LayerLoader:

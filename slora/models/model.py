@@ -79,7 +79,7 @@ def _open_weights(
     """
     name, stored = config.quantization, model.quantization
     if name not in ("auto", *FORMS):
-        raise ConfigError(f"quantization is {name!r}; it must be auto, {' or '.join(FORMS)}")
+        raise ConfigError(f"quantization is {name!r}; it must be auto, {', '.join(FORMS)}")
     block = stored.block if stored is not None else None
     by_row = stored.form if stored is not None and block is None else None
     if by_row is not None and name not in ("auto", by_row):
@@ -92,5 +92,7 @@ def _open_weights(
         raise ConfigError(
             "weights in fp8 need a GPU of compute capability 8.9 or later; choose --quantization int8"
         )
-    form = None if name == "auto" or by_row is not None else FORMS[name][0]
+    if name == "int4" and device.type != "cpu":
+        raise ConfigError("weights in int4 are multiplied on CPUs only; choose --quantization int8 or fp8")
+    form = None if name == "auto" or by_row is not None else FORMS[name]
     return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)

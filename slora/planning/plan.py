@@ -426,6 +426,11 @@ def _check(question: Question) -> None:
             f"max_model_len is {config.max_model_len}, but this model's positions end at {spec.max_positions} "
             "(max_position_embeddings); give at most that"
         )
+    if config.quantization == "int4":
+        raise ConfigError(
+            f"weights in int4 are multiplied on CPUs only, and {question.device.name} is a GPU; set quantization to "
+            "auto or int8"
+        )
     needs_fp8 = config.kv_format is KVFormat.FP8 or config.quantization == "fp8"
     if needs_fp8 and not question.device.has_fp8:
         raise ConfigError(

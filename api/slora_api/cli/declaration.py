@@ -134,7 +134,7 @@ _USUAL_SETTINGS = {
     "model": "directory of the base model",
     "model_name": "its name for clients",
     "dtype": "auto, float32, bfloat16 or float16",
-    "quantization": "weights in 8 bits: auto, int8 or fp8",
+    "quantization": "weights in 8 or 4 bits: auto, int8, fp8 or int4",
     "device": "auto, cpu or cuda",
     "tensor_parallel_size": "GPUs that divide the model",
     "replicas": "engines, each with the whole model",

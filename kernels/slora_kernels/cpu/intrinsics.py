@@ -220,6 +220,12 @@ def read_bfloat16_matrix(typing: Any, job: Job, field: int) -> Any:
 
 
 @intrinsic
+def read_half_matrix(typing: Any, job: Job, field: int) -> Any:
+    """For tensors of float16."""
+    return _emit_matrix(job, types.int16)
+
+
+@intrinsic
 def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int32)
 

@@ -26,6 +26,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.cpu import (
     argmax,
     attention,
@@ -37,7 +38,16 @@ from slora_kernels.cpu import (
 )
 from slora_kernels.cpu.attention_plan import AttentionPlan
 from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
-from slora_kernels.cpu.job_fields import JobWords, begin_job, operand_dtype, pack_field, pack_row, pack_rows
+from slora_kernels.cpu.job_fields import (
+    NO_TENSOR,
+    JobWords,
+    begin_job,
+    operand_dtype,
+    pack_field,
+    pack_fields,
+    pack_row,
+    pack_rows,
+)
 from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.vectors import HAS_TILES
@@ -87,7 +97,7 @@ def list_kernels(
     """
     linears: tuple[Worker, ...] = ()
     if HAS_TILES and dtype == torch.bfloat16:
-        linears = (tile_linear.linear_worker, tile_linear.biased_linear_worker)
+        linears = (tile_linear.linear_worker,)
     own = (partial(compile_for_dtype, worker, dtype) for worker in _workers(kv_format, dtype, head_dim))
     return (*(partial(tile_linear.compile_linear, worker) for worker in linears), *own)
 
@@ -209,6 +219,28 @@ class NumbaKernels:
         if bias is not None:
             out += bias
         return out.to(x.dtype)
+
+    def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        (num_rows, width), rows = weight.shape, x.float().contiguous()
+        scratch = self._reserve(quantized.CODED_ITEM_ROWS * width)
+        # Not empty: the kernel adds to it.
+        sums = torch.zeros(len(x), num_rows)
+        is_half, has_minimums = weight.scales.dtype == torch.float16, weight.minimums.numel() > 0
+        scales, minimums = pack_rows(weight.scales), NO_TENSOR
+        if has_minimums:
+            minimums = pack_rows(weight.minimums)
+        absent = (NO_TENSOR, NO_TENSOR)
+        floats, halves = (absent, (scales, minimums)) if is_half else ((scales, minimums), absent)
+        job = pack_fields(
+            *(pack_rows(rows), pack_rows(sums), pack_rows(weight.codes), width, num_rows),
+            *(pack_row(weight.table), weight.group, *floats, *halves, is_half, has_minimums),
+            pack_rows(scratch),
+        )
+        job = begin_job(-(-num_rows // quantized.CODED_ITEM_ROWS), *job)
+        self._run(quantized.coded_worker, torch.float32, job, num_elements=weight.codes.numel())
+        if bias is not None:
+            sums += bias
+        return sums.to(x.dtype)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
         if scales is None:

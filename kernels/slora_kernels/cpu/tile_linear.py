@@ -7,9 +7,11 @@ A panel has 32 output columns, as pairs of tiles [16 pairs of terms, 16 columns,
 is one panel; a thread multiplies all rows with it, 32 rows at a time.
 """
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from llvmlite import ir
@@ -17,19 +19,24 @@ from numba import types
 from numba.core import cgutils
 from torch import Tensor
 
+from slora_kernels.coded_weight import CodedWeight, unpack_codes
 from slora_kernels.cpu.intrinsics import (
     Array,
     Int,
     Job,
     compile_worker,
+    compiled,
     count_items,
     intrinsic,
+    read_byte_matrix,
     read_float_matrix,
     read_int,
     read_model_matrix,
     take_item,
+    take_thread_index,
+    widen,
 )
-from slora_kernels.cpu.job_fields import NO_TENSOR, begin_job, pack_row, pack_rows
+from slora_kernels.cpu.job_fields import FieldWords, begin_job, pack_row, pack_rows
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.tile_attention import (
     Tiles,
@@ -38,136 +45,404 @@ from slora_kernels.cpu.tile_attention import (
     describe_tiles,
     release_tiles,
 )
-from slora_kernels.cpu.vectors import F32, HAS_TILES, I32, I64, IN_ORDER, VECTOR, Memory, mask_below
+from slora_kernels.cpu.vectors import (
+    F32,
+    HAS_TILES,
+    I32,
+    I64,
+    IN_ORDER,
+    LANES,
+    VECTOR,
+    Memory,
+    look_up_words,
+    mask_below,
+    multiply_add,
+    splat,
+)
 
 # A tile has 16 rows of 32 terms, and the second factor 16 columns.
 _ROWS, _TERMS, _COLUMNS = 16, 32, 16
 PANEL_COLUMNS = 2 * _COLUMNS
 _BLOCK_ROWS = 2 * _ROWS
 _TILE_BYTES = 1024
+# Bytes of the columns of a step, and lines of 64 bytes of its codes.
+_STEP_BYTES, _CODE_LINES = 2 * _TILE_BYTES, 8
+_ZERO = np.float32(0.0)
 # Tiles: the sums of two tiles of rows times two of columns, then the rows, then the columns.
 _SUMS, _FIRST, _SECOND = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _I8 = ir.IntType(8)
-_BYTES = _I8.as_pointer()
+_BYTES, _ELEMENTS = _I8.as_pointer(), ir.VectorType(ir.IntType(16), 2 * LANES)
 # Reading fewer weights than this takes less time than waking a second thread.
 _SERIAL_ELEMENTS = 65536
 
 
-def _emit_multiply(*, has_bias: bool) -> Any:
-    @intrinsic
-    def multiply(
-        typing: Any, out: Array, x: Array, panel: Array, bias: Array, width: Int, column: Int, end: Int
+class _PanelProduct:
+    """Emits the product of x [T, width] with a panel of at most 32 columns, plus a bias.
+
+    arrays: out [T, N], x, the panel's weights and the bias [N]. numbers: width, the panel's first column, and N.
+    """
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, arrays: Any, numbers: Any) -> None:
+        self._builder, self._tiles = builder, Tiles(builder)
+        out, x, panel, _ = (
+            context.make_array(kind)(context, builder, array)
+            for kind, array in zip(kinds, arrays, strict=True)
+        )
+        width, self._column, end = numbers
+        self._results = Memory(context, builder, kinds[0], arrays[0])
+        self._offsets = Memory(context, builder, kinds[3], arrays[3], I64(0))
+        _, self._out_pitch = cgutils.unpack_tuple(builder, out.shape)
+        self.num_rows, _ = cgutils.unpack_tuple(builder, x.shape)
+        self._pitch, _ = cgutils.unpack_tuple(builder, x.strides)
+        self._first_row, self.weights = builder.ptrtoint(x.data, I64), builder.ptrtoint(panel.data, I64)
+        self._columns_left = builder.sub(end, self._column)
+        self.steps = builder.udiv(width, I64(_TERMS))
+        self._sums = self.make_block()
+        config = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
+        config.align = 64
+        self._config = builder.bitcast(config, _BYTES)
+        # The panel before may have ended with fewer rows.
+        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], self._config)
+
+    def make_block(self) -> Any:
+        """Memory for float32 [32 rows, 32 columns]."""
+        scratch = cgutils.alloca_once(self._builder, ir.ArrayType(F32, _BLOCK_ROWS * PANEL_COLUMNS))
+        scratch.align = 64
+        return self._builder.ptrtoint(scratch, I64)
+
+    def emit(self, add_products: Callable[[Any, Any, int], Any]) -> None:
+        """Emits the loop over blocks of 32 rows.
+
+        add_products(start, count, n): emits the products of a block of n tiles, whose first row is `start`, and returns
+        the memory that has them.
+        """
+        builder = self._builder
+        with cgutils.for_range_slice(builder, I64(0), self.num_rows, I64(_BLOCK_ROWS)) as (start, _):
+            left = builder.sub(self.num_rows, start)
+            is_whole = builder.icmp_signed(">=", left, I64(_BLOCK_ROWS))
+            count = builder.select(is_whole, I64(_BLOCK_ROWS), left)
+            is_few = builder.icmp_signed("<=", left, I64(_ROWS))
+            with builder.if_then(builder.not_(is_whole)):
+                self._set_heights(left, is_few)
+            with builder.if_else(is_few) as (few, many):
+                for num_tiles, branch in ((1, few), (2, many)):
+                    with branch:
+                        self._store_rows(start, count, add_products(start, count, num_tiles))
+
+    def add_steps(
+        self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, *, first_tile: int = 0
     ) -> Any:
-        """out [T, column to end - 1] = x [T, width] times a panel, plus a bias. There are at most 32 such columns."""
+        """Emits the products of the steps from `first` to `end`. weights: where the columns of step `first` begin.
+
+        Returns the memory that has the sums, from row 16 * first_tile on.
+        """
+        builder, tiles, pitch = self._builder, self._tiles, self._pitch
+        sums = dict(enumerate(_SUMS[first_tile : first_tile + num_tiles]))
+        for tile in (tile for pair in sums.values() for tile in pair):
+            tiles.clear(tile)
+        own_rows = builder.add(self._first_row, builder.mul(start, pitch))
+        with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
+            columns = builder.add(weights, builder.mul(builder.sub(step, first), I64(_STEP_BYTES)))
+            terms = builder.add(own_rows, builder.mul(step, I64(2 * _TERMS)))
+            for k, tile in enumerate(_SECOND):
+                tiles.load(tile, builder.add(columns, I64(k * _TILE_BYTES)), I64(64))
+            for k in range(num_tiles):
+                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * _ROWS))), pitch)
+                for total, second in zip(sums[k], _SECOND, strict=True):
+                    tiles.multiply(total, _FIRST[k], second)
+        for k, pair in sums.items():
+            for n, tile in enumerate(pair):
+                place = (first_tile + k) * _ROWS * PANEL_COLUMNS + n * _COLUMNS
+                tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
+        return self._sums
+
+    def _set_heights(self, left: Any, is_few: Any) -> None:
+        """The last rows may be fewer than those of two tiles. Memory behind them is not read."""
+        builder = self._builder
+        upper = builder.select(is_few, left, I64(_ROWS))
+        lower = builder.select(is_few, I64(_ROWS), builder.sub(left, I64(_ROWS)))
+        for k, height in enumerate((upper, builder.select(is_few, upper, lower))):
+            for tile in (*_SUMS[k], _FIRST[k]):
+                place = builder.gep(self._config, [I32(48 + tile)])
+                builder.store(builder.trunc(height, _I8), place)
+        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], self._config)
+
+    def _store_rows(self, start: Any, count: Any, sums: Any) -> None:
+        builder = self._builder
+        with cgutils.for_range(builder, count) as loop:
+            row = builder.mul(builder.add(start, loop.index), self._out_pitch)
+            for n in range(2):
+                value = builder.load(point_at(builder, sums, loop.index, n), align=64)
+                at = builder.add(self._column, I64(n * _COLUMNS))
+                mask = mask_below(builder, builder.sub(self._columns_left, I64(n * _COLUMNS)))
+                value = builder.fadd(value, self._offsets.load(0, at, mask), flags=IN_ORDER)
+                self._results.store(0, builder.add(row, at), value, mask)
+
+
+def point_at(builder: Any, block: Any, row: Any, n: int) -> Any:
+    """The address of tile n's columns in a row of a block of float32 [..., 32]."""
+    place = builder.add(builder.mul(row, I64(PANEL_COLUMNS)), I64(n * _COLUMNS))
+    return builder.inttoptr(builder.add(block, builder.mul(place, I64(4))), VECTOR.as_pointer())
+
+
+@intrinsic
+def multiply_panel(
+    typing: Any, out: Array, x: Array, panel: Array, bias: Array, width: Int, column: Int, end: Int
+) -> Any:
+    """out [T, column to end - 1] = x [T, width] times a panel, plus a bias. There are at most 32 such columns."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:])
+        product.emit(
+            lambda start, count, num_tiles: product.add_steps(
+                start, num_tiles, product.weights, I64(0), product.steps
+            )
+        )
+        return context.get_dummy_value()
+
+    numbers = (types.int64, types.int64, types.int64)
+    return types.void(out, x, panel, bias, *numbers), emit
+
+
+class _PanelCodes:
+    """Emits what a panel of codes needs beside the products.
+
+    The numbers of a table are exact in bfloat16, so the tiles multiply them as they are. The sums of each group of
+    terms are multiplied with its scales in float32. A minimum is multiplied with the sum of x over the group.
+
+    arrays: codes, table, scales, minimums, and the sums of x [T, groups].
+    """
+
+    def __init__(
+        self, context: Any, builder: Any, kinds: Any, arrays: Any, num_groups: Any, is_half: Any
+    ) -> None:
+        self._builder, self.num_groups, self._is_half = builder, num_groups, is_half
+        self._codes, table, self._scales, self._minimums = (
+            builder.ptrtoint(context.make_array(kind)(context, builder, array).data, I64)
+            for kind, array in zip(kinds[:4], arrays[:4], strict=True)
+        )
+        self._table = builder.load(builder.inttoptr(table, _ELEMENTS.as_pointer()), align=2)
+        self._group_sums = Memory(context, builder, kinds[4], arrays[4], I64(0))
+
+    def decode(self, target: Any, first: Any, end: Any) -> None:
+        """Decodes the steps from `first` to `end` into tiles as those of `TileWeight`, from `target` on.
+
+        A tile's 64 bytes number k hold 4 of its rows: bits 4r to 4r + 3 of word i are the code of element i of row r.
+        """
+        builder = self._builder
+        begin, last = (builder.mul(step, I64(_CODE_LINES)) for step in (first, end))
+        with cgutils.for_range_slice(builder, begin, last, I64(1)) as (line, _):
+            place = builder.add(self._codes, builder.mul(line, I64(64)))
+            words = builder.load(builder.inttoptr(place, _ELEMENTS.as_pointer()), align=64)
+            rows = builder.add(target, builder.mul(builder.sub(line, begin), I64(4 * 64)))
+            for row in range(4):
+                shifted = builder.lshr(words, ir.Constant(_ELEMENTS, [4 * row] * 2 * LANES))
+                numbers = look_up_words(builder, self._table, shifted)
+                pointer = builder.inttoptr(builder.add(rows, I64(64 * row)), _ELEMENTS.as_pointer())
+                builder.store(numbers, pointer, align=64)
+
+    def clear(self, totals: Any, count: Any) -> None:
+        with cgutils.for_range(self._builder, count) as loop:
+            for n in range(2):
+                pointer = point_at(self._builder, totals, loop.index, n)
+                self._builder.store(ir.Constant(VECTOR, None), pointer, align=64)
+
+    def add_group(
+        self, totals: Any, sums: Any, group: Any, start: Any, count: Any, *, has_minimums: bool
+    ) -> None:
+        """Adds scales * sums to `count` rows of totals, and minimums times the sums of x if there are minimums.
+
+        start: the first of these rows in x.
+        """
+        builder = self._builder
+        scales = self._load_columns(self._scales, group)
+        minimums = self._load_columns(self._minimums, group) if has_minimums else None
+        with cgutils.for_range(builder, count) as loop:
+            if minimums is not None:
+                place = builder.mul(builder.add(start, loop.index), self.num_groups)
+                own = splat(builder, self._group_sums.load_scalar(0, builder.add(place, group)))
+            for n in range(2):
+                pointer = point_at(builder, totals, loop.index, n)
+                value = builder.load(point_at(builder, sums, loop.index, n), align=64)
+                total = multiply_add(builder, scales[n], value, builder.load(pointer, align=64))
+                if minimums is not None:
+                    total = multiply_add(builder, minimums[n], own, total)
+                builder.store(total, pointer, align=64)
+
+    def _load_columns(self, numbers: Any, group: Any) -> list[Any]:
+        """A vector with a number of each column, for each tile."""
+        builder, places = self._builder, []
+        for _ in range(2):
+            places.append(cgutils.alloca_once(builder, VECTOR))
+        with builder.if_else(self._is_half) as branches:
+            for kind, size, branch in zip((ir.HalfType(), F32), (2, 4), branches, strict=True):
+                with branch:
+                    first = builder.add(numbers, builder.mul(group, I64(size * PANEL_COLUMNS)))
+                    for n, place in enumerate(places):
+                        at = builder.add(first, I64(n * size * LANES))
+                        vector = ir.VectorType(kind, LANES)
+                        value = builder.load(builder.inttoptr(at, vector.as_pointer()), align=size)
+                        builder.store(value if kind == F32 else builder.fpext(value, VECTOR), place)
+        return [builder.load(place) for place in places]
+
+
+def _emit_coded_product(*, has_minimums: bool) -> Any:
+    @intrinsic
+    def multiply_coded_panel(
+        typing: Any,
+        out: Array,
+        x: Array,
+        scratch: Array,
+        bias: Array,
+        width: Int,
+        column: Int,
+        end: Int,
+        codes: Array,
+        table: Array,
+        scales: Array,
+        minimums: Array,
+        group_sums: Array,
+        group_steps: Int,
+        is_half: Int,
+    ) -> Any:
+        """Like `multiply_panel`, for a panel of codes, which is decoded into scratch [32 * width].
+
+        codes, scales, minimums: bytes of the panel. table: bfloat16 [32], the numbers of the codes, twice. group_sums
+        [T, groups]: the sums of x. group_steps: number of steps of 32 terms in a group. is_half: whether scales and
+        minimums are float16.
+        """
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            tiles = Tiles(builder)
-            results = Memory(context, builder, out, args[0])
-            _, out_pitch = cgutils.unpack_tuple(
-                builder, context.make_array(out)(context, builder, args[0]).shape
+            product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7])
+            totals, weights = product.make_block(), product.weights
+            steps, group_steps = product.steps, args[12]
+            num_groups, is_half = (
+                builder.udiv(steps, group_steps),
+                builder.icmp_signed("!=", args[13], I64(0)),
             )
-            offsets = Memory(context, builder, bias, args[3], I64(0))
-            rows = context.make_array(x)(context, builder, args[1])
-            num_rows, _ = cgutils.unpack_tuple(builder, rows.shape)
-            pitch, _ = cgutils.unpack_tuple(builder, rows.strides)
-            first_row = builder.ptrtoint(rows.data, I64)
-            first_weight = builder.ptrtoint(context.make_array(panel)(context, builder, args[2]).data, I64)
-            scratch = cgutils.alloca_once(builder, ir.ArrayType(F32, _BLOCK_ROWS * PANEL_COLUMNS))
-            scratch.align = 64
-            sums = builder.ptrtoint(scratch, I64)
-            config = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
-            config.align = 64
-            config_bytes = builder.bitcast(config, _BYTES)
-            columns_left = builder.sub(args[6], args[5])
-            # The panel before may have ended with fewer rows.
-            call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], config_bytes)
+            panel = _PanelCodes(context, builder, signature.args[7:12], args[7:12], num_groups, is_half)
 
-            def set_rows(tile: int, count: Any) -> None:
-                builder.store(builder.trunc(count, _I8), builder.gep(config_bytes, [I32(48 + tile)]))
+            def add_groups(start: Any, count: Any, num_tiles: int, *, is_decoded: bool) -> Any:
+                # Few rows leave tiles for the sums of a second group.
+                groups = 3 - num_tiles
+                bundle = builder.mul(group_steps, I64(groups))
 
-            def compute(start: Any, num_tiles: int) -> None:
-                for pair in _SUMS[:num_tiles]:
-                    for tile in pair:
-                        tiles.clear(tile)
-                own_rows = builder.add(first_row, builder.mul(start, pitch))
-                with cgutils.for_range(builder, builder.udiv(args[4], I64(_TERMS))) as loop:
-                    weights = builder.add(first_weight, builder.mul(loop.index, I64(2 * _TILE_BYTES)))
-                    terms = builder.add(own_rows, builder.mul(loop.index, I64(2 * _TERMS)))
-                    for k, tile in enumerate(_SECOND):
-                        tiles.load(tile, builder.add(weights, I64(k * _TILE_BYTES)), I64(64))
-                    for k in range(num_tiles):
-                        tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * _ROWS))), pitch)
-                        for total, second in zip(_SUMS[k], _SECOND, strict=True):
-                            tiles.multiply(total, _FIRST[k], second)
-                for k in range(num_tiles):
-                    for n, tile in enumerate(_SUMS[k]):
-                        place = k * _ROWS * PANEL_COLUMNS + n * _COLUMNS
-                        tiles.store(tile, builder.add(sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
+                def find_end(first: Any, size: Any) -> Any:
+                    end = builder.add(first, size)
+                    return builder.select(builder.icmp_signed("<", end, steps), end, steps)
 
-            with cgutils.for_range_slice(builder, I64(0), num_rows, I64(_BLOCK_ROWS)) as (start, _):
-                left = builder.sub(num_rows, start)
-                is_whole = builder.icmp_signed(">=", left, I64(_BLOCK_ROWS))
-                count = builder.select(is_whole, I64(_BLOCK_ROWS), left)
-                # The last rows may be fewer than those of two tiles. Memory behind them is not read.
-                is_few = builder.icmp_signed("<=", left, I64(_ROWS))
-                with builder.if_then(builder.not_(is_whole)):
-                    upper = builder.select(is_few, left, I64(_ROWS))
-                    lower = builder.select(is_few, I64(_ROWS), builder.sub(left, I64(_ROWS)))
-                    for k, height in enumerate((upper, lower)):
-                        for tile in (*_SUMS[k], _FIRST[k]):
-                            set_rows(tile, height)
-                    call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], config_bytes)
-                with builder.if_else(is_few) as (few, many):
-                    with few:
-                        compute(start, 1)
-                    with many:
-                        compute(start, 2)
-                with cgutils.for_range(builder, count) as loop:
-                    row = builder.mul(builder.add(start, loop.index), out_pitch)
-                    for n in range(2):
-                        place = builder.add(builder.mul(loop.index, I64(PANEL_COLUMNS)), I64(n * _COLUMNS))
-                        address = builder.add(sums, builder.mul(place, I64(4)))
-                        value = builder.load(builder.inttoptr(address, VECTOR.as_pointer()), align=64)
-                        at = builder.add(args[5], I64(n * _COLUMNS))
-                        mask = mask_below(builder, builder.sub(columns_left, I64(n * _COLUMNS)))
-                        if has_bias:
-                            value = builder.fadd(value, offsets.load(0, at, mask), flags=IN_ORDER)
-                        results.store(0, builder.add(row, at), value, mask)
+                def find_weights(first: Any) -> Any:
+                    place = first if is_decoded else builder.urem(first, builder.mul(bundle, I64(2)))
+                    return builder.add(weights, builder.mul(place, I64(_STEP_BYTES)))
+
+                panel.clear(totals, count)
+                if not is_decoded:
+                    panel.decode(weights, I64(0), find_end(I64(0), bundle))
+                with cgutils.for_range_slice(builder, I64(0), steps, bundle) as (begin, _):
+                    if not is_decoded:
+                        # Tiles that were stored just before take long to load.
+                        following = find_end(begin, bundle)
+                        panel.decode(find_weights(following), following, find_end(following, bundle))
+                    places = [builder.add(begin, builder.mul(group_steps, I64(k))) for k in range(groups)]
+                    for k, first in enumerate(places):
+                        own, end = find_weights(first), find_end(first, group_steps)
+                        sums = product.add_steps(start, num_tiles, own, first, end, first_tile=k)
+                    for k, first in enumerate(places):
+                        with builder.if_then(builder.icmp_signed("<", first, steps)):
+                            own = point_at(builder, sums, I64(k * _ROWS), 0)
+                            group = builder.udiv(first, group_steps)
+                            panel.add_group(
+                                totals,
+                                builder.ptrtoint(own, I64),
+                                group,
+                                start,
+                                count,
+                                has_minimums=has_minimums,
+                            )
+                return totals
+
+            is_few = builder.icmp_signed("<=", product.num_rows, I64(_BLOCK_ROWS))
+            with builder.if_else(is_few) as (few, many):
+                with few:
+                    product.emit(partial(add_groups, is_decoded=False))
+                with many:
+                    panel.decode(weights, I64(0), product.steps)
+                    product.emit(partial(add_groups, is_decoded=True))
             return context.get_dummy_value()
 
-        numbers = (types.int64, types.int64, types.int64)
-        return types.void(out, x, panel, bias, *numbers), emit
+        integers = (types.int64, types.int64, types.int64)
+        coded = (codes, table, scales, minimums, group_sums, types.int64, types.int64)
+        return types.void(out, x, scratch, bias, *integers, *coded), emit
 
-    return multiply
+    return multiply_coded_panel
 
 
-multiply_panel = _emit_multiply(has_bias=False)
-multiply_panel_with_bias = _emit_multiply(has_bias=True)
+multiply_coded_panel = _emit_coded_product(has_minimums=False)
+multiply_coded_panel_with_minimums = _emit_coded_product(has_minimums=True)
 
-# Fields of a job.
-X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH = range(6)
+
+@compiled
+def sum_groups(sums: Array, x: Array, width: Int) -> None:
+    """sums [T * groups] = the sums of each row of x [T, width] over groups of adjacent columns."""
+    num_groups = sums.shape[0] // x.shape[0]
+    group = width // num_groups
+    for t in range(x.shape[0]):
+        row = x[t]
+        for g in range(num_groups):
+            total = _ZERO
+            for k in range(g * group, (g + 1) * group):
+                total += widen(row[k])
+            sums[t * num_groups + g] = total
+
+
+# Fields of a job. CODES and the fields after it are those of a job with codes, whose PANELS are scratch.
+(
+    X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH,
+    CODES, TABLE, SCALES, MINIMUMS, GROUP_SUMS, GROUP_STEPS, IS_HALF, HAS_MINIMUMS,
+) = range(14)  # fmt: skip
 
 
 def linear_worker(job: Job) -> None:
-    """Multiplies all rows with panels. Each item of the job is one panel."""
-    mode = configure_tiles()
-    x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
-    width, out_width = read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    item = take_item(job)
-    while item < count_items(job):
-        multiply_panel(out, x, panels[item], out, width, item * PANEL_COLUMNS, out_width)
-        item = take_item(job)
-    release_tiles(mode)
-
-
-def biased_linear_worker(job: Job) -> None:
-    """Like `linear_worker`, and adds a bias."""
+    """Multiplies all rows with panels, and adds a bias. Each item of the job is one panel."""
     mode = configure_tiles()
     x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
     item = take_item(job)
     while item < count_items(job):
-        multiply_panel_with_bias(out, x, panels[item], bias, width, item * PANEL_COLUMNS, out_width)
+        multiply_panel(out, x, panels[item], bias, width, item * PANEL_COLUMNS, out_width)
+        item = take_item(job)
+    release_tiles(mode)
+
+
+def coded_linear_worker(job: Job) -> None:
+    """Like `linear_worker`, for panels of codes."""
+    mode = configure_tiles()
+    x, out = read_model_matrix(job, X), read_model_matrix(job, OUT)
+    thread = take_thread_index(job)
+    scratch, sums = read_model_matrix(job, PANELS)[thread], read_float_matrix(job, GROUP_SUMS)[thread]
+    bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
+    codes, table = read_byte_matrix(job, CODES), read_model_matrix(job, TABLE)[0]
+    scales, minimums = read_byte_matrix(job, SCALES), read_byte_matrix(job, MINIMUMS)
+    steps, is_half, has_minimums = (
+        read_int(job, GROUP_STEPS),
+        read_int(job, IS_HALF),
+        read_int(job, HAS_MINIMUMS),
+    )
+    if has_minimums:
+        sum_groups(sums, x, width)
+    item = take_item(job)
+    while item < count_items(job):
+        column, own_scales, own_codes = item * PANEL_COLUMNS, scales[item], codes[item]
+        if has_minimums:
+            multiply_coded_panel_with_minimums(
+                out, x, scratch, bias, width, column, out_width,
+                own_codes, table, own_scales, minimums[item], sums, steps, is_half,
+            )  # fmt: skip
+        else:
+            multiply_coded_panel(
+                out, x, scratch, bias, width, column, out_width,
+                own_codes, table, own_scales, own_scales, sums, steps, is_half,
+            )  # fmt: skip
         item = take_item(job)
     release_tiles(mode)
 
@@ -184,15 +459,54 @@ def _make_team() -> ThreadTeam:
     return ThreadTeam()
 
 
-class TileWeight:
-    """A weight [out, in] in panels. `in` is a multiple of 32."""
+def _cut_panels(weight: Tensor) -> Tensor:
+    """[N, K] -> [panels, K / 32, 2, 16 * 32]: the tiles of all panels, in the order of their elements in memory."""
+    out_width, width = weight.shape
+    num_panels = -(-out_width // PANEL_COLUMNS)
+    padded = F.pad(weight, (0, 0, 0, num_panels * PANEL_COLUMNS - out_width))
+    tiles = padded.view(num_panels, 2, _COLUMNS, width // _TERMS, _TERMS // 2, 2)
+    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(num_panels, width // _TERMS, 2, -1)
+
+
+class _TileLinear:
+    """What the two kinds of weights [out, in] share. `in` is a multiple of 32."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.shape = shape
+        self._num_panels = -(-shape[0] // PANEL_COLUMNS)
+        self._no_bias = torch.zeros(shape[0])
+
+    def _run(
+        self, worker: Any, x: Tensor, panels: Tensor, bias: Tensor | None, *fields: FieldWords
+    ) -> Tensor:
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        out_width, width = self.shape
+        out = torch.empty(len(x), out_width, dtype=x.dtype)
+        if len(x) == 0:
+            return out
+        offsets = self._no_bias if bias is None else bias.float()
+        words = (
+            pack_rows(rows),
+            pack_rows(panels),
+            pack_rows(out),
+            pack_row(offsets),
+            (width, 0, 0),
+            (out_width, 0, 0),
+        )
+        job = begin_job(self._num_panels, *(word for field in (*words, *fields) for word in field))
+        threads = min(torch.get_num_threads(), self._num_panels)
+        if out_width * width < _SERIAL_ELEMENTS:
+            threads = 1
+        _make_team().run(compile_linear(worker), job.buffer_info()[0], threads)
+        return out
+
+
+class TileWeight(_TileLinear):
+    """A weight in panels."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._out_width, self._width = weight.shape
-        num_panels = -(-self._out_width // PANEL_COLUMNS)
-        padded = F.pad(weight, (0, 0, 0, num_panels * PANEL_COLUMNS - self._out_width))
-        tiles = padded.view(num_panels, 2, _COLUMNS, self._width // _TERMS, _TERMS // 2, 2)
-        self._panels = tiles.permute(0, 3, 1, 4, 2, 5).reshape(num_panels, -1)
+        super().__init__((weight.shape[0], weight.shape[1]))
+        self._panels = _cut_panels(weight).flatten(1)
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
@@ -203,23 +517,78 @@ class TileWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        out = torch.empty(len(x), self._out_width, dtype=x.dtype)
-        if len(x) == 0:
-            return out
-        offsets = None if bias is None else bias.float()
-        job = begin_job(
-            len(self._panels),
-            *pack_rows(rows),
-            *pack_rows(self._panels),
-            *pack_rows(out),
-            *(NO_TENSOR if offsets is None else pack_row(offsets)),
-            *(self._width, 0, 0),
-            *(self._out_width, 0, 0),
+        return self._run(linear_worker, x, self._panels, bias)
+
+
+class CodedTileWeight(_TileLinear):
+    """A `CodedWeight` in panels of codes."""
+
+    def __init__(self, weight: CodedWeight) -> None:
+        super().__init__(weight.shape)
+        tiles = _cut_panels(unpack_codes(weight.codes)).view(self._num_panels, -1, 4, 2 * LANES)
+        self._codes = empty_aligned(self._num_panels, PANEL_COLUMNS * self.shape[1] // 2)
+        words = self._codes.view(torch.int16).view(self._num_panels, -1, 2 * LANES)
+        torch.sum(
+            tiles.short() << torch.tensor([[0], [4], [8], [12]], dtype=torch.int16),
+            2,
+            dtype=torch.int16,
+            out=words,
         )
-        threads = min(torch.get_num_threads(), len(self._panels))
-        if self._panels.numel() < _SERIAL_ELEMENTS:
-            threads = 1
-        worker = linear_worker if offsets is None else biased_linear_worker
-        _make_team().run(compile_linear(worker), job.buffer_info()[0], threads)
-        return out
+        self._scales, self._minimums = (self._by_column(part) for part in (weight.scales, weight.minimums))
+        self._table = weight.table.repeat(2).bfloat16()
+        self._num_groups, self._group_steps = weight.scales.shape[1], weight.group // _TERMS
+        self._is_half = weight.scales.dtype == torch.float16
+
+    @staticmethod
+    def suits(weight: CodedWeight, dtype: torch.dtype) -> bool:
+        """Whether this CPU has tiles, and can multiply the weight with x of `dtype`."""
+        return (
+            HAS_TILES
+            and dtype == torch.bfloat16
+            and torch.equal(weight.table.bfloat16().float(), weight.table)
+        )
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
+        threads, has_minimums = torch.get_num_threads(), self._minimums.numel() > 0
+        # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
+        size = PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps)
+        panels = _reserve(threads * size * 2).view(torch.bfloat16).view(threads, size)
+        sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
+        numbers = (self._group_steps, self._is_half, has_minimums)
+        fields = (
+            *(
+                pack_rows(self._codes),
+                pack_row(self._table),
+                pack_rows(self._scales),
+                pack_rows(self._minimums),
+            ),
+            *(pack_rows(sums), *((number, 0, 0) for number in numbers)),
+        )
+        return self._run(coded_linear_worker, x, panels, bias, *fields)
+
+    def _by_column(self, numbers: Tensor) -> Tensor:
+        """[N, groups] -> bytes [panels, groups * 32 numbers]. An absent tensor stays absent."""
+        if not numbers.numel():
+            return torch.empty(self._num_panels, 0, dtype=torch.uint8)
+        padded = F.pad(numbers, (0, 0, 0, self._num_panels * PANEL_COLUMNS - len(numbers)))
+        columns = padded.view(self._num_panels, PANEL_COLUMNS, -1).transpose(1, 2)
+        return columns.reshape(self._num_panels, -1).view(torch.uint8)
+
+
+def empty_aligned(rows: int, num_bytes: int) -> Tensor:
+    """uint8 [rows, num_bytes] that begins at a cache line."""
+    memory = torch.empty(rows * num_bytes + 64, dtype=torch.uint8)
+    start = -memory.data_ptr() % 64
+    return memory[start : start + rows * num_bytes].view(rows, num_bytes)
+
+
+_scratch = torch.empty(0, dtype=torch.uint8)
+
+
+def _reserve(num_bytes: int) -> Tensor:
+    """Scratch that all products share, because they run one after the other. It begins at a cache line."""
+    global _scratch
+    if _scratch.numel() < num_bytes:
+        _scratch = empty_aligned(1, num_bytes).view(-1)
+    return _scratch[:num_bytes]

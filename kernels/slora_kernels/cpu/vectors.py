@@ -229,6 +229,35 @@ def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(lanes)), lanes))
 
 
+def look_up(builder: Any, table: Memory, indexes: Any) -> Any:
+    """The numbers of a table of 16 float32 at `indexes`, a vector of int32. Only the low 4 bits of an index count."""
+    if LANES == 16:
+        kind = ir.FunctionType(VECTOR, [VECTOR, indexes.type])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+        return builder.call(permute, [table.load(0, I64(0)), indexes])
+
+    def fill(number: int) -> Any:
+        return ir.Constant(indexes.type, [number] * LANES)
+
+    if _cpu_has("avx2"):
+        kind = ir.FunctionType(VECTOR, [VECTOR, indexes.type])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+        low, high = (builder.call(permute, [table.load(0, I64(k)), indexes]) for k in (0, LANES))
+        return builder.select(builder.icmp_signed("==", builder.and_(indexes, fill(8)), fill(0)), low, high)
+    indexes, found = builder.and_(indexes, fill(15)), ir.Constant(VECTOR, None)
+    for lane in range(LANES):
+        index = builder.zext(builder.extract_element(indexes, I32(lane)), I64)
+        found = builder.insert_element(found, table.load_widened_scalar(0, index), I32(lane))
+    return found
+
+
+def look_up_words(builder: Any, table: Any, indexes: Any) -> Any:
+    """The 16-bit words of a table of 32 at `indexes`, a vector of 32 words. Only the low 5 bits of an index count."""
+    kind = ir.FunctionType(table.type, [table.type] * 2)
+    permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.hi.512")
+    return builder.call(permute, [table, indexes])
+
+
 def sum_lanes(builder: Any, vectors: list[Any]) -> Any:
     """Returns a vector whose lane i is the sum of all lanes of vectors[i], added pairwise.
 

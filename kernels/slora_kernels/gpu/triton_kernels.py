@@ -23,6 +23,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
@@ -43,6 +44,7 @@ from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
+from slora_kernels.torch.quantized_matmuls import coded_linear
 
 
 class TritonKernels:
@@ -105,6 +107,9 @@ class TritonKernels:
         launch, out = bind_quantized_linear(x, values, scales, bias)
         self._launch(launch)
         return out
+
+    def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        return coded_linear(x, weight, bias)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
         launch, out = bind_grouped_linear(x, weight, scales, starts)

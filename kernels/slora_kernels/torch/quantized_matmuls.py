@@ -1,4 +1,4 @@
-"""x times an 8-bit weight in torch. The weight is widened one tile of rows at a time, so memory stays bounded.
+"""x times a weight of 8 or 4 bits in torch. The weight is widened one tile of rows at a time, so memory stays bounded.
 
 torch also has a kernel for bfloat16 times int8, which is faster for few tokens and slower for many. It adds in another
 order than the tiles, and a row must not have other bits alone than in a batch. The CPU kernels have a product of their
@@ -20,6 +20,7 @@ In float32, tiles and F.linear take the same time from 64 tokens on. torch conve
 import torch
 from torch import Tensor
 
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.torch.row_blocks import multiply_rows
 
 # Bytes of a widened tile. It is written and then read again, so it should fit the L2 cache.
@@ -47,6 +48,19 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     float16 inputs are computed in float32, because sums of unscaled products would overflow float16.
     """
     out = _multiply_tiles(x if x.dtype == torch.bfloat16 else x.float(), values) * scales
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    """x [T, K], weight [N, K], bias [N] or None -> [T, N] of x's dtype. Products and sums are in float32."""
+    num_rows, width = weight.shape
+    rows, out = x.float(), torch.empty(len(x), num_rows, device=x.device)
+    step = max(1, _TILE_BYTES // (width * rows.element_size()))
+    for start in range(0, num_rows, step):
+        tile = weight.rows(start, start + step).decode()
+        out[:, start : start + step] = multiply_rows(rows, tile) if x.device.type == "cpu" else rows @ tile.T
     if bias is not None:
         out += bias
     return out.to(x.dtype)

@@ -20,6 +20,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LARGEST_E4M3, SEGMENT_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 
@@ -58,6 +59,12 @@ def quantized_linear(x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | N
     """x [T, K] times (values [N, K] * scales [N, 1]) transposed, plus bias [N] -> [T, N] of x's dtype."""
     weight = values.double() * scales.double()[:, None]
     out = x.double() @ weight.T
+    return (out if bias is None else out + bias.double()).to(x.dtype)
+
+
+def coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    """x [T, K] times a weight [N, K] transposed, plus bias [N] -> [T, N] of x's dtype."""
+    out = x.double() @ weight.decode().double().T
     return (out if bias is None else out + bias.double()).to(x.dtype)
 
 

@@ -28,6 +28,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.argmax import find_argmax
@@ -41,7 +42,7 @@ from slora_kernels.torch.lora_matmuls import (
     shrink_tiles,
     write_delta,
 )
-from slora_kernels.torch.quantized_matmuls import quantized_linear
+from slora_kernels.torch.quantized_matmuls import coded_linear, quantized_linear
 from slora_kernels.torch.row_blocks import multiply_batches
 from slora_kernels.torch.token_masks import mask_logits
 from slora_kernels.torch.token_sampling import sample_tokens
@@ -340,6 +341,9 @@ class TorchKernels:
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
         return quantized_linear(x, values, scales, bias)
+
+    def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+        return coded_linear(x, weight, bias)
 
     def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
         return grouped_linear(x, weight, scales, starts)

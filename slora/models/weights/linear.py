@@ -1,4 +1,4 @@
-"""Linears of the base model: unquantized, with plain or packed weights, or as 8-bit numbers with scales."""
+"""Linears of the base model: unquantized, with plain or packed weights, or as numbers of 8 or 4 bits with scales."""
 
 from dataclasses import dataclass, replace
 
@@ -6,14 +6,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from slora.models.weights.packed_weight import PackedWeight, pack_weight, split_weight
+from slora.memory.host_memory import empty_tensor
+from slora.models.weights.packed_weight import PackedWeight, pack_coded_weight, pack_weight, split_weight
+from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight, pack_codes
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.grouped_matmuls import multiply_groups
 from slora_kernels.torch.row_blocks import multiply_rows
 
-# For each name in the settings, the dtype of the numbers and its largest value.
-FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
+# For each name in the settings, the dtype of the numbers. A byte of int4 holds two codes.
+FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_MAX_CODE = 15
 
 
 def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -21,13 +25,39 @@ def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
 
     A row with NaN or infinity gets a scale that is not finite.
     """
-    largest = dict(FORMS.values())[form]
+    largest = _LARGEST[form]
     scales = rows.abs().amax(dim=1).div_(largest)
     # A scale that is 0 or underflows is replaced by 1, because dividing by it could give NaN. Numbers of such rows are
     # so small that they round to 0.
     scales.masked_fill_(scales < torch.finfo(torch.float32).tiny, 1.0)
     rows.div_(scales[:, None]).clamp_(-largest, largest)
     return (rows.round_() if form == torch.int8 else rows).to(form), scales
+
+
+def allocate_codes(num_rows: int, width: int, device: torch.device) -> CodedWeight:
+    """A weight [num_rows, width] of int4, whose codes stand for 0 to 15. Each group of 32 columns has a scale and a
+    minimum in float16.
+    """
+    scales, minimums = (
+        torch.empty(num_rows, width // BLOCK_COLUMNS, dtype=torch.float16, device=device) for _ in range(2)
+    )
+    codes = empty_tensor((num_rows, width // 2), torch.uint8, device)
+    return CodedWeight(codes, scales, minimums, torch.arange(_MAX_CODE + 1.0, device=device))
+
+
+def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds float32 [N, K] to the codes [N, K / 2], scales and minimums [N, K / 32] of int4.
+
+    The code 0 is the smallest number of a group, and 15 the largest. A group with NaN or infinity gets a scale or a
+    minimum that is not finite. So does a group with numbers that float16 can't hold.
+    """
+    groups = rows.view(len(rows), -1, BLOCK_COLUMNS)
+    smallest, largest = groups.aminmax(dim=2)
+    minimums, scales = smallest.half(), ((largest - smallest) / _MAX_CODE).half()
+    # All numbers of such a group are nearly the same.
+    scales.masked_fill_(scales == 0, 1.0)
+    codes = (groups - minimums.float()[:, :, None]).div_(scales.float()[:, :, None]).round_()
+    return pack_codes(codes.clamp_(0, _MAX_CODE).view_as(rows)), scales, minimums
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +75,7 @@ class QuantizedWeight:
 class Linear:
     """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized."""
 
-    weight: Tensor | PackedWeight | QuantizedWeight
+    weight: Tensor | PackedWeight | QuantizedWeight | CodedWeight
     bias: Tensor | None
     site: LoraSite
 
@@ -53,10 +83,14 @@ class Linear:
         """x [T, in] -> [T, out] in x's dtype, without LoRA."""
         if isinstance(self.weight, QuantizedWeight):
             return kernels.quantized_linear(x, self.weight.values, self.weight.scales, self.bias)
+        if isinstance(self.weight, CodedWeight):
+            return kernels.coded_linear(x, self.weight, self.bias)
         return multiply(x, self.weight, self.bias)
 
-    def packed(self) -> "Linear":
-        """Returns the same linear with packed weights, if this machine supports them."""
+    def packed(self, dtype: torch.dtype) -> "Linear":
+        """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
+        if isinstance(self.weight, CodedWeight):
+            return replace(self, weight=pack_coded_weight(self.weight, dtype))
         if not isinstance(self.weight, Tensor):
             return self
         return replace(self, weight=pack_weight(self.weight, is_biased=self.bias is not None))
@@ -82,7 +116,7 @@ class ExpertLinear:
     weight: [E * out, in], the experts' weights below each other; or the packed weight of each expert.
     """
 
-    weight: Tensor | QuantizedWeight | tuple[PackedWeight, ...]
+    weight: Tensor | QuantizedWeight | CodedWeight | tuple[PackedWeight, ...]
     num_experts: int
 
     def apply(self, x: Tensor, starts: Tensor, kernels: Kernels) -> Tensor:
@@ -93,16 +127,30 @@ class ExpertLinear:
         if isinstance(weight, QuantizedWeight):
             scales = weight.scales.view(self.num_experts, -1)
             return kernels.grouped_linear(x, self._stack(weight.values), scales, starts)
+        if isinstance(weight, CodedWeight):
+            experts = self._cut(weight)
+            return multiply_groups(
+                x, starts, lambda expert, rows: kernels.coded_linear(rows, experts[expert], None)
+            )
         return kernels.grouped_linear(x, self._stack(weight), None, starts)
 
-    def packed(self) -> "ExpertLinear":
-        """Returns the same linear with packed weights, if this machine supports them."""
-        if not isinstance(self.weight, Tensor):
+    def packed(self, dtype: torch.dtype) -> "ExpertLinear":
+        """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
+        packed: tuple[Tensor | PackedWeight | CodedWeight, ...]
+        if isinstance(self.weight, CodedWeight):
+            packed = tuple(pack_coded_weight(expert, dtype) for expert in self._cut(self.weight))
+        elif isinstance(self.weight, Tensor):
+            packed = tuple(map(pack_weight, self._stack(self.weight)))
+        else:
             return self
-        packed = tuple(map(pack_weight, self._stack(self.weight)))
         packed_only = tuple(weight for weight in packed if isinstance(weight, PackedWeight))
         return replace(self, weight=packed_only) if len(packed_only) == len(packed) else self
 
     def _stack(self, weight: Tensor) -> Tensor:
         """Views a weight [E * out, in] as [E, out, in]."""
         return weight.view(self.num_experts, -1, weight.shape[1])
+
+    def _cut(self, weight: CodedWeight) -> list[CodedWeight]:
+        """The weight of each expert."""
+        height = len(weight.codes) // self.num_experts
+        return [weight.rows(first, first + height) for first in range(0, len(weight.codes), height)]

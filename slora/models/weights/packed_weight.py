@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.kernel_selector import find_tile_weights
 from slora_kernels.torch.row_blocks import (
     Multiply,
@@ -35,7 +36,7 @@ class PackedWeight:
     """A packed weight [out, in].
 
     pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight, or one more
-    column (see `even_terms`). tiles: the weight for our own products instead, a `TileWeight`.
+    column (see `even_terms`). tiles: the weight for our own products instead, a `TileWeight` or a `CodedTileWeight`.
     """
 
     pieces: tuple[Tensor, ...]
@@ -62,13 +63,21 @@ def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWe
     """
     if not _can_pack(weight):
         return weight
-    tile_weights: Any = find_tile_weights()
-    if tile_weights is not None and tile_weights.suits(weight):
-        return PackedWeight((), tile_weights(weight))
+    tiles: Any = find_tile_weights()
+    if tiles is not None and tiles.TileWeight.suits(weight):
+        return PackedWeight((), tiles.TileWeight(weight))
     pieces = split_weight(even_terms(weight))
     for piece in pieces:
         _find_counts(len(piece), piece.shape[1], piece.dtype, is_biased=is_biased)
     return PackedWeight(tuple(map(_pack, pieces)))
+
+
+def pack_coded_weight(weight: CodedWeight, dtype: torch.dtype) -> CodedWeight | PackedWeight:
+    """Packs a weight of 4 bits for tiles if this machine has them; otherwise returns it unchanged. dtype: that of x."""
+    tiles: Any = find_tile_weights() if weight.codes.device.type == "cpu" else None
+    if tiles is not None and tiles.CodedTileWeight.suits(weight, dtype):
+        return PackedWeight((), tiles.CodedTileWeight(weight))
+    return weight
 
 
 def multiply_freely(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from slora.core.errors import ConfigError
 from slora.models.weights.gguf_file import import_gguf
-from slora.models.weights.linear import QuantizedWeight, quantize_rows
+from slora.models.weights.linear import QuantizedWeight, quantize_groups, quantize_rows
 from slora.models.weights.tensor_place import TensorPlace
+from slora_kernels.coded_weight import CodedWeight
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -171,6 +172,27 @@ class QuantizedTarget:
         values[block].copy_(rows[:, self.columns.start : self.columns.stop])
         self.weight.scales[block].copy_(scales)
         return bool(scales.isfinite().all())
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTarget:
+    """Rounds numbers to int4. The columns are whole groups."""
+
+    weight: CodedWeight
+    columns: range
+
+    def direct_memory(self, dtype: torch.dtype) -> Tensor | None:
+        return None
+
+    def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
+        exact = rows.float() if scales is None else rows.float().mul_(scales[:, None])
+        parts = quantize_groups(exact.contiguous())
+        block, weight = slice(first_row, first_row + len(rows)), self.weight
+        for target, part in zip((weight.codes, weight.scales, weight.minimums), parts, strict=True):
+            columns_each = exact.shape[1] // part.shape[1]
+            columns = slice(self.columns.start // columns_each, self.columns.stop // columns_each)
+            target[block].copy_(part[:, columns])
+        return all(bool(part.isfinite().all()) for part in parts[1:])
 
 
 _THREADS = 4

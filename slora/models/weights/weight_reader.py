@@ -8,6 +8,7 @@ safetensors library's tensors raise the peak from 1.2 to 2.4 GB, and its slices 
 The decoder decides which tensors exist and how they are fused; this module knows no model.
 """
 
+import itertools
 import logging
 import os
 import re
@@ -21,11 +22,12 @@ from torch import Tensor
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
 from slora.models.weights.checkpoint import Checkpoint
-from slora.models.weights.linear import QuantizedWeight
+from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
 from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import (
     DTYPES,
     QUANTIZED,
+    CodedTarget,
     PlainTarget,
     QuantizedTarget,
     RowBlock,
@@ -38,6 +40,7 @@ from slora.models.weights.weight_blocks import (
     read_into,
 )
 from slora_adapters.process.progress_bar import show_progress
+from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +48,7 @@ _log = logging.getLogger(__name__)
 _BLOCK_BYTES = 2 << 20
 # Tensors of some checkpoints that are not needed: tables computed from the config, and scales of activations and KV.
 _HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
-Weight = Tensor | QuantizedWeight
+Weight = Tensor | QuantizedWeight | CodedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,14 @@ class WeightReader:
         if form is None:
             weight = empty_tensor((num_rows, width), self.dtype, self.device)
             targets = (PlainTarget(rows, columns, parts[0].shape[1]) for rows in torch.split(weight, sizes))
+        elif form == FORMS["int4"]:
+            _check_groups(sources, parts)
+            weight = allocate_codes(num_rows, width, self.device)
+            ends = itertools.accumulate(sizes)
+            targets = (
+                CodedTarget(weight.rows(end - size, end), columns)
+                for size, end in zip(sizes, ends, strict=True)
+            )
         else:
             values = empty_tensor((num_rows, width), form, self.device)
             weight = QuantizedWeight(values, torch.empty(num_rows, device=self.device))
@@ -238,6 +249,16 @@ def _not_floating(stored: TensorPlace) -> ConfigError:
         f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights, and 8-bit "
         "weights with scales, are served"
     )
+
+
+def _check_groups(sources: Sequence[WeightSource], parts: Sequence[LinearPart]) -> None:
+    for source, part in zip(sources, parts, strict=True):
+        ends = (part.shape[1], part.columns.start, part.columns.stop)
+        if any(end % BLOCK_COLUMNS for end in ends):
+            raise ConfigError(
+                f"{source.stored.path}: {part.name} has {ends[0]} columns, of which this process computes {ends[1]} to "
+                f"{ends[2] - 1}; int4 needs multiples of {BLOCK_COLUMNS}, so choose --quantization int8"
+            )
 
 
 def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:

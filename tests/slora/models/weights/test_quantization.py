@@ -1,4 +1,4 @@
-"""The engine with 8-bit weights, compared with transformers on the dequantized weights."""
+"""The engine with weights of 8 or 4 bits, compared with transformers on the dequantized weights."""
 
 import json
 import random
@@ -60,6 +60,15 @@ def set_config(directory: Path, quantization: dict[str, Any]) -> None:
     )
 
 
+def round_groups(weight: Tensor) -> Tensor:
+    """By the definition of int4: 16 numbers at equal distances, the smallest of 32 adjacent ones first."""
+    groups = weight.view(len(weight), -1, 32)
+    smallest = groups.amin(2, keepdim=True).half().float()
+    scales = ((groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15).half().float()
+    codes = ((groups - smallest) / scales).round().clamp(0, 15)
+    return (codes * scales + smallest).view_as(weight)
+
+
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     return make_kit(tmp_path_factory.mktemp("quantized"), "llama", ADAPTERS, num_hidden_layers=2)
@@ -95,7 +104,40 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.soak)])
+# Their input widths are multiples of 32.
+WIDE = {
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "attention_bias": True},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16},
+}
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("model", WIDE)
+@pytest.mark.parametrize("kernels", [name for name in ENGINE_KERNELS if name != "triton"])
+@pytest.mark.parametrize("size", (1, pytest.param(2, marks=pytest.mark.soak)))
+def test_answers_are_those_of_weights_rounded_to_4_bits(
+    tmp_path: Path, report: Callable[[str], None], model: str, kernels: str, size: int
+) -> None:
+    def dequantize(name: str, weight: Tensor) -> dict[str, Tensor]:
+        return {
+            name: round_groups(weight) if weight.dim() == 2 else torch.stack([*map(round_groups, weight)])
+        }
+
+    kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2, **WIDE[model])
+    rewrite(kit.directory, tmp_path / "exact", dequantize)
+    work = answer(kit, kit.directory, quantization="int4", kernels=kernels, tensor_parallel_size=size)
+    verdict = judge(kit, tmp_path / "exact", work)
+    report(f"parity of weights in int4 with {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+def test_widths_that_int4_cannot_group_are_refused_by_name(kit: ModelKit) -> None:
+    with pytest.raises(ConfigError, match=r"q_proj\.weight has 48 columns.*multiples of 32.*int8"):
+        LLM(kit.directory, pool_bytes=kit.pool_bytes(400), quantization="int4")
+
+
+@pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.soak), "int4"])
 def test_quantization_hardly_changes_a_trained_models_accuracy(
     report: Callable[[str], None], form: str, *, soak: bool
 ) -> None:
@@ -295,5 +337,5 @@ def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_is_refused(kit: ModelKit) -> None:
-    with pytest.raises(ConfigError, match="quantization is 'int4'; it must be auto, int8 or fp8"):
-        LLM(kit.directory, quantization="int4")
+    with pytest.raises(ConfigError, match="quantization is 'int2'; it must be auto, int8, fp8 or int4"):
+        LLM(kit.directory, quantization="int2")

@@ -1,0 +1,111 @@
+import pytest
+import torch
+from torch import Tensor
+
+from slora.models.weights.linear import quantize_groups
+from slora.models.weights.packed_weight import PackedWeight, pack_coded_weight
+from slora_kernels.coded_weight import CodedWeight, pack_codes
+from slora_kernels.ops import Kernels
+from slora_kernels.torch import reference
+from tests.kernels.scenes import UNIT
+
+HALF = pytest.param(torch.float16, marks=pytest.mark.compiled_late)
+DTYPES = (torch.float32, torch.bfloat16, HALF)
+# (tokens, input width, columns of a group, rows): several blocks of columns and rows, and parts of them.
+SHAPES = ((1, 64, 64, 64), (3, 96, 32, 20), (17, 320, 64, 130), (40, 128, 32, 33), (130, 2304, 128, 70))
+TABLES = {
+    "integers": torch.arange(16.0),
+    "e2m1": torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]),
+    # bfloat16 does not have these numbers.
+    "any": torch.linspace(-1, 1, 16),
+}
+
+
+def make_coded(
+    rows: int, width: int, group: int, table: str, *, scale_dtype: torch.dtype, has_minimums: bool
+) -> CodedWeight:
+    """Every code in every place of a block, and scales that differ by a factor of a hundred."""
+    codes = (torch.arange(rows * width) * 7 // 5 % 16).view(rows, width)
+    scales = torch.logspace(-3, -1, rows * width // group).view(rows, -1).to(scale_dtype)
+    minimums = -3 * scales if has_minimums else torch.empty(0, 0, dtype=scale_dtype)
+    return CodedWeight(pack_codes(codes), scales, minimums, TABLES[table])
+
+
+def multiply(kernels: Kernels, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+    """As a linear does: with a packed weight where this machine has one."""
+    packed = pack_coded_weight(weight, x.dtype)
+    return (
+        packed.multiply(x, bias)
+        if isinstance(packed, PackedWeight)
+        else kernels.coded_linear(x, weight, bias)
+    )
+
+
+def test_codes_are_unpacked_in_the_order_of_the_columns() -> None:
+    codes = torch.arange(128).view(2, 64) * 5 % 16
+    ones = torch.ones(2, 2)
+    weight = CodedWeight(pack_codes(codes), ones, torch.empty(0, 0), torch.arange(16.0))
+    assert weight.shape == (2, 64) and weight.group == 32
+    assert torch.equal(weight.decode(), codes.float())
+    assert torch.equal(weight.rows(1, 2).decode(), codes[1:].float())
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("scale_dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("has_minimums", (False, True))
+@pytest.mark.parametrize("is_packed", (False, True))
+def test_a_linear_of_four_bits_matches_its_twin(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int, int],
+    table: str,
+    scale_dtype: torch.dtype,
+    has_minimums: bool,
+    is_packed: bool,
+) -> None:
+    tokens, width, group, rows = shape
+    weight = make_coded(rows, width, group, table, scale_dtype=scale_dtype, has_minimums=has_minimums)
+    random = torch.Generator().manual_seed(1)
+    x = torch.randn(tokens, width + 8, generator=random)[:, 3:-5].to(dtype)
+    bias = torch.randn(rows, generator=random).to(dtype) if tokens % 2 else None
+    expected = reference.coded_linear(x, weight, bias)
+    actual = multiply(kernels, x, weight, bias) if is_packed else kernels.coded_linear(x, weight, bias)
+    assert actual.dtype == dtype and actual.shape == (tokens, rows)
+    # The terms' magnitudes: what float32 rounds on the way does not exceed a few units of their sum.
+    size = x.double().abs() @ weight.decode().double().abs().T
+    error = (actual.double() - expected.double()).abs()
+    assert (error <= 2 * UNIT[dtype] * expected.double().abs() + 4 * UNIT[torch.float32] * size + 1e-7).all()
+
+
+@pytest.mark.invariance
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("has_minimums", (False, True))
+def test_a_row_is_the_same_bits_alone_and_among_any_number(
+    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int, int, int], has_minimums: bool
+) -> None:
+    _, width, group, rows = shape
+    weight = make_coded(rows, width, group, "integers", scale_dtype=torch.float16, has_minimums=has_minimums)
+    x = torch.randn(131, width).to(dtype)
+    among_all = multiply(kernels, x, weight, None)
+    for count in (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 100):
+        for first in {0, 131 - count}:
+            part = slice(first, first + count)
+            assert torch.equal(multiply(kernels, x[part], weight, None), among_all[part]), (count, first)
+
+
+def test_numbers_of_a_group_are_rounded_to_the_nearest_of_sixteen_steps() -> None:
+    rows = torch.randn(40, 96) * torch.logspace(-6, 3, 40)[:, None]
+    rows[3], rows[4, :32], rows[5, 32:] = 0, 0.7, -2.5
+    weight = CodedWeight(*quantize_groups(rows.clone()), torch.arange(16.0))
+    steps = weight.scales.float().repeat_interleave(32, dim=1)
+    # Minimum and scale are rounded to float16, which moves the ends of the range.
+    slack = rows.view(40, 3, 32).abs().amax(2).repeat_interleave(32, dim=1) * 2**-10 + 16 * 2**-24
+    assert ((weight.decode() - rows).abs() <= 0.5 * steps * (steps != 1) + slack).all()
+    assert torch.equal(weight.decode()[3], rows[3])
+    again = CodedWeight(*quantize_groups(weight.decode()), torch.arange(16.0))
+    torch.testing.assert_close(again.decode(), weight.decode(), rtol=2**-9, atol=2**-9 * 1e-3)
