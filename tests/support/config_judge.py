@@ -83,11 +83,15 @@ def last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
     return logits[0, -1].double()
 
 
-def serve_logits(directory: Path, spec: ModelSpec, prompts: Sequence[list[int]]) -> list[list[Tensor]]:
+def serve_logits(
+    directory: Path, spec: ModelSpec, prompts: Sequence[list[int]], quantization: str = "auto"
+) -> list[list[Tensor]]:
     """The last logits of each prompt, for each way to compute them. Raises ConfigError as the engine does at start."""
     num_rows = min(spec.max_positions, _LONGEST_TABLE)
     kernels = select_kernels("torch", _CPU)
-    model: Model = load_model(EngineConfig(directory), spec, torch.float32, _CPU, num_rows)
+    model: Model = load_model(
+        EngineConfig(directory, quantization=quantization), spec, torch.float32, _CPU, num_rows
+    )
     sizes = spec.sizes
     geometry = KVGeometry(
         num_layers=sizes.num_layers,

@@ -34,12 +34,12 @@ def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
     return (rows.round_() if form == torch.int8 else rows).to(form), scales
 
 
-def allocate_codes(num_rows: int, width: int, device: torch.device) -> CodedWeight:
+def allocate_codes(num_rows: int, width: int, device: torch.device, scale_dtype: torch.dtype) -> CodedWeight:
     """A weight [num_rows, width] of int4, whose codes stand for 0 to 15. Each group of 32 columns has a scale and a
-    minimum in float16.
+    minimum.
     """
     scales, minimums = (
-        torch.empty(num_rows, width // BLOCK_COLUMNS, dtype=torch.float16, device=device) for _ in range(2)
+        torch.empty(num_rows, width // BLOCK_COLUMNS, dtype=scale_dtype, device=device) for _ in range(2)
     )
     codes = empty_tensor((num_rows, width // 2), torch.uint8, device)
     return CodedWeight(codes, scales, minimums, torch.arange(_MAX_CODE + 1.0, device=device))

@@ -131,7 +131,9 @@ class WeightReader:
             targets = (PlainTarget(rows, columns, parts[0].shape[1]) for rows in torch.split(weight, sizes))
         elif form == FORMS["int4"]:
             _check_groups(sources, parts)
-            weight = allocate_codes(num_rows, width, self.device)
+            is_wide = any(source.scale_dtype == torch.float32 for source in sources)
+            scale_dtype = torch.float32 if is_wide else torch.float16
+            weight = allocate_codes(num_rows, width, self.device, scale_dtype)
             ends = itertools.accumulate(sizes)
             targets = (
                 CodedTarget(weight.rows(end - size, end), columns)

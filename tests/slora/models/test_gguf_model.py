@@ -28,10 +28,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
-def largest_error(directory: Path, oracle: PreTrainedModel) -> float:
+def largest_error(directory: Path, oracle: PreTrainedModel, quantization: str = "auto") -> float:
     """The largest difference of the last logits, relative to their deviation."""
     errors = []
-    for run in serve_logits(directory, read_model_spec(directory), PROMPTS):
+    for run in serve_logits(directory, read_model_spec(directory), PROMPTS, quantization):
         for ours, prompt in zip(run, PROMPTS, strict=True):
             theirs = last_logits(oracle, prompt)
             errors.append(float((ours.double() - theirs).abs().max() / theirs.std()))
@@ -83,6 +83,15 @@ def test_a_quantized_file_has_the_logits_of_transformers_reading(tmp_path: Path,
     write_gguf(tmp_path / "tiny.gguf", "llama", partial(type_of_mix, mix), **sizes)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
     assert largest_error(find_model(tmp_path), oracle) < 1e-3
+
+
+@pytest.mark.parametrize(("mix", "most"), [("Q4_0", 1e-4), ("Q4_1", 1e-4), ("Q4_K", 1e-4), ("Q4_K_M", 0.5)])
+def test_int4_keeps_numbers_that_are_stored_in_4_bits(tmp_path: Path, mix: str, most: float) -> None:
+    """In the mix, the matrices with 6 bits are rounded."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    write_gguf(tmp_path / "tiny.gguf", "llama", partial(type_of_mix, mix), **sizes)
+    oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
+    assert largest_error(find_model(tmp_path), oracle, "int4") < most
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma2", "gemma3_text"])
