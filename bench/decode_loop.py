@@ -3,6 +3,10 @@
     py-spy record --format raw --output step.folded -- python -m bench.decode_loop --adapters 32 --seconds 20
 
 Start-up and prompts are in it, too; the steps are what lies under `decode`: `grep "decode (bench"`.
+
+It also compares forms of the base model's weights. Their steps take turns, because the speed of a machine changes:
+
+    python -m bench.decode_loop --quantizations auto int8 int4 --size large --batch 1 --adapters 0
 """
 
 import argparse
@@ -10,14 +14,21 @@ import statistics
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from bench.stepped_engine import SteppedEngine
-from bench.workload import prompts, write_adapter, write_model
+from bench.workload import SMALL, prompts, write_adapter, write_model
 
 _OUTPUT_TOKENS = 64
+_ROUNDS = 5
+# In the large model, the output head, which is never quantized, has a tenth of the numbers.
+_SIZES = {
+    "small": SMALL,
+    "large": replace(SMALL, hidden=2048, layers=10, heads=16, kv_heads=16, head_dim=128, intermediate=5632),
+}
 
 
 def run_steps(
@@ -37,6 +48,16 @@ def run_steps(
     return taken
 
 
+def time_prompts(
+    stepped: SteppedEngine, asked: Sequence[list[int]], given: Sequence[tuple[int, ...]]
+) -> float:
+    """Seconds until each prompt has a token."""
+    begin = time.monotonic()
+    stepped.add(asked, given, 1)
+    stepped.finish()
+    return time.monotonic() - begin
+
+
 def decode(stepped: SteppedEngine) -> int:
     """A step of its own name, so that it can be told from those that compute prompts."""
     return len(stepped.step())
@@ -50,6 +71,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
     parser.add_argument("--kernels", default="auto", choices=["auto", "numba", "torch"])
+    parser.add_argument(
+        "--quantizations", nargs="+", default=["auto"], choices=["auto", "int8", "fp8", "int4"]
+    )
+    parser.add_argument("--size", default="small", choices=list(_SIZES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
@@ -57,10 +82,10 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         root = Path(directory)
-        write_model(root / "model", dtype)
+        write_model(root / "model", dtype, _SIZES[options.size])
         adapters = [root / f"adapter-{index}" for index in range(options.adapters)]
         for index, path in enumerate(adapters):
-            write_adapter(path, index, dtype)
+            write_adapter(path, index, dtype, _SIZES[options.size])
         settings = {
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,
@@ -68,11 +93,29 @@ def main() -> None:
             "pool_bytes": 2 << 30,
             "swap_bytes": 0,
         }
-        stepped = SteppedEngine(root / "model", adapters, settings)
+        engines = {
+            form: SteppedEngine(root / "model", adapters, {**settings, "quantization": form})
+            for form in options.quantizations
+        }
     asked = prompts(options.batch, options.input_tokens)
     given = [(index % options.adapters,) if options.adapters else () for index in range(options.batch)]
-    taken = run_steps(stepped, asked, given, options.seconds)
-    print(f"{len(taken)} steps in {options.seconds:g} s, the median {1e3 * statistics.median(taken):.2f} ms")
+    rounds = _ROUNDS if len(engines) > 1 else 1
+    steps: dict[str, list[float]] = {form: [] for form in engines}
+    prompt_times: dict[str, list[float]] = {form: [] for form in engines}
+    for _ in range(rounds):
+        for form, stepped in engines.items():
+            prompt_times[form].append(time_prompts(stepped, asked, given))
+            steps[form] += run_steps(stepped, asked, given, options.seconds / rounds / len(engines))
+    first = options.quantizations[0]
+    for form in engines:
+        step, prompt = statistics.median(steps[form]), min(prompt_times[form])
+        line = f"{form}: {len(steps[form])} steps, the median {1e3 * step:.2f} ms; prompts in {1e3 * prompt:.1f} ms"
+        if form != first:
+            line += (
+                f"; {first} takes {statistics.median(steps[first]) / step:.2f} times as long for a step, and "
+                f"{min(prompt_times[first]) / prompt:.2f} times for prompts"
+            )
+        print(line)
 
 
 if __name__ == "__main__":

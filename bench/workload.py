@@ -82,10 +82,10 @@ def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) ->
     save_file(cast, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_adapter(directory: Path, index: int, dtype: torch.dtype) -> None:
-    """A peft adapter of the small model, of rank RANKS[index % 4]."""
+def write_adapter(directory: Path, index: int, dtype: torch.dtype, size: ModelSize = SMALL) -> None:
+    """A peft adapter of rank RANKS[index % 4]."""
     directory.mkdir(parents=True)
-    for name, content in make_adapter(RANKS[index % len(RANKS)], dtype, SMALL, seed=1 + index).items():
+    for name, content in make_adapter(RANKS[index % len(RANKS)], dtype, size, seed=1 + index).items():
         (directory / name).write_bytes(content)
 
 
