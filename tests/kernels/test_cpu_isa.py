@@ -59,7 +59,7 @@ import torch
 from slora_kernels.cpu import intrinsics, kernels
 from slora_kernels.kv_format import KVFormat
 workers = kernels._workers(KVFormat.MODEL, torch.bfloat16)
-print(workers[-1].__name__, intrinsics._name_cache().rpartition("-")[2])
+print(workers[-3].__name__, workers[-1].__name__, intrinsics._name_cache().rpartition("-")[2])
 """
 
 
@@ -78,9 +78,9 @@ def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: s
 
 
 @pytest.mark.skipif("numba" not in CPU_KERNELS, reason="there are no kernels of our own")
-def test_a_process_without_the_permission_for_tiles_attends_without_them() -> None:
+def test_a_process_without_the_permission_for_tiles_computes_without_them() -> None:
     run = run_python("-c", WITHOUT_PERMISSION, isa="")
-    assert (run.stdout, run.returncode) == ("attend_worker plain\n", 0), run.stderr
+    assert (run.stdout, run.returncode) == ("lora_worker attend_worker plain\n", 0), run.stderr
 
 
 @pytest.fixture

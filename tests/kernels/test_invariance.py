@@ -22,7 +22,7 @@ from tests.support.cpu_kernels import CPU_KERNELS
 
 pytestmark = pytest.mark.invariance
 
-BATCHES = (1, 2, 15, 16, 17, 33, 64, 500)
+BATCHES = (1, 2, 4, 5, 15, 16, 17, 33, 64, 500)
 ROWS = 504
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -105,9 +105,12 @@ def add_lora(kernels: Kernels, scene: AdapterScene, site: LoraSite, x: Tensor) -
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", (1, 5, 17, 64))
-def test_adapters(kernels: Kernels, dtype: torch.dtype, rank: int) -> None:
-    shape: ModelShape = llama_shape(1, 72, 2, 1, 24, 136, 300, dtype.itemsize)
-    scene = build_adapters(shape, dtype, [[rank] * 7 + [0, 0]])
+@pytest.mark.parametrize("sizes", ((72, 24, 136, 16), (256, 64, 320, 16), (256, 64, 320, 64)))
+def test_adapters(kernels: Kernels, dtype: torch.dtype, rank: int, sizes: tuple[int, int, int, int]) -> None:
+    """16 rows of A are in one page, in two or in more. The first sizes are no multiples of 32."""
+    hidden, head_dim, intermediate, block_tokens = sizes
+    shape: ModelShape = llama_shape(1, hidden, 2, 1, head_dim, intermediate, 300, dtype.itemsize)
+    scene = build_adapters(shape, dtype, [[rank] * 7 + [0, 0]], block_tokens=block_tokens)
     for site in shape.sites[:4]:
         x = draw(ROWS, site.in_width, dtype=dtype)
         check_rows(lambda part, x=x, site=site: add_lora(kernels, scene, site, x[part]))  # type: ignore[misc]

@@ -165,6 +165,28 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
 
 
 @DTYPES
+@pytest.mark.parametrize("block_tokens", (8, 64))
+def test_tiles_of_any_length_match_the_twin_wherever_pages_cut_the_rows(
+    kernels: Kernels, device: str, dtype: torch.dtype, block_tokens: int
+) -> None:
+    """The adapters have up to 256 rows, of 576 and 800 elements."""
+    shape = llama_shape(1, 576, 9, 3, 64, 800, 300, dtype.itemsize)
+    ranks = [[256, 1, 64] + [16] * 6, [16] * 9, [33, 0, 7, 40, 5, 31, 200, 0, 0]]
+    scene = build_adapters(shape, dtype, ranks, block_tokens=block_tokens, device=device)
+    lengths = (1, 2, 3, 4, 5, 16, min(50, kernels.tile_limits.tokens))
+    starts = [sum(lengths[:k]) for k in range(len(lengths))]
+    for slot in range(len(ranks)):
+        runs = [(slot, start, length) for start, length in zip(starts, lengths, strict=True)]
+        tiles = build_tiles(runs, scene.tables)
+        for site in shape.layer_sites(0):
+            x, out = make_inputs(scene, site, sum(lengths))
+            expected = out.clone()
+            run_twin(scene, tiles, x, expected, site)
+            run_group(kernels, scene, tiles, x, out, site)
+            check_close(out, expected, units=3)
+
+
+@DTYPES
 def test_long_tiles_beside_short_ones_match_the_twin(
     kernels: Kernels, device: str, dtype: torch.dtype
 ) -> None:

@@ -35,6 +35,7 @@ from slora_kernels.cpu import (
     quantized,
     tile_attention,
     tile_linear,
+    tile_lora,
 )
 from slora_kernels.cpu.attention_plan import AttentionPlan
 from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
@@ -48,7 +49,7 @@ from slora_kernels.cpu.job_fields import (
     pack_row,
     pack_rows,
 )
-from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan
+from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan, uses_tiles
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.vectors import HAS_TILES
 from slora_kernels.cpu_isa import find_cpu_isa
@@ -73,7 +74,6 @@ _WORKERS = (
     elementwise.rms_norm_worker,
     elementwise.act_mul_worker,
     argmax.argmax_worker,
-    lora.lora_worker,
 )
 # Workers that depend on the KV format.
 _KV_WORKERS = {
@@ -113,7 +113,11 @@ def _workers(
         and head_dim % tile_attention.TILE_DIMS == 0
     ):
         attend = tile_attention.attend_tiles_worker
-    return (*_WORKERS, rotate, attend)
+    return (*_WORKERS, _lora_worker(dtype), rotate, attend)
+
+
+def _lora_worker(dtype: torch.dtype) -> Worker:
+    return tile_lora.lora_tiles_worker if uses_tiles(dtype) else lora.lora_worker
 
 
 class NumbaKernels:
@@ -326,4 +330,4 @@ class NumbaKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         job, num_elements = plan.make_job(out, shrunk, pages, site)
-        self._run(lora.lora_worker, out.dtype, job, num_elements=num_elements)
+        self._run(_lora_worker(out.dtype), out.dtype, job, num_elements=num_elements)

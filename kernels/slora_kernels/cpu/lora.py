@@ -208,6 +208,21 @@ def copy_narrowed(target: Array, sums: Array) -> None:
 ) = range(25)
 
 
+@compiled
+def split_item(
+    item: Int, is_whole: Int, num_shrink_items: Int, blocks: Int, block_rows: Int, column_blocks: Int
+) -> tuple[Int, Int, Int, Int, Int]:
+    """Returns the tile of an item, the first and the end of its rows of A, and of its blocks of columns."""
+    if is_whole:
+        return item, 0, blocks * block_rows if num_shrink_items > 0 else 0, 0, column_blocks
+    if item < num_shrink_items:
+        first_row = item % blocks * block_rows
+        return item // blocks, first_row, first_row + block_rows, 0, 0
+    item -= num_shrink_items
+    block = item % column_blocks
+    return item // column_blocks, 0, 0, block, block + 1
+
+
 def lora_worker(job: Job) -> None:
     """Shrinks and expands the tiles of one site.
 
@@ -237,16 +252,9 @@ def lora_worker(job: Job) -> None:
     packed, starts = read_model_matrix(job, PACKED)[worker], read_int64_matrix(job, STARTS)[worker]
     item = take_item(job)
     while item < count_items(job):
-        if is_whole:
-            tile, first_row, first_block, end_block = item, 0, 0, column_blocks.shape[0]
-            end_row = blocks * block_rows if num_shrink_items > 0 else 0
-        elif item < num_shrink_items:
-            tile, first_row, first_block, end_block = item // blocks, item % blocks * block_rows, 0, 0
-            end_row = first_row + block_rows
-        else:
-            tile, first_row, end_row = (item - num_shrink_items) // column_blocks.shape[0], 0, 0
-            first_block = (item - num_shrink_items) % column_blocks.shape[0]
-            end_block = first_block + 1
+        tile, first_row, end_row, first_block, end_block = split_item(
+            item, is_whole, num_shrink_items, blocks, block_rows, column_blocks.shape[0]
+        )
         slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
         rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
         for row in range(first_row, min(end_row, rank), block_rows):

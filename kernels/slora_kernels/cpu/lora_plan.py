@@ -22,6 +22,8 @@ from slora_kernels.cpu.job_fields import (
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.cpu.lora import PACKED_PITCH
+from slora_kernels.cpu.tile_lora import SUM_COLUMNS, count_scratch, pad_rank
+from slora_kernels.cpu.vectors import HAS_TILES
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
 # The maximum number of tokens in a LoRA tile. The data of such a tile fits a core's own cache.
@@ -33,6 +35,11 @@ _EXPAND_COLUMNS = (1024, 256)
 _WHOLE_TILES = 2
 # Reading the weights of an adapter costs about as much as computing this many tokens.
 _READING_TOKENS = 8
+
+
+def uses_tiles(dtype: torch.dtype) -> bool:
+    """Whether the jobs of a model are computed by `tile_lora` and not by `lora`."""
+    return HAS_TILES and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +59,12 @@ class LoraPlan:
         self._tiles, self._weights = tiles.tiles, tiles.weights
         if self._is_whole:
             self._tiles, self._weights = _sort_by_cost(tiles, tables)
-        self._enough = count_busy_items()
-        coarse, fine = _SHRINK_ROWS
-        self._rows = coarse if self._num_tiles * -(-self._rank // coarse) >= self._enough else fine
-        self._blocks = -(-self._rank // self._rows)
-        self._scratch = reserve(max(TILE_TOKENS * self._rows, self._rank * (2 + PACKED_PITCH)))
+        self._enough, self._reserve = count_busy_items(), reserve
         # For each tile, the number of finished blocks of rows of A, over all sites so far.
         self._done = torch.zeros(self._num_tiles, dtype=torch.int64)
         self._num_done = 0
         # The shrink output, [T, rank]. All sites reuse it in turn.
-        self._shrunk = torch.empty(0, 0)
+        self._shrunk, self._scratch = torch.empty(0, 0), torch.empty(0)
         self._shrunk_words = pack_rows(self._shrunk)
         self._pages: Tensor | None = None
         self._dtype = torch.float32
@@ -105,7 +108,18 @@ class LoraPlan:
         self._pages, self._dtype = pages, dtype
         self._reserve_shrunk(0)
         tables, size, rank = self._tables, dtype.itemsize, self._rank
-        # Scratch of each thread: either sums, or the start of each row (int64) followed by packed rows.
+        coarse, rows = _SHRINK_ROWS
+        if uses_tiles(dtype) or self._num_tiles * -(-rank // coarse) >= self._enough:
+            rows = coarse
+        self._blocks = -(-rank // rows)
+        # Scratch of each thread: either sums, or the start of each row (int64) followed by packed rows. With tiles, the
+        # sums come first, because they are used together with the others.
+        if uses_tiles(dtype):
+            rank = pad_rank(rank)
+            num_elements, start = count_scratch(rank), 4 * TILE_TOKENS * SUM_COLUMNS
+        else:
+            num_elements, start = max(TILE_TOKENS * rows, rank * (2 + PACKED_PITCH)), 0
+        self._scratch = self._reserve(num_elements)
         scratch, threads, pitch = pack_rows(self._scratch)
         self._words = pack_fields(
             pack_pages(pages, size),
@@ -117,11 +131,11 @@ class LoraPlan:
             tables.scales,
             self._is_whole,
             self._blocks,
-            self._rows,
+            rows,
             self._done,
             self._scratch,
-            (scratch + 8 * rank, threads, 4 * pitch // size),
-            (scratch, threads, pitch // 2),
+            (scratch + start + 8 * rank, threads, 4 * pitch // size),
+            (scratch + start, threads, pitch // 2),
         )
 
 
