@@ -3,11 +3,12 @@ import torch
 from torch import Tensor
 
 from slora.models.weights.linear import quantize_groups
-from slora.models.weights.packed_weight import PackedWeight, pack_coded_weight
+from slora.models.weights.packed_weight import pack_bytes_in_tiles, pack_codes_in_tiles
 from slora_kernels.coded_weight import CodedWeight, pack_codes
 from slora_kernels.ops import Kernels
 from slora_kernels.torch import reference
 from tests.kernels.scenes import UNIT
+from tests.kernels.test_quantized_linear import FORMS, make_weight
 
 HALF = pytest.param(torch.float16, marks=pytest.mark.compiled_late)
 DTYPES = (torch.float32, torch.bfloat16, HALF)
@@ -33,12 +34,8 @@ def make_coded(
 
 def multiply(kernels: Kernels, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
     """As a linear does: with a packed weight where this machine has one."""
-    packed = pack_coded_weight(weight, x.dtype)
-    return (
-        packed.multiply(x, bias)
-        if isinstance(packed, PackedWeight)
-        else kernels.coded_linear(x, weight, bias)
-    )
+    packed = pack_codes_in_tiles(weight, x.dtype)
+    return kernels.coded_linear(x, weight, bias) if packed is None else packed.multiply(x, bias)
 
 
 def test_codes_are_unpacked_in_the_order_of_the_columns() -> None:
@@ -96,6 +93,31 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(
         for first in {0, 131 - count}:
             part = slice(first, first + count)
             assert torch.equal(multiply(kernels, x[part], weight, None), among_all[part]), (count, first)
+
+
+@pytest.mark.invariance
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] != 64])
+def test_a_packed_linear_of_eight_bits_matches_its_twin_alone_and_among_any_number(
+    kernels: Kernels, dtype: torch.dtype, form: torch.dtype, shape: tuple[int, int, int, int]
+) -> None:
+    tokens, width, _, rows = shape
+    values, scales = make_weight(rows, width, form, "cpu")
+    packed = pack_bytes_in_tiles(values, scales, dtype)
+    x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
+
+    def multiply(part: Tensor) -> Tensor:
+        if packed is None:
+            return kernels.quantized_linear(part, values, scales, bias)
+        return packed.multiply(part, bias)
+
+    actual, expected = multiply(x), reference.quantized_linear(x.double(), values, scales, bias)
+    size = x.double().abs() @ (values.double().abs() * scales[:, None]).T + bias.double().abs()
+    assert ((actual.double() - expected).abs() <= UNIT[dtype] * (2 * expected.abs() + size / 8)).all()
+    # `test_invariance` tries the kernels for weights that are not packed.
+    for count in (1, 2, 15, 17, 33, 100) if packed is not None else ():
+        assert torch.equal(multiply(x[:count]), actual[:count]), count
 
 
 def test_numbers_of_a_group_are_rounded_to_the_nearest_of_sixteen_steps() -> None:

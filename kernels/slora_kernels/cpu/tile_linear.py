@@ -7,6 +7,7 @@ A panel has 32 output columns, as pairs of tiles [16 pairs of terms, 16 columns,
 is one panel; a thread multiplies all rows with it, 32 rows at a time.
 """
 
+import itertools
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -32,11 +33,12 @@ from slora_kernels.cpu.intrinsics import (
     read_float_matrix,
     read_int,
     read_model_matrix,
+    read_signed_byte_matrix,
     take_item,
     take_thread_index,
     widen,
 )
-from slora_kernels.cpu.job_fields import FieldWords, begin_job, pack_row, pack_rows
+from slora_kernels.cpu.job_fields import NO_TENSOR, FieldWords, begin_job, pack_row, pack_rows
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.tile_attention import (
     Tiles,
@@ -54,6 +56,7 @@ from slora_kernels.cpu.vectors import (
     LANES,
     VECTOR,
     Memory,
+    join_bfloat16,
     look_up_words,
     mask_below,
     multiply_add,
@@ -80,9 +83,12 @@ class _PanelProduct:
     """Emits the product of x [T, width] with a panel of at most 32 columns, plus a bias.
 
     arrays: out [T, N], x, the panel's weights and the bias [N]. numbers: width, the panel's first column, and N.
+    scales: [N], which the products are multiplied with. None: all are 1.
     """
 
-    def __init__(self, context: Any, builder: Any, kinds: Any, arrays: Any, numbers: Any) -> None:
+    def __init__(
+        self, context: Any, builder: Any, kinds: Any, arrays: Any, numbers: Any, scales: Memory | None = None
+    ) -> None:
         self._builder, self._tiles = builder, Tiles(builder)
         out, x, panel, _ = (
             context.make_array(kind)(context, builder, array)
@@ -95,6 +101,7 @@ class _PanelProduct:
         self.num_rows, _ = cgutils.unpack_tuple(builder, x.shape)
         self._pitch, _ = cgutils.unpack_tuple(builder, x.strides)
         self._first_row, self.weights = builder.ptrtoint(x.data, I64), builder.ptrtoint(panel.data, I64)
+        self._scales = scales
         self._columns_left = builder.sub(end, self._column)
         self.steps = builder.udiv(width, I64(_TERMS))
         self._sums = self.make_block()
@@ -136,10 +143,20 @@ class _PanelProduct:
 
         Returns the memory that has the sums, from row 16 * first_tile on.
         """
+        self.clear_sums(num_tiles, first_tile)
+        self.add(start, num_tiles, weights, first, end, first_tile)
+        return self.store_sums(num_tiles, first_tile)
+
+    def clear_sums(self, num_tiles: int, first_tile: int = 0) -> None:
+        for tile in itertools.chain(*_SUMS[first_tile : first_tile + num_tiles]):
+            self._tiles.clear(tile)
+
+    def add(
+        self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, first_tile: int = 0
+    ) -> None:
+        """Like `add_steps`, to the sums in the tiles."""
         builder, tiles, pitch = self._builder, self._tiles, self._pitch
-        sums = dict(enumerate(_SUMS[first_tile : first_tile + num_tiles]))
-        for tile in (tile for pair in sums.values() for tile in pair):
-            tiles.clear(tile)
+        sums = _SUMS[first_tile : first_tile + num_tiles]
         own_rows = builder.add(self._first_row, builder.mul(start, pitch))
         with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
             columns = builder.add(weights, builder.mul(builder.sub(step, first), I64(_STEP_BYTES)))
@@ -150,10 +167,14 @@ class _PanelProduct:
                 tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * _ROWS))), pitch)
                 for total, second in zip(sums[k], _SECOND, strict=True):
                     tiles.multiply(total, _FIRST[k], second)
-        for k, pair in sums.items():
-            for n, tile in enumerate(pair):
-                place = (first_tile + k) * _ROWS * PANEL_COLUMNS + n * _COLUMNS
-                tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
+
+    def store_sums(self, num_tiles: int, first_tile: int = 0) -> Any:
+        """Returns the memory that has the sums."""
+        builder = self._builder
+        for k in range(first_tile, first_tile + num_tiles):
+            for n, tile in enumerate(_SUMS[k]):
+                place = k * _ROWS * PANEL_COLUMNS + n * _COLUMNS
+                self._tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
         return self._sums
 
     def _set_heights(self, left: Any, is_few: Any) -> None:
@@ -175,6 +196,8 @@ class _PanelProduct:
                 value = builder.load(point_at(builder, sums, loop.index, n), align=64)
                 at = builder.add(self._column, I64(n * _COLUMNS))
                 mask = mask_below(builder, builder.sub(self._columns_left, I64(n * _COLUMNS)))
+                if self._scales is not None:
+                    value = builder.fmul(value, self._scales.load(0, at, mask), flags=IN_ORDER)
                 value = builder.fadd(value, self._offsets.load(0, at, mask), flags=IN_ORDER)
                 self._results.store(0, builder.add(row, at), value, mask)
 
@@ -202,6 +225,78 @@ def multiply_panel(
 
     numbers = (types.int64, types.int64, types.int64)
     return types.void(out, x, panel, bias, *numbers), emit
+
+
+# Steps of bytes that are widened at once for few rows of x.
+_WIDENED_STEPS = 4
+
+
+@intrinsic
+def multiply_byte_panel(
+    typing: Any,
+    out: Array,
+    x: Array,
+    scratch: Array,
+    bias: Array,
+    width: Int,
+    column: Int,
+    end: Int,
+    numbers: Array,
+    scales: Array,
+) -> Any:
+    """Like `multiply_panel`, for int8 or float8 numbers, which are widened into scratch [32 * width].
+
+    scales: [N], which the sums are multiplied with.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        factors = Memory(context, builder, scales, args[8], I64(0))
+        product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7], factors)
+        source = Memory(context, builder, numbers, args[7], I64(0))
+        weights, steps, chunk = product.weights, product.steps, I64(_WIDENED_STEPS)
+
+        def widen_steps(target: Any, first: Any, last: Any) -> None:
+            begin, stop = (builder.mul(step, I64(_STEP_BYTES // 64)) for step in (first, last))
+            with cgutils.for_range_slice(builder, begin, stop, I64(1)) as (row, _):
+                place = builder.mul(row, I64(2 * LANES))
+                low, high = (source.load(0, builder.add(place, I64(k * LANES))) for k in range(2))
+                own = builder.add(target, builder.mul(builder.sub(row, begin), I64(64)))
+                pointer = builder.inttoptr(own, _ELEMENTS.as_pointer())
+                builder.store(join_bfloat16(builder, low, high), pointer, align=64)
+
+        def find_end(first: Any) -> Any:
+            last = builder.add(first, chunk)
+            return builder.select(builder.icmp_signed("<", last, steps), last, steps)
+
+        def find_weights(first: Any) -> Any:
+            place = builder.urem(first, I64(2 * _WIDENED_STEPS))
+            return builder.add(weights, builder.mul(place, I64(_STEP_BYTES)))
+
+        def widen_and_add(start: Any, count: Any, num_tiles: int) -> Any:
+            product.clear_sums(num_tiles)
+            widen_steps(weights, I64(0), find_end(I64(0)))
+            with cgutils.for_range_slice(builder, I64(0), steps, chunk) as (first, _):
+                # Tiles that were stored just before take long to load.
+                following = find_end(first)
+                widen_steps(find_weights(following), following, find_end(following))
+                product.add(start, num_tiles, find_weights(first), first, following)
+            return product.store_sums(num_tiles)
+
+        is_few = builder.icmp_signed("<=", product.num_rows, I64(_BLOCK_ROWS))
+        with builder.if_else(is_few) as (few, many):
+            with few:
+                product.emit(widen_and_add)
+            with many:
+                widen_steps(weights, I64(0), steps)
+                product.emit(
+                    lambda start, count, num_tiles: product.add_steps(
+                        start, num_tiles, weights, I64(0), steps
+                    )
+                )
+        return context.get_dummy_value()
+
+    integers = (types.int64, types.int64, types.int64)
+    return types.void(out, x, scratch, bias, *integers, numbers, scales), emit
 
 
 class _PanelCodes:
@@ -447,6 +542,30 @@ def coded_linear_worker(job: Job) -> None:
     release_tiles(mode)
 
 
+def int8_linear_worker(job: Job) -> None:
+    """Like `linear_worker`, for panels of int8."""
+    multiply_byte_panels(job, read_signed_byte_matrix(job, CODES))
+
+
+def float8_linear_worker(job: Job) -> None:
+    """Like `linear_worker`, for panels of float8_e4m3fn without NaN."""
+    multiply_byte_panels(job, read_byte_matrix(job, CODES))
+
+
+@compiled
+def multiply_byte_panels(job: Job, numbers: Array) -> None:
+    mode = configure_tiles()
+    x, out = read_model_matrix(job, X), read_model_matrix(job, OUT)
+    scratch, scales = read_model_matrix(job, PANELS)[take_thread_index(job)], read_float_matrix(job, SCALES)
+    bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
+    item = take_item(job)
+    while item < count_items(job):
+        column, own = item * PANEL_COLUMNS, numbers[item]
+        multiply_byte_panel(out, x, scratch, bias, width, column, out_width, own, scales)
+        item = take_item(job)
+    release_tiles(mode)
+
+
 @cache
 def compile_linear(worker: Any) -> int:
     """Returns the address of the compiled worker."""
@@ -520,6 +639,27 @@ class TileWeight(_TileLinear):
         return self._run(linear_worker, x, self._panels, bias)
 
 
+class ByteTileWeight(_TileLinear):
+    """A weight of int8 or float8_e4m3fn [out, in] in panels, with a scale for each row, float32 [out]."""
+
+    def __init__(self, values: Tensor, scales: Tensor) -> None:
+        super().__init__((values.shape[0], values.shape[1]))
+        self._panels = _cut_panels(values.view(torch.uint8)).flatten(1)
+        self._scales = scales
+        self._worker = int8_linear_worker if values.dtype == torch.int8 else float8_linear_worker
+
+    @staticmethod
+    def suits(values: Tensor, dtype: torch.dtype) -> bool:
+        """Whether this CPU has tiles, and can multiply the weight with x of `dtype`."""
+        return HAS_TILES and dtype == torch.bfloat16 and values.shape[1] % _TERMS == 0 and len(values) > 0
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
+        panels = _reserve_panels(PANEL_COLUMNS * max(self.shape[1], 2 * _WIDENED_STEPS * _TERMS))
+        fields = (pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
+        return self._run(self._worker, x, panels, bias, *fields)
+
+
 class CodedTileWeight(_TileLinear):
     """A `CodedWeight` in panels of codes."""
 
@@ -552,8 +692,7 @@ class CodedTileWeight(_TileLinear):
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         threads, has_minimums = torch.get_num_threads(), self._minimums.numel() > 0
         # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
-        size = PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps)
-        panels = _reserve(threads * size * 2).view(torch.bfloat16).view(threads, size)
+        panels = _reserve_panels(PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps))
         sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
         numbers = (self._group_steps, self._is_half, has_minimums)
         fields = (
@@ -586,9 +725,14 @@ def empty_aligned(rows: int, num_bytes: int) -> Tensor:
 _scratch = torch.empty(0, dtype=torch.uint8)
 
 
-def _reserve(num_bytes: int) -> Tensor:
-    """Scratch that all products share, because they run one after the other. It begins at a cache line."""
+def _reserve_panels(num_elements: int) -> Tensor:
+    """Scratch of each thread, bfloat16 [threads, elements], that begins at a cache line.
+
+    All products share it, because they run one after the other.
+    """
     global _scratch
+    threads = torch.get_num_threads()
+    num_bytes = 2 * threads * num_elements
     if _scratch.numel() < num_bytes:
         _scratch = empty_aligned(1, num_bytes).view(-1)
-    return _scratch[:num_bytes]
+    return _scratch[:num_bytes].view(torch.bfloat16).view(threads, num_elements)

@@ -289,6 +289,15 @@ def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
 
 
+def join_bfloat16(builder: Any, low: Any, high: Any) -> Any:
+    """Rounds two vectors of 16 float32 to one of 32 bfloat16, in order, as 16-bit integers."""
+    kind = ir.VectorType(_Bfloat16(), 2 * LANES)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [VECTOR, VECTOR]), "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+    )
+    return builder.bitcast(builder.call(function, [high, low]), ir.VectorType(_I16, 2 * LANES))
+
+
 # The maximum number of vectors of sums in a block. That many vectors use half of the CPU's registers.
 MAX_ACCUMULATORS = 16 if LANES == 16 else 8
 MAX_TOKENS = MAX_ACCUMULATORS // 4

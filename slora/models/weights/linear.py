@@ -7,7 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora.memory.host_memory import empty_tensor
-from slora.models.weights.packed_weight import PackedWeight, pack_coded_weight, pack_weight, split_weight
+from slora.models.weights.packed_weight import (
+    PackedWeight,
+    pack_bytes_in_tiles,
+    pack_codes_in_tiles,
+    pack_weight,
+    split_weight,
+)
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight, pack_codes
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -71,11 +77,14 @@ class QuantizedWeight:
     scales: Tensor
 
 
+Weight = Tensor | PackedWeight | QuantizedWeight | CodedWeight
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized."""
 
-    weight: Tensor | PackedWeight | QuantizedWeight | CodedWeight
+    weight: Weight
     bias: Tensor | None
     site: LoraSite
 
@@ -89,11 +98,15 @@ class Linear:
 
     def packed(self, dtype: torch.dtype) -> "Linear":
         """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
-        if isinstance(self.weight, CodedWeight):
-            return replace(self, weight=pack_coded_weight(self.weight, dtype))
-        if not isinstance(self.weight, Tensor):
-            return self
-        return replace(self, weight=pack_weight(self.weight, is_biased=self.bias is not None))
+        return replace(self, weight=_pack(self.weight, dtype, is_biased=self.bias is not None))
+
+
+def _pack(weight: Weight, dtype: torch.dtype, *, is_biased: bool = False) -> Weight:
+    if isinstance(weight, QuantizedWeight):
+        return pack_bytes_in_tiles(weight.values, weight.scales, dtype) or weight
+    if isinstance(weight, CodedWeight):
+        return pack_codes_in_tiles(weight, dtype) or weight
+    return pack_weight(weight, is_biased=is_biased) if isinstance(weight, Tensor) else weight
 
 
 def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:
@@ -128,21 +141,21 @@ class ExpertLinear:
             scales = weight.scales.view(self.num_experts, -1)
             return kernels.grouped_linear(x, self._stack(weight.values), scales, starts)
         if isinstance(weight, CodedWeight):
-            experts = self._cut(weight)
+            height = len(weight.codes) // self.num_experts
             return multiply_groups(
-                x, starts, lambda expert, rows: kernels.coded_linear(rows, experts[expert], None)
+                x,
+                starts,
+                lambda expert, rows: kernels.coded_linear(
+                    rows, weight.rows(expert * height, (expert + 1) * height), None
+                ),
             )
         return kernels.grouped_linear(x, self._stack(weight), None, starts)
 
     def packed(self, dtype: torch.dtype) -> "ExpertLinear":
         """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
-        packed: tuple[Tensor | PackedWeight | CodedWeight, ...]
-        if isinstance(self.weight, CodedWeight):
-            packed = tuple(pack_coded_weight(expert, dtype) for expert in self._cut(self.weight))
-        elif isinstance(self.weight, Tensor):
-            packed = tuple(map(pack_weight, self._stack(self.weight)))
-        else:
+        if isinstance(self.weight, tuple):
             return self
+        packed = [_pack(expert, dtype) for expert in self._cut(self.weight)]
         packed_only = tuple(weight for weight in packed if isinstance(weight, PackedWeight))
         return replace(self, weight=packed_only) if len(packed_only) == len(packed) else self
 
@@ -150,7 +163,12 @@ class ExpertLinear:
         """Views a weight [E * out, in] as [E, out, in]."""
         return weight.view(self.num_experts, -1, weight.shape[1])
 
-    def _cut(self, weight: CodedWeight) -> list[CodedWeight]:
+    def _cut(self, weight: Tensor | QuantizedWeight | CodedWeight) -> list[Weight]:
         """The weight of each expert."""
+        if isinstance(weight, Tensor):
+            return list(self._stack(weight))
+        if isinstance(weight, QuantizedWeight):
+            pairs = zip(self._stack(weight.values), weight.scales.view(self.num_experts, -1), strict=True)
+            return [QuantizedWeight(values, scales) for values, scales in pairs]
         height = len(weight.codes) // self.num_experts
         return [weight.rows(first, first + height) for first in range(0, len(weight.codes), height)]

@@ -36,7 +36,8 @@ class PackedWeight:
     """A packed weight [out, in].
 
     pieces: its rows in packed form, which is opaque. All pieces together have as many bytes as the weight, or one more
-    column (see `even_terms`). tiles: the weight for our own products instead, a `TileWeight` or a `CodedTileWeight`.
+    column (see `even_terms`). tiles: the weight for our own products instead, one of the classes of
+    `tile_linear`.
     """
 
     pieces: tuple[Tensor, ...]
@@ -72,12 +73,23 @@ def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWe
     return PackedWeight(tuple(map(_pack, pieces)))
 
 
-def pack_coded_weight(weight: CodedWeight, dtype: torch.dtype) -> CodedWeight | PackedWeight:
-    """Packs a weight of 4 bits for tiles if this machine has them; otherwise returns it unchanged. dtype: that of x."""
+def pack_codes_in_tiles(weight: CodedWeight, dtype: torch.dtype) -> PackedWeight | None:
+    """Packs a weight of 4 bits for tiles. None if this machine has none for it. dtype: that of x."""
     tiles: Any = find_tile_weights() if weight.codes.device.type == "cpu" else None
-    if tiles is not None and tiles.CodedTileWeight.suits(weight, dtype):
-        return PackedWeight((), tiles.CodedTileWeight(weight))
-    return weight
+    if tiles is None or not tiles.CodedTileWeight.suits(weight, dtype):
+        return None
+    return PackedWeight((), tiles.CodedTileWeight(weight))
+
+
+def pack_bytes_in_tiles(values: Tensor, scales: Tensor, dtype: torch.dtype) -> PackedWeight | None:
+    """Packs a weight of 8 bits [out, in] for tiles. None if this machine has none for it. dtype: that of x.
+
+    scales: float32 [out].
+    """
+    tiles: Any = find_tile_weights() if values.device.type == "cpu" else None
+    if tiles is None or not tiles.ByteTileWeight.suits(values, dtype):
+        return None
+    return PackedWeight((), tiles.ByteTileWeight(values, scales))
 
 
 def multiply_freely(x: Tensor, weight: Tensor | PackedWeight) -> Tensor:
