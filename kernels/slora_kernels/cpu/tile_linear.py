@@ -4,7 +4,7 @@ oneDNN adds the products of a row in an order that depends on the number of rows
 rows only. Here every row takes the same steps, whatever their number: one tile product for each 32 terms, in order.
 
 A panel has 32 output columns, as pairs of tiles [16 pairs of terms, 16 columns, 2] for each 32 terms. An item of a job
-is one panel; a thread multiplies all rows with it, 32 rows at a time.
+is one panel and as many rows as fit the core's own cache. A thread multiplies 32 rows at a time.
 """
 
 import itertools
@@ -71,6 +71,8 @@ _TILE_BYTES = 1024
 # Bytes of the columns of a step, and lines of 64 bytes of its codes.
 _STEP_BYTES, _CODE_LINES = 2 * _TILE_BYTES, 8
 _ZERO = np.float32(0.0)
+# Elements of x that stay in a core's own cache (2 MiB) beside two panels.
+_CACHED_ELEMENTS = 1 << 19
 # Tiles: the sums of two tiles of rows times two of columns, then the rows, then the columns.
 _SUMS, _FIRST, _SECOND = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _I8 = ir.IntType(8)
@@ -490,21 +492,26 @@ def sum_groups(sums: Array, x: Array, width: Int) -> None:
             sums[t * num_groups + g] = total
 
 
-# Fields of a job. CODES and the fields after it are those of a job with codes, whose PANELS are scratch.
+# Fields of a job. Only `linear_worker` has BLOCK_ROWS. The fields after it are those of jobs with codes or bytes, where
+# PANELS are scratch.
 (
-    X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH,
+    X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH, BLOCK_ROWS,
     CODES, TABLE, SCALES, MINIMUMS, GROUP_SUMS, GROUP_STEPS, IS_HALF, HAS_MINIMUMS,
-) = range(14)  # fmt: skip
+) = range(15)  # fmt: skip
 
 
 def linear_worker(job: Job) -> None:
-    """Multiplies all rows with panels, and adds a bias. Each item of the job is one panel."""
+    """Multiplies rows with panels, and adds a bias. Each item of the job is a panel for one block of rows."""
     mode = configure_tiles()
     x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    item = take_item(job)
+    size, item = read_int(job, BLOCK_ROWS), take_item(job)
     while item < count_items(job):
-        multiply_panel(out, x, panels[item], bias, width, item * PANEL_COLUMNS, out_width)
+        # Adjacent items have the same rows, which stay in the cache.
+        first, panel = item // panels.shape[0] * size, item % panels.shape[0]
+        last = min(first + size, x.shape[0])
+        column = panel * PANEL_COLUMNS
+        multiply_panel(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
         item = take_item(job)
     release_tiles(mode)
 
@@ -596,8 +603,15 @@ class _TileLinear:
         self._no_bias = torch.zeros(shape[0])
 
     def _run(
-        self, worker: Any, x: Tensor, panels: Tensor, bias: Tensor | None, *fields: FieldWords
+        self,
+        worker: Any,
+        x: Tensor,
+        panels: Tensor,
+        bias: Tensor | None,
+        *fields: FieldWords,
+        num_blocks: int = 1,
     ) -> Tensor:
+        """num_blocks: the blocks of rows that are items of their own."""
         rows = x if x.stride(1) == 1 else x.contiguous()
         out_width, width = self.shape
         out = torch.empty(len(x), out_width, dtype=x.dtype)
@@ -612,7 +626,9 @@ class _TileLinear:
             (width, 0, 0),
             (out_width, 0, 0),
         )
-        job = begin_job(self._num_panels, *(word for field in (*words, *fields) for word in field))
+        job = begin_job(
+            num_blocks * self._num_panels, *(word for field in (*words, *fields) for word in field)
+        )
         threads = min(torch.get_num_threads(), self._num_panels)
         if out_width * width < _SERIAL_ELEMENTS:
             threads = 1
@@ -636,7 +652,9 @@ class TileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        return self._run(linear_worker, x, self._panels, bias)
+        size = max(_BLOCK_ROWS, _CACHED_ELEMENTS // self.shape[1] // _BLOCK_ROWS * _BLOCK_ROWS)
+        num_blocks = -(-len(x) // size)
+        return self._run(linear_worker, x, self._panels, bias, (size, 0, 0), num_blocks=num_blocks)
 
 
 class ByteTileWeight(_TileLinear):
@@ -656,7 +674,7 @@ class ByteTileWeight(_TileLinear):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         panels = _reserve_panels(PANEL_COLUMNS * max(self.shape[1], 2 * _WIDENED_STEPS * _TERMS))
-        fields = (pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
+        fields = (NO_TENSOR, pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
         return self._run(self._worker, x, panels, bias, *fields)
 
 
@@ -696,13 +714,13 @@ class CodedTileWeight(_TileLinear):
         sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
         numbers = (self._group_steps, self._is_half, has_minimums)
         fields = (
-            *(
-                pack_rows(self._codes),
-                pack_row(self._table),
-                pack_rows(self._scales),
-                pack_rows(self._minimums),
-            ),
-            *(pack_rows(sums), *((number, 0, 0) for number in numbers)),
+            NO_TENSOR,
+            pack_rows(self._codes),
+            pack_row(self._table),
+            pack_rows(self._scales),
+            pack_rows(self._minimums),
+            pack_rows(sums),
+            *((number, 0, 0) for number in numbers),
         )
         return self._run(coded_linear_worker, x, panels, bias, *fields)
 
