@@ -4,8 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
@@ -25,6 +23,7 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.process.wire import encode
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
+from tests.support.engine_zygote import ForkedModule
 from tests.support.model_kit import ModelKit
 
 # The longest that a test waits for an expected event. A busy machine needs a minute to start an engine.
@@ -43,14 +42,15 @@ class ChildProcess:
 
     def __init__(self, module: str, config: str, log: Path) -> None:
         self._log = log
+        environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
         with log.open("ab") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, "--config", config],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"},
+            self._process = ForkedModule(
+                module, "--config", config, environment=environment, errors=errors.fileno(), sources=SOURCES
             )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def running(self) -> bool:
@@ -64,13 +64,11 @@ class ChildProcess:
         self._process.send_signal(number)
 
     def close_stdin(self) -> None:
-        assert self._process.stdin is not None
         self._process.stdin.close()
 
     def wait(self) -> int:
         """Waits for the exit and returns the exit code. Standard output must be empty."""
         code = self._process.wait(WAIT_S)
-        assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         with self._process.stdout as output:
             assert output.read() == b""

@@ -280,7 +280,7 @@ def stack(kits: Kits) -> Iterator[EngineStack]:
 def find_rank(stack: EngineStack) -> int:
     """The process id of rank 1."""
     assert stack.engine is not None
-    parent = stack.engine._process.pid
+    parent = stack.engine.pid
     children = Path(f"/proc/{parent}/task").glob("*/children")
     (pid,) = {int(text) for path in children for text in path.read_text(encoding="utf-8").split()}
     return pid
