@@ -130,23 +130,31 @@ def test_api_and_loader_processes_need_no_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(("name", "extra"), [("triton", "gpu"), ("numba", "cpu")])
-def test_an_engine_needs_only_the_kernels_that_it_runs(name: str, extra: str) -> None:
+EXTRAS = {"triton": "gpu", "numba": "cpu"}
+ALONE = [pytest.param([name], marks=pytest.mark.soak) for name in EXTRAS]
+
+
+@pytest.mark.parametrize("hidden", [[*EXTRAS], *ALONE], ids="-".join)
+def test_an_engine_needs_only_the_kernels_that_it_runs(hidden: list[str]) -> None:
     code = f"""
 import torch
 from slora.engine import process
 from slora_kernels.kernel_selector import select_kernels
 print(select_kernels("auto", torch.device("cpu")).name)
-try:
-    select_kernels({name!r}, torch.device("cpu"))
-except ValueError as error:
-    print(error)
+for name in {hidden!r}:
+    try:
+        select_kernels(name, torch.device("cpu"))
+    except ValueError as error:
+        print(error)
 """
-    done = run_python(code, hidden=[name])
+    done = run_python(code, hidden=hidden)
     assert done.returncode == 0, done.stderr
-    chosen, error = done.stdout.splitlines()
-    assert chosen == ("torch" if name == "numba" else "numba")
-    assert error == f"the kernels {name!r} need the package {name}: pip install 'slora[{extra}]'"
+    chosen, *errors = done.stdout.splitlines()
+    assert chosen == ("torch" if "numba" in hidden else "numba")
+    assert errors == [
+        f"the kernels {name!r} need the package {name}: pip install 'slora[{EXTRAS[name]}]'"
+        for name in hidden
+    ]
 
 
 def test_help_waits_for_no_web_framework() -> None:
@@ -162,7 +170,7 @@ def test_help_waits_for_no_web_framework() -> None:
     "expected",
     [
         {"tenant list": ("httpx", "serve"), "serve": ("uvicorn", "serve")},
-        {"adapter verify a --model b": ("peft", "verify")},
+        pytest.param({"adapter verify a --model b": ("peft", "verify")}, marks=pytest.mark.soak),
     ],
     ids=["serve", "verify"],
 )

@@ -139,9 +139,7 @@ def make_setup(kit: ModelKit) -> Setup:
     return Setup(str(kit.directory), adapters, "float32", 1, 64, 4, kit.pool_bytes(64))
 
 
-# The rows of `test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders` come from slora's contender.
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["slora", "peft"])
+@pytest.mark.parametrize("name", ["slora", pytest.param("peft", marks=pytest.mark.soak)])
 def test_contenders_generate_the_requested_number_of_tokens(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
     assert isinstance(launch, Launch)
@@ -168,6 +166,7 @@ def test_the_error_of_a_contender_that_exits_includes_its_last_output(kit: Model
         ContenderProcess(launch, make_setup(kit), tmp_path / "log")
 
 
+@pytest.mark.soak
 def test_a_row_reports_the_cost_of_adapters_and_the_missing_contenders(
     kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,7 +41,7 @@ def test_sixteen_processes_never_get_one_token_request_or_answer_more_than_the_q
     if kind == "redis":
         url = shared_redis.url
         shared_redis.client().flushall()
-    found = run("hammer", tmp_path, url, 16, 60 if soak else 2.5)
+    found = run("hammer", tmp_path, url, 16, 60 if soak else 1.5)
     grants = found["grants"]
     assert not found["failed"]
     requests = most_within([(before, after, 1) for before, after, _, _ in grants], 60_000)

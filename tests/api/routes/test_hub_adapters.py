@@ -2,10 +2,8 @@
 
 import os
 import re
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +17,7 @@ from tests.adapters.hand_made import make_members, write_directory
 from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import ask_and_leave
 from tests.support.child_processes import find_children
 from tests.support.hub import COMMIT, Hub, running_hub
 
@@ -168,19 +167,16 @@ def test_a_download_ends_with_its_client(platform: Platform, hub: Hub) -> None:
     hub.stalling = {"adapter_model.safetensors"}
     key = make_key(platform, "acme", Scope.ADAPTERS_HUB)
 
-    def leave_early() -> None:
-        form: Any = {"name": (None, "voice"), "source": (None, SOURCE)}
-        with platform.client(key) as client, suppress(httpx.ReadTimeout):
-            client.post("/v1/adapters", files=form, timeout=6)
+    form: Any = {"name": (None, "voice"), "source": (None, SOURCE)}
 
     def downloads() -> list[psutil.Process]:
         return find_children("slora_adapters.peft.hub")
 
-    client = threading.Thread(target=leave_early)
-    client.start()
-    began = wait_for(lambda: [path for path in hub.asked if path.endswith(".safetensors")])
-    assert began and downloads()
-    client.join()
+    def has_begun() -> bool:
+        return any(path.endswith(".safetensors") for path in hub.asked) and bool(downloads())
+
+    with platform.client(key) as client:
+        ask_and_leave(client, "/v1/adapters", has_begun, files=form)
     assert wait_for(lambda: not downloads())
     assert wait_for(lambda: not any((platform.directory / "quarantine").iterdir()))
 

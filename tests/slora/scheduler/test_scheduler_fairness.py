@@ -91,7 +91,7 @@ def test_service_is_proportional_to_weight() -> None:
 def test_fair_scheduling_keeps_the_throughput_of_first_come_first_served() -> None:
     fair, fcfs = make_crowd(), make_crowd(scheduling="fcfs")
     for crowd in (fair, fcfs):
-        for _ in range(800):
+        for _ in range(400):
             crowd.step({"much": 50, "little": 5})
     assert fair.served.total() >= 0.98 * fcfs.served.total()
 
@@ -475,7 +475,7 @@ def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *,
 
     Born from a fault, in the seed 269: a beam at the head of the queue that could not get a place blocked everybody.
     """
-    for at in range(200) if soak else (0, 69):
+    for at in range(200) if soak else (69,):
         number = 200 * seed + at
         random = Random(number)
         bench = SchedulerBench(
