@@ -6,8 +6,6 @@ import re
 import signal
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -220,23 +218,6 @@ def test_the_loader_has_a_lower_priority_and_children_get_no_terminal_signals(mo
     assert loader.nice() == min(engine.nice() + 10, 19)
     assert {os.getsid(child.pid) for child in (engine, loader)} == {os.getsid(server)}
     assert os.getpgid(server) not in {os.getpgid(child.pid) for child in (engine, loader)}
-
-
-def test_many_disconnecting_clients_leave_no_held_page(mortal: Served, kit: Kit) -> None:
-    key = mortal.make_key("crowd")
-    for name, path in (("small", kit.small), ("wide", kit.wide)):
-        upload(mortal, key, name, path)
-
-    def ask(number: int) -> None:
-        body = LONG | {"model": ("base", "small", "wide")[number % 3], "stream": number % 2 == 0}
-        with mortal.client(key) as client, suppress(httpx.ReadTimeout):
-            client.post("/v1/completions", json=body, timeout=0.04 * number + 0.05)
-
-    with ThreadPoolExecutor(12) as pool:
-        list(pool.map(ask, range(12)))
-    mortal.wait_for_metric("vllm:num_requests_waiting", 0)
-    wait_until_running(mortal, 0)
-    mortal.wait_for_metric('slora_pages{state="held"}', 0)
 
 
 def test_a_second_server_on_the_same_data_is_refused_by_name(mortal: Served, kit: Kit) -> None:

@@ -4,6 +4,7 @@ interface."""
 import subprocess
 from pathlib import Path
 
+import pytest
 from gguf import GGMLQuantizationType as Type
 
 from tests.api.conftest import Kit
@@ -41,6 +42,7 @@ def test_a_model_of_the_hub_is_served_by_its_name_and_no_child_gets_the_token(
     assert not any(TOKEN in line for line in served.lines)
 
 
+@pytest.mark.soak
 def test_a_gguf_file_is_served_by_its_name(tmp_path: Path) -> None:
     vocabulary = sentencepiece_vocabulary()
     template = {"tokenizer.chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}"}

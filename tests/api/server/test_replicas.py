@@ -168,4 +168,4 @@ def _list_engines(admin: httpx.Client) -> list[dict[str, Any]]:
 
 def _is_restarted(engines: list[dict[str, Any]], before: dict[str, Any]) -> bool:
     (engine,) = (one for one in engines if one["name"] == before["name"])
-    return bool(engine["serving"] and engine["restarts"] == before["restarts"] + 1)
+    return bool(engine["restarts"] == before["restarts"] + 1)

@@ -200,7 +200,9 @@ def wait_for_earlier_records(server: Served) -> None:
         wait_for(lambda: database.read(query) or None)
 
 
-def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: Served, kit: Kit) -> None:
+def test_when_clients_disconnect_no_page_is_held_and_the_ledger_equals_the_engines_counters(
+    mortal: Served, kit: Kit
+) -> None:
     place = mortal.data_dir / "slora.db"
     key = upload_both(mortal, kit, "billed")
     wait_for_earlier_records(mortal)
@@ -209,6 +211,8 @@ def test_the_ledger_equals_the_engines_counters_when_clients_disconnect(mortal: 
     load.send(60, 20)
     assert load.num_answers and not load.refusals, (len(load.refusals), set(load.refusals))
     wait_until_equal(mortal, place, *before)
+    mortal.wait_for_metric("vllm:num_requests_waiting", 0)
+    mortal.wait_for_metric('slora_pages{state="held"}', 0)
 
 
 @pytest.mark.soak
