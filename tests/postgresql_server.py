@@ -210,8 +210,14 @@ def shared_postgresql() -> Iterator[PostgresqlServer]:
         yield server
 
 
-@pytest.fixture
-def postgresql_server() -> Iterator[PostgresqlServer]:
-    """A server that the test may kill."""
+@pytest.fixture(scope="session")
+def mortal_postgresql() -> Iterator[PostgresqlServer]:
     with running_postgresql() as server:
         yield server
+
+
+@pytest.fixture
+def postgresql_server(mortal_postgresql: PostgresqlServer) -> PostgresqlServer:
+    """A running server that the test may kill. Other tests have used other databases of it."""
+    mortal_postgresql.start()
+    return mortal_postgresql

@@ -9,7 +9,7 @@ import pytest
 
 from tests.adapters.registry_places import database_place
 from tests.api.served import READY_S, Served, serving, write_adapter, write_base
-from tests.postgresql_server import postgresql_server, shared_postgresql
+from tests.postgresql_server import mortal_postgresql, postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "kit",
     "make_redis",
     "mortal",
+    "mortal_postgresql",
     "postgresql_server",
     "redis_server",
     "server",

@@ -93,7 +93,7 @@ def test_a_killed_rollout_keeps_acknowledged_changes_and_no_partial_ones(
     check(registry, acknowledged)
 
 
-@pytest.mark.parametrize("num_steps", steps(3, 17, soak=(1, 60)))
+@pytest.mark.parametrize("num_steps", steps(3, soak=(1, 17, 60)))
 def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknowledged(
     postgresql_server: PostgresqlServer, num_steps: int
 ) -> None:
