@@ -16,22 +16,16 @@ from slora_adapters.registry.record import AdapterDetails, Rollout, StorageUsage
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenDatabase, WatchedDatabase, reserved
+from tests.support.clock import Clock
 
 D1, D2, D3 = "1" * 64, "2" * 64, "3" * 64
 DETAILS = AdapterDetails(8, ("q_proj", "down_proj"), 4096, 8192, 4400)
 EXTRAS = AdapterExtras("{{ m }}", '{"top_p": 1}')
 
 
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1000.0)
 
 
 @pytest.fixture

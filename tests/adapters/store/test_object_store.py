@@ -18,6 +18,7 @@ from slora_adapters.store.object_blob import RANGE_BYTES
 from slora_adapters.store.object_store import LEFTOVER_AGE_S, UPLOAD_LIMIT_S, ObjectStore
 from slora_adapters.store.store_url import open_store
 from tests.adapters.blobs import read_members
+from tests.support.clock import Clock
 from tests.support.forked_program import ForkedProgram
 from tests.support.shared_files import SharedFiles
 
@@ -26,13 +27,7 @@ OLD = {"a": b"old" * 5, "b": b"y" * 1000}
 NEW = {"a": b"new" * 5, "b": b"x" * 1000}
 
 
-class Clock:
-    """A clock that the test sets."""
-
-    now = 1.8e9
-
-    def __call__(self) -> float:
-        return self.now
+NOW_S = 1.8e9
 
 
 class FaultyFileSystem(SharedFiles):
@@ -62,7 +57,7 @@ class FaultyFileSystem(SharedFiles):
 
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(NOW_S)
 
 
 @pytest.fixture
@@ -135,7 +130,7 @@ def _run_and_die(url: str, call: str, after: int) -> bool:
 def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_its_rest_is_removed(
     tmp_path: Path, call: str
 ) -> None:
-    clock = Clock()
+    clock = Clock(NOW_S)
     for after in range(100):
         root = tmp_path / str(after)
         store = ObjectStore(SharedFiles(), str(root), scheme="shared", clock=clock)
@@ -320,7 +315,7 @@ def test_two_interleaved_operations_leave_one_whole_blob_or_none(
         root = tmp_path / str(after)
         filesystem = FaultyFileSystem()
         store, other = (
-            ObjectStore(one, str(root), scheme="shared", clock=Clock())
+            ObjectStore(one, str(root), scheme="shared", clock=Clock(NOW_S))
             for one in (filesystem, FaultyFileSystem())
         )
         store.prepare()

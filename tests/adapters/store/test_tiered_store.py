@@ -10,16 +10,10 @@ from slora_adapters.store.store_url import open_store
 from slora_adapters.store.tiered_store import REST_AFTER_FAILURE_S, TieredStore
 from tests.adapters.blobs import read_members
 from tests.redis_server import RedisServer
+from tests.support.clock import Clock
 
 DIGEST = "ab" * 32
 CONTENT = {"a": b"x" * 1000}
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

@@ -7,25 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_api.http.permit_pool import PermitPool
-
-
-class Clock:
-    """A clock that the test sets."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.support.clock import Clock
 
 
 def make_pool(num_permits: int, max_per_tenant: int, clock: Clock | None = None) -> PermitPool:
-    return PermitPool(num_permits, max_per_tenant, "things", "max_things", clock or Clock())
+    return PermitPool(num_permits, max_per_tenant, "things", "max_things", clock or Clock(100.0))
 
 
 def pass_time(pool: PermitPool, clock: Clock, seconds: float, count: int = 1) -> None:
     with pool.hold("t", count):
-        clock.now_s += seconds
+        clock.now += seconds
 
 
 def test_a_tenant_with_permits_leaves_a_quarter_to_tenants_without() -> None:
@@ -54,7 +45,7 @@ def test_two_tenants_never_hold_all_permits(num_permits: int, wishes: list[tuple
 
 
 def test_the_wait_is_the_average_hold_time_divided_by_the_held_permits() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     pool = make_pool(100, 100, clock)
     assert pool.wait_s(1, 5) == 2, "nothing is known yet"
     pass_time(pool, clock, 20)
@@ -62,7 +53,7 @@ def test_the_wait_is_the_average_hold_time_divided_by_the_held_permits() -> None
 
 
 def test_the_average_follows_how_long_permits_are_held() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     pool = make_pool(200, 200, clock)
     pass_time(pool, clock, 1000)
     for _ in range(200):
@@ -74,7 +65,7 @@ def test_the_average_follows_how_long_permits_are_held() -> None:
 
 @pytest.mark.parametrize(("seconds", "told"), [(0, 1), (0.001, 1), (1e6, 120)])
 def test_a_wait_is_at_least_a_second_and_at_most_what_clients_honour(seconds: float, told: int) -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     pool = make_pool(4, 4, clock)
     pass_time(pool, clock, seconds)
     assert pool.wait_s(1, 1) == told

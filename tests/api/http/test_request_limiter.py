@@ -6,7 +6,7 @@ import pytest
 
 from slora_api.core.errors import BadRequest, ServerBusy, TenantBusy, describe_error
 from slora_api.http.request_limiter import RequestLimiter
-from tests.api.generation.test_permit_pool import Clock
+from tests.support.clock import Clock
 
 
 def make_limiter(clock: Clock, requests: int = 4, uploads: int = 4) -> RequestLimiter:
@@ -15,7 +15,7 @@ def make_limiter(clock: Clock, requests: int = 4, uploads: int = 4) -> RequestLi
 
 def serve(limiter: RequestLimiter, clock: Clock, tenant: str, seconds: float) -> None:
     with limiter.admit_generation(tenant, 1):
-        clock.now_s += seconds
+        clock.now += seconds
 
 
 def refusal(limiter: RequestLimiter, tenant: str, num_answers: int = 1) -> TenantBusy | ServerBusy:
@@ -26,14 +26,14 @@ def refusal(limiter: RequestLimiter, tenant: str, num_answers: int = 1) -> Tenan
 
 
 def test_the_wait_for_answers_of_a_tenant_follows_the_time_that_answers_take() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     limiter = make_limiter(clock, requests=100)
     serve(limiter, clock, "any", 40)
     assert (limiter.wait_s(1, 4), limiter.wait_s(4, 4)) == (10, 40)
 
 
 def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     limiter = make_limiter(clock, requests=5)
     serve(limiter, clock, "one", 30)
     with (
@@ -50,7 +50,7 @@ def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> No
 
 def test_two_tenants_with_slow_answers_leave_permits_to_a_third() -> None:
     """Born from a bug: two tenants with 256 answers each held all 512 places."""
-    limiter = make_limiter(Clock(), requests=512)
+    limiter = make_limiter(Clock(100.0), requests=512)
     with ExitStack() as stack:
         for tenant in ("one", "two"):
             with pytest.raises(TenantBusy) as caught:
@@ -65,7 +65,7 @@ def test_two_tenants_with_slow_answers_leave_permits_to_a_third() -> None:
 
 
 def test_a_request_over_the_total_capacity_is_a_bad_request() -> None:
-    limiter = make_limiter(Clock(), requests=8)
+    limiter = make_limiter(Clock(100.0), requests=8)
     with pytest.raises(BadRequest) as caught, limiter.admit_generation("t", 1, 7):
         pass
     assert "asks for 7 answers" in str(caught.value) and "at most 6 at once" in str(caught.value)
@@ -75,11 +75,11 @@ def test_a_request_over_the_total_capacity_is_a_bad_request() -> None:
 
 
 def test_uploads_have_permits_of_their_own() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     limiter = make_limiter(clock, uploads=4)
     serve(limiter, clock, "t", 90)
     with limiter.admit_upload("t"):
-        clock.now_s += 8
+        clock.now += 8
     with ExitStack() as stack:
         for _ in range(2):
             stack.enter_context(limiter.admit_upload("one"))

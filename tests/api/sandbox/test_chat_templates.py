@@ -27,6 +27,7 @@ from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine, byte_tokenizer, deltas_of
 from tests.api.served import ask_and_leave
 from tests.support.child_processes import find_children
+from tests.support.clock import Clock
 from tests.support.slow_callbacks import BOUND_MS, recording
 
 MESSAGES = [{"role": "user", "content": "hi ünï"}]
@@ -37,13 +38,6 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}
 DEPENDS = "{% if messages[0].content == 'slow' %}" + ENDLESS + "{% endif %}done{{ messages[0].content }}"
 SLOW_MESSAGES = [{"role": "user", "content": "slow"}]
 T = TypeVar("T")
-
-
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def with_templates(

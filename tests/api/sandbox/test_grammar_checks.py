@@ -14,6 +14,7 @@ from slora_api.core.fair_slots import cpu_slots
 from slora_api.sandbox import grammar_checks
 from slora_api.sandbox.grammar_checks import GrammarChecks
 from tests.support.child_processes import find_children
+from tests.support.clock import Clock
 
 T = TypeVar("T")
 FINE = StructuredOutput.choice(["yes", "no"], "guided_choice")
@@ -23,11 +24,6 @@ SLOW = StructuredOutput.json_schema({"type": "integer", "multipleOf": 999983}, "
 DEEP = StructuredOutput.grammar(
     "start: r0\n" + "\n".join(f"r{n}: r{n + 1}" for n in range(3500)) + '\nr3500: "a"', "guided_grammar"
 )
-
-
-class Clock:
-    def __call__(self) -> float:
-        return 0.0
 
 
 def with_checks(

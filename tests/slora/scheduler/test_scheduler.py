@@ -456,10 +456,6 @@ def test_later_requests_cannot_starve_a_waiting_request(
     raise AssertionError(f"it did not start within {bound} steps")
 
 
-def run_alone(bench: SchedulerBench, request_id: str) -> list[StepOutput]:
-    return [output for output in bench.run_to_end(100) if output.request_id == request_id]
-
-
 @pytest.mark.parametrize("older", [False, True])
 def test_every_decoding_request_gets_a_token_per_step_beside_a_long_prompt(older: bool) -> None:
     bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
