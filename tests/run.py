@@ -19,9 +19,9 @@ _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
 # Paths and options of pytest, the longest groups first. The tests of a group share models.
 _GROUPS = (
-    # Each of these two groups starts the servers of tests/api/conftest.py.
-    "tests/api/adapters tests/api/cli tests/api/console tests/api/generation tests/api/tenants",
+    # Both of these groups start the server of tests/api/conftest.py, and the first one another, which tests kill.
     "tests/api/server",
+    "tests/api/adapters tests/api/cli tests/api/console tests/api/generation tests/api/tenants",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
     "tests/slora/engine tests/slora/llm",
     "tests/api --ignore=tests/api/adapters --ignore=tests/api/cli --ignore=tests/api/console --ignore=tests/api/fuzz"

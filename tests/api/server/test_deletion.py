@@ -7,9 +7,9 @@ import shutil
 import signal
 from pathlib import Path
 
-from tests.api.adapters.test_lifecycle import LONG, SHORT, LongRequest, wait_until_running
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, READY_S, SLORA, environment, serving, wait_for
+from tests.api.server.test_lifecycle import LONG, SHORT, LongRequest, wait_until_running
 from tests.api.server.test_server import upload
 from tests.redis_server import RedisServer
 from tests.support import shared_files
