@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from slora.core.errors import ContextTooLong, DeadlineMissed, RequestFailed, RequestRefused
+from slora.core.errors import ContextTooLong, DeadlineMissed, RequestFailed
 from slora.core.request import (
     NOT_SAMPLED,
     EngineRequest,
@@ -369,43 +369,6 @@ def test_a_prompt_to_embed_may_fill_the_context_and_not_exceed_it(kits: Kits) ->
     assert measure_error(kit, request, None, drive(engine, [[request]])["full"]) < TOLERANCE
     with pytest.raises(ContextTooLong, match=r"context length is 64 tokens .* input has 65 tokens"):
         engine.add(ask("long", draw(65)))
-
-
-@pytest.mark.parametrize(
-    ("pooling", "sampling", "param", "reason"),
-    [
-        (Pooling(dimensions=49), NOT_SAMPLED, "dimensions", r"dimensions is 49; .* have 48 \(hidden_size\)"),
-        (LAST, SamplingParams(), "pooling", "samples no token"),
-    ],
-)
-def test_a_request_that_cannot_be_embedded_is_refused_by_name(
-    kits: Kits, pooling: Pooling, sampling: SamplingParams, param: str, reason: str
-) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
-    with pytest.raises(RequestRefused, match=reason) as refusal:
-        engine.add(replace(ask("r", [1], pooling=pooling), sampling=sampling))
-    assert refusal.value.param == param
-
-
-@pytest.mark.parametrize(
-    ("fields", "param"), [({"kind": "max"}, "pooling"), ({"dimensions": 0}, "dimensions")]
-)
-def test_pooling_parameters_out_of_range_are_refused_by_name(fields: dict[str, object], param: str) -> None:
-    with pytest.raises(RequestRefused, match=f"{param} is ") as refusal:
-        Pooling(**fields)  # type: ignore[arg-type]
-    assert refusal.value.param == param
-
-
-def test_a_model_without_a_last_hidden_state_refuses_embeddings_by_name(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
-    engine.info = replace(engine.info, can_embed=False)
-    with pytest.raises(RequestRefused, match="computes no embeddings") as refusal:
-        engine.add(ask("r", [1]))
-    assert refusal.value.param == "model"
 
 
 def test_an_embedding_that_does_not_fit_into_the_pool_names_its_input(kits: Kits) -> None:

@@ -201,14 +201,6 @@ def test_a_form_that_the_model_cannot_write_is_refused_alone(
     )
 
 
-def test_what_contradicts_a_form_is_refused_by_name() -> None:
-    fields = ("min_tokens", 3), ("ignore_eos", True), ("allowed_token_ids", (1,)), ("bad_words", ((1,),))
-    for name, value in fields:
-        with pytest.raises(RequestRefused, match=name) as refused:
-            replace(PARAMS, structured_output=StructuredOutput.json_object(), **{name: value})  # type: ignore[arg-type]
-        assert refused.value.param == name
-
-
 def test_a_penalty_or_bias_does_not_lift_a_mask(kit: ModelKit) -> None:
     output = StructuredOutput.regex("[ab]{20}")
     bias = {"logit_bias": {3: 100.0}, "repetition_penalty": 0.05, "presence_penalty": -2.0}

@@ -238,17 +238,6 @@ def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
 
 
 @pytest.mark.parametrize(
-    ("size", "message"),
-    [(3, "4 attention heads, which can't be divided among 3 ranks"), (8, "4 attention heads")],
-)
-def test_a_size_that_does_not_divide_the_model_is_refused(kits: Kits, size: int, message: str) -> None:
-    kit = kits("llama")
-    spec = read_model_spec(kit.directory)
-    with pytest.raises(ConfigError, match=f"tensor_parallel_size is {size}: .*{message}"):
-        spec.partition("float32", size)
-
-
-@pytest.mark.parametrize(
     ("model", "changes", "message"),
     [
         ("qwen3_moe", {"moe_intermediate_size": 22}, r"experts have 22 columns \(moe_intermediate_size\)"),

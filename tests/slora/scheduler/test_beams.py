@@ -257,31 +257,6 @@ def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -
     assert all(answer.token_ids for answer in answers.values()) and len(answers) == 2
 
 
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"temperature": 0.5}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 5}, "top_k"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"presence_penalty": 1.0}, "presence_penalty"),
-        ({"frequency_penalty": -1.0}, "frequency_penalty"),
-        ({"repetition_penalty": 1.2}, "repetition_penalty"),
-        ({"stop": ("end",)}, "stop"),
-        ({"length_penalty": 11.0}, "length_penalty"),
-        ({"length_penalty": float("nan")}, "length_penalty"),
-        ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty"),
-        ({"use_beam_search": False, "early_stopping": True}, "early_stopping"),
-    ],
-)
-def test_parameters_that_a_search_cannot_honour_are_refused_by_name(
-    changes: dict[str, object], field: str
-) -> None:
-    with pytest.raises(RequestRefused, match=field) as caught:
-        replace(SEARCH, **changes)  # type: ignore[arg-type]
-    assert caught.value.param == field
-
-
 def test_an_answer_of_a_search_is_streamed_whole(kits: Kits) -> None:
     kit = kits("llama")
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(200))

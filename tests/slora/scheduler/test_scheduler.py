@@ -503,15 +503,6 @@ def test_running_requests_finish_on_a_deleted_adapter() -> None:
     assert SMALL in bench.source.discarded
 
 
-def test_a_deleted_idle_adapter_is_freed_at_once() -> None:
-    bench = SchedulerBench(PAGES, num_pages=8)
-    bench.add("a", adapter=SMALL)
-    list(bench.run_to_end(10))
-    assert bench.pool.num_cached == 1
-    bench.scheduler.remove_adapter(SMALL)
-    assert bench.pool.num_cached == 0
-
-
 def test_a_failed_fetch_fails_only_the_requests_that_wait_for_it() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("base", max_tokens=3)
