@@ -1,9 +1,10 @@
 """A platform with a scripted engine, which most tests of answers need. A module overrides what it needs otherwise."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from slora_api.http import sse
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -24,3 +25,14 @@ def platform(shared: Platform) -> Platform:
 @pytest.fixture(scope="module")
 def key(shared: Platform) -> str:
     return shared.key("acme")
+
+
+@pytest.fixture
+def hold_heads(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets for how long the head of a stream is held, and after which pause a comment comes: less than on a server."""
+
+    def hold(hold_s: float = 0.01, keep_alive_s: float = 0.01) -> None:
+        monkeypatch.setattr(sse, "HOLD_S", hold_s)
+        monkeypatch.setattr(sse, "KEEP_ALIVE_S", keep_alive_s)
+
+    return hold

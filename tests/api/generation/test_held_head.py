@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import Any
 
 import openai
@@ -35,10 +35,9 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 @pytest.fixture
-def gate(platform: Platform, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+def gate(platform: Platform, hold_heads: Callable[..., None]) -> threading.Event:
     """The answers begin when the event is set. The head is held, and comments come, for shorter than on a server."""
-    monkeypatch.setattr(sse, "HOLD_S", 0.01)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    hold_heads()
     platform.engine.reset(deltas_of(b"Hi!", FinishReason.STOP))
     platform.engine.gate = threading.Event()
     return platform.engine.gate
@@ -64,12 +63,12 @@ def test_the_head_does_not_wait_for_the_time_between_comments(
     platform: Platform,
     key: str,
     gate: threading.Event,
-    monkeypatch: pytest.MonkeyPatch,
+    hold_heads: Callable[..., None],
     path: str,
     body: dict[str, Any],
 ) -> None:
     """The server joins the head and the first part of the body. So the head left with the first comment, 10 s late."""
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 600.0)
+    hold_heads(keep_alive_s=600.0)
     with platform.client(key) as client, client.stream("POST", path, json=body) as answer:
         assert next(answer.iter_lines()) == ": keep-alive"
         gate.set()
@@ -113,9 +112,9 @@ def test_an_error_while_the_head_is_held_keeps_its_status(
     gate: threading.Event,
     path: str,
     body: dict[str, Any],
-    monkeypatch: pytest.MonkeyPatch,
+    hold_heads: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(sse, "HOLD_S", 60.0)
+    hold_heads(60.0)
     gate.set()
     platform.engine.answers = [[EngineUnavailable("the engine died")]]
     answer = post(platform, key, path, body)
@@ -131,9 +130,9 @@ def test_a_client_that_leaves_before_the_first_token_aborts_its_request(
     path: str,
     body: dict[str, Any],
     hold_s: float,
-    monkeypatch: pytest.MonkeyPatch,
+    hold_heads: Callable[..., None],
 ) -> None:
-    monkeypatch.setattr(sse, "HOLD_S", hold_s)
+    hold_heads(hold_s)
     engine, prompt = platform.engine, body.get("prompt")
     num_prompts = len(prompt) if isinstance(prompt, list) else 1
     with platform.client(key) as client:
@@ -155,10 +154,9 @@ def test_a_revoked_key_ends_a_stream_that_waits_for_its_first_token(
     wait_until(lambda: len(platform.engine.aborted) == 1)
 
 
-def test_a_comment_never_divides_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_comment_never_divides_an_event(hold_heads: Callable[..., None]) -> None:
     """A long event is sent in several writes, and the second one may come later than a comment is due."""
-    monkeypatch.setattr(sse, "HOLD_S", 0.001)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.001)
+    hold_heads(0.001, 0.001)
     sent: list[bytes] = []
 
     async def wait_for_comment() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx
@@ -10,7 +10,6 @@ import pytest
 
 from slora.core.errors import StepFailed
 from slora.core.request import FinishReason, TokenDelta
-from slora_api.http import sse
 from slora_api.messages.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
@@ -386,10 +385,9 @@ def test_errors_have_anthropics_types(platform: Platform, key: str) -> None:
 
 
 def test_a_late_first_token_is_preceded_by_pings(
-    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
+    platform: Platform, key: str, hold_heads: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(sse, "HOLD_S", 0.01)
-    monkeypatch.setattr(sse, "KEEP_ALIVE_S", 0.01)
+    hold_heads()
     platform.engine.gate = gate = threading.Event()
     with httpx.stream(
         "POST", platform.url + MESSAGES, json=BODY | {"stream": True}, headers={"x-api-key": key}
