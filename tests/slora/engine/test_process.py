@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from slora.client.client import RemoteEngine
-from slora.core.engine_state import AdapterPlace, EngineStats, Pin
+from slora.core.engine_state import EngineStats
 from slora.core.errors import (
     AdapterFetchFailed,
     ConfigError,
@@ -26,7 +26,6 @@ from slora.core.errors import (
 )
 from slora.core.messages import Add
 from slora.core.request import (
-    DEFAULT_SHARE,
     EngineRequest,
     FinishReason,
     RequestTiming,
@@ -363,40 +362,6 @@ def test_a_deleted_adapter_is_removed_from_the_engine(run: Run, stack: EngineSta
         assert after.resident_adapters == before.resident_adapters - 1
         # The adapter was not deleted from the store, so it may be loaded again.
         await collect(client.generate(ask("b", version)))
-
-    run(body)
-
-
-def test_an_adapter_pinned_over_the_socket_is_loaded_before_any_request(run: Run, stack: EngineStack) -> None:
-    version = stack.versions["odd_rank"]
-
-    async def body(client: RemoteEngine) -> None:
-        before = await client.stats()
-        await client.set_pins([Pin(version)])
-        pinned = await wait_for_stats(client, lambda stats: stats.pinned_loaded == 1)
-        await collect(client.generate(ask("r", version)))
-        after = await client.stats()
-        assert after.adapter_loads == pinned.adapter_loads
-        assert (after.prompt_tokens, pinned.pinned_adapters) == (before.prompt_tokens + 3, 1)
-        await client.set_pins([])
-        await wait_for_stats(client, lambda stats: stats.pinned_adapters == stats.pinned_loaded == 0)
-
-    run(body)
-
-
-def test_an_adapter_prewarmed_over_the_socket_is_loaded_before_any_request(
-    run: Run, stack: EngineStack
-) -> None:
-    version = stack.versions["odd_rank"]
-
-    async def body(client: RemoteEngine) -> None:
-        await client.remove_adapter(version)
-        before = await wait_for_stats(client, idle)
-        assert await client.prewarm(version, DEFAULT_SHARE) is not AdapterPlace.POOL
-        await wait_for_stats(client, lambda stats: stats.resident_adapters == before.resident_adapters + 1)
-        assert await client.prewarm(version, DEFAULT_SHARE) in (AdapterPlace.POOL, AdapterPlace.LOADING)
-        await collect(client.generate(ask("r", version)))
-        assert (await client.stats()).adapter_loads == before.adapter_loads + 1
 
     run(body)
 
