@@ -1,6 +1,6 @@
 """Weights of 4 bits for each number: codes, the numbers that they stand for, and a scale for each group of a row."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -51,10 +51,6 @@ class CodedWeight:
         if self.minimums.numel():
             numbers += self.minimums.float()[:, :, None]
         return numbers.view(self.shape)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(getattr(self, field.name).nbytes for field in fields(self))
 
 
 def pack_codes(codes: Tensor) -> Tensor:
