@@ -26,6 +26,8 @@ MAX_DRAFT_TOKENS = 64
 CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.9
 SWAP_SHARE = 0.25
+# Bits of each quantized number, with the scales of its group.
+QUANTIZED_BITS = {"int8": 8, "fp8": 8, "int4": 5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ class EngineConfig:
         "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
         "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 32 "
         "columns, on CPUs only; auto uses the format of the checkpoint",
-        Choice(("auto", "int8", "fp8", "int4")),
+        Choice(("auto", *QUANTIZED_BITS)),
         metavar="FORM",
     )
     kv_cache_dtype: str = setting(

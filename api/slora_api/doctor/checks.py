@@ -23,7 +23,7 @@ from urllib.parse import unquote, urlsplit
 import httpx
 
 from slora.core.byte_text import format_bytes
-from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, SWAP_SHARE
+from slora.core.engine_config import CPU_POOL_SHARE, GPU_POOL_SHARE, QUANTIZED_BITS, SWAP_SHARE
 from slora.core.errors import ConfigError, SloraError
 from slora.models.gguf_model import find_gguf_file, prepare_gguf_model
 from slora.models.hub_model import HubModel, download_gguf, missing_bytes
@@ -219,7 +219,7 @@ def find_model(settings: Settings) -> Model:
         if tensor.block is None and tensor.dtype not in _UNQUANTIZED:
             num_bytes += tensor.num_bytes
         elif settings.engine.quantization != "auto" and name.endswith("proj.weight"):
-            num_bytes += math.prod(tensor.shape)
+            num_bytes += math.prod(tensor.shape) * QUANTIZED_BITS[settings.engine.quantization] // 8
         else:
             num_bytes += math.prod(tensor.shape) * element_bytes
     return Model(files, num_tensors, num_bytes)

@@ -104,8 +104,9 @@ def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
     found = find_model(SETTINGS)
     stored = (DEMO / "model" / "model.safetensors").stat().st_size
     assert 0 < stored - found.num_bytes < 10_000
-    quantized = replace(SETTINGS, engine=replace(SETTINGS.engine, quantization="int8"))
-    assert find_model(quantized).num_bytes < 0.6 * found.num_bytes
+    for form, most in (("int8", 0.6), ("int4", 0.45)):
+        quantized = replace(SETTINGS, engine=replace(SETTINGS.engine, quantization=form))
+        assert find_model(quantized).num_bytes < most * found.num_bytes
 
 
 def test_too_few_open_files_are_a_warning_and_fail_if_answers_do_not_fit(
