@@ -199,6 +199,11 @@ def test_8_bit_floats_are_refused_on_a_device_without_them(llama_8b: Path) -> No
         make_plan(ask_8b(llama_8b, "A100-80", kv_cache_dtype="fp8"))
 
 
+def test_weights_of_4_bits_are_refused_on_gpus(llama_8b: Path) -> None:
+    with pytest.raises(ConfigError, match="int4 are multiplied on CPUs only, and H100 is a GPU"):
+        make_plan(ask_8b(llama_8b, "H100", quantization="int4"))
+
+
 def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(llama_8b: Path) -> None:
     spec = read_model_spec(llama_8b)
     shape = spec.shape("bfloat16")
