@@ -5,7 +5,8 @@ While a callback runs, the process serves no other request. A callback's wall-cl
 the loop's thread, time in the kernel's run queue, and time blocked. Only the time in the run queue depends on other
 programs.
 
-- `cpu_ms`: CPU time of the loop's thread.
+- `cpu_ms`: CPU time of the loop's thread, without full garbage collections. Those of a test's process look at all that
+  the tests have imported. A server freezes what it has at its start.
 - `blocked_ms`: time that the callback waited for a disk, a lock, or the interpreter lock (GIL) held by another thread.
 
 The loop itself may wait for the interpreter lock after a poll. That wait is reported as a callback named `POLL`. Polls
@@ -16,6 +17,7 @@ In a test: `with recording() as recorder: asyncio.run(...)`, then `recorder.slow
 """
 
 import asyncio
+import gc
 import json
 import os
 import selectors
@@ -38,6 +40,7 @@ BOUND_MS = 20.0
 POLL = "the poll of the event loop, which waited for the interpreter lock"
 _TICK_S = 0.01
 _STACK_DEPTH = 6
+_OLDEST = 2  # generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +89,21 @@ class _LoopThread:
         self.id = threading.get_ident()
         self.running_since: float | None = None
         self.sampled = ""
+        self.collected_s = self._collecting_since = 0.0
+
+    def note_collection(self, phase: str, info: dict[str, int]) -> None:
+        """A callback of `gc`, called on the thread that collects."""
+        if info["generation"] == _OLDEST and threading.get_ident() == self.id:
+            if phase == "start":
+                self._collecting_since = time.thread_time()
+            else:
+                self.collected_s += time.thread_time() - self._collecting_since
 
     def read_clocks(self) -> tuple[float, float, float]:
-        """Three times in seconds: wall-clock time, CPU time of this thread, and its wait for a CPU in the kernel's
-        run queue. Called by the thread."""
-        return time.perf_counter(), time.thread_time(), _of_thread.run_queue.waited_s()
+        """Three times in seconds: wall-clock time and CPU time of this thread, both without full collections, and its
+        wait for a CPU in the kernel's run queue. Called by the thread."""
+        wall, cpu = time.perf_counter() - self.collected_s, time.thread_time() - self.collected_s
+        return wall, cpu, _of_thread.run_queue.waited_s()
 
 
 class Recorder:
@@ -118,7 +131,7 @@ class Recorder:
         callback = handle._callback
         thread.sampled = ""
         wall, cpu, queued = thread.read_clocks()
-        thread.running_since = wall
+        thread.running_since = time.perf_counter()
         try:
             run(handle)
         finally:
@@ -159,7 +172,12 @@ class Recorder:
         thread = self._threads.get(threading.get_ident())
         if thread is None:
             thread = self._threads[threading.get_ident()] = _LoopThread()
+            gc.callbacks.append(thread.note_collection)
         return thread
+
+    def close(self) -> None:
+        for thread in self._threads.values():
+            gc.callbacks.remove(thread.note_collection)
 
     def _add(self, name: str, cpu_s: float, blocked_s: float, where: str) -> None:
         slow = SlowCallback(name, round(1e3 * cpu_s, 2), round(1e3 * blocked_s, 2), time.time(), where)
@@ -199,6 +217,7 @@ def recording(
         selectors.EpollSelector.select = poll  # type: ignore[method-assign,assignment]
         done.set()
         sampler.join()
+        recorder.close()
 
 
 def _describe(frame: FrameType | None) -> str:

@@ -1,4 +1,5 @@
 import asyncio
+import gc
 import json
 import subprocess
 import sys
@@ -40,6 +41,17 @@ def test_a_callback_over_the_bound_is_named_with_its_cpu_time() -> None:
     assert 50 <= slow[0].cpu_ms < 1e4
     assert "spin_in_the_middle" in slow[0].name
     assert "test_slow_callbacks.py" in slow[0].where and "spin" in slow[0].where
+
+
+def test_a_full_garbage_collection_is_not_the_callbacks_time() -> None:
+    objects = [[number] for number in range(1_000_000)]
+
+    async def collect() -> None:
+        gc.collect()
+
+    with recording() as recorder:
+        asyncio.run(collect())
+    assert len(objects) == 1_000_000 and not recorder.slow()
 
 
 def test_short_callbacks_are_counted_and_not_kept() -> None:
