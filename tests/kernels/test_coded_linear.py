@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import Tensor
@@ -5,6 +7,7 @@ from torch import Tensor
 from slora.models.weights.linear import quantize_groups
 from slora.models.weights.packed_weight import pack_bytes_in_tiles, pack_codes_in_tiles
 from slora_kernels.coded_weight import CodedWeight, pack_codes
+from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
 from slora_kernels.torch import reference
 from tests.kernels.scenes import UNIT
@@ -118,6 +121,25 @@ def test_a_packed_linear_of_eight_bits_matches_its_twin_alone_and_among_any_numb
     # `test_invariance` tries the kernels for weights that are not packed.
     for count in (1, 2, 15, 17, 33, 100) if packed is not None else ():
         assert torch.equal(multiply(x[:count]), actual[:count]), count
+
+
+def test_models_of_two_threads_multiply_at_the_same_time() -> None:
+    """Two engines of one process may compute on threads of their own."""
+    kernels, x = select_kernels("auto", torch.device("cpu")), torch.randn(64, 2048).to(torch.bfloat16)
+    weights = [
+        make_coded(1024, 2048, 32, table, scale_dtype=torch.float16, has_minimums=False)
+        for table in ("integers", "e2m1")
+    ]
+    expected = [multiply(kernels, x, weight, None) for weight in weights]
+
+    def is_same(index: int) -> bool:
+        # Calls of the same kernels must not overlap.
+        own = select_kernels("auto", torch.device("cpu"))
+        products = [multiply(own, x, weights[index], None) for _ in range(20)]
+        return all(torch.equal(product, expected[index]) for product in products)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(is_same, range(2)))
 
 
 def test_numbers_of_a_group_are_rounded_to_the_nearest_of_sixteen_steps() -> None:

@@ -8,6 +8,7 @@ is one panel and as many rows as fit the core's own cache. A thread multiplies 3
 """
 
 import itertools
+import threading
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -601,7 +602,7 @@ def _cut_panels(weight: Tensor) -> Tensor:
 
 
 class _TileLinear:
-    """What the two kinds of weights [out, in] share. `in` is a multiple of 32."""
+    """What all kinds of weights [out, in] share. `in` is a multiple of 32."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.shape = shape
@@ -679,7 +680,7 @@ class ByteTileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        panels = _reserve_panels(PANEL_COLUMNS * max(self.shape[1], 2 * _WIDENED_STEPS * _TERMS))
+        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 2 * _WIDENED_STEPS * _TERMS))
         fields = (NO_TENSOR, pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
         return self._run(self._worker, x, panels, bias, *fields)
 
@@ -716,7 +717,7 @@ class CodedTileWeight(_TileLinear):
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         threads, has_minimums = torch.get_num_threads(), self._minimums.numel() > 0
         # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
-        panels = _reserve_panels(PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps))
+        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps))
         sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
         numbers = (self._group_steps, self._is_half, has_minimums)
         fields = (
@@ -746,17 +747,19 @@ def empty_aligned(rows: int, num_bytes: int) -> Tensor:
     return memory[start : start + rows * num_bytes].view(rows, num_bytes)
 
 
-_scratch = torch.empty(0, dtype=torch.uint8)
+class _Scratch(threading.local):
+    """The memory of one calling thread, whose products run one after the other."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_elements: int) -> Tensor:
+        """Returns bfloat16 [threads, elements], that begins at a cache line."""
+        threads = torch.get_num_threads()
+        num_bytes = 2 * threads * num_elements
+        if self._memory.numel() < num_bytes:
+            self._memory = empty_aligned(1, num_bytes).view(-1)
+        return self._memory[:num_bytes].view(torch.bfloat16).view(threads, num_elements)
 
 
-def _reserve_panels(num_elements: int) -> Tensor:
-    """Scratch of each thread, bfloat16 [threads, elements], that begins at a cache line.
-
-    All products share it, because they run one after the other.
-    """
-    global _scratch
-    threads = torch.get_num_threads()
-    num_bytes = 2 * threads * num_elements
-    if _scratch.numel() < num_bytes:
-        _scratch = empty_aligned(1, num_bytes).view(-1)
-    return _scratch[:num_bytes].view(torch.bfloat16).view(threads, num_elements)
+_scratch = _Scratch()
