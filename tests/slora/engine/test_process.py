@@ -488,9 +488,10 @@ def test_an_engine_whose_parent_closes_the_pipe_releases_its_requests_and_exits(
             with pytest.raises(EngineUnavailable):
                 async for _ in stream:
                     pass
+            # Still connected: the engine bills what a client that leaves has not released, and its release may be lost.
+            assert await asyncio.to_thread(engine.wait) == 0
 
     asyncio.run(main())
-    assert engine.wait() == 0
     assert "a" not in read_journal(stack), "the client reports the usage when it has continued the request"
 
 
