@@ -10,6 +10,9 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PATH=/opt/slora/bin:$PATH
 # Before the sources, so that a change of ours does not download torch again. The version is in TORCH.
 # hadolint ignore=DL3013
 RUN python -m venv /opt/slora && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "$TORCH"
+# The linker, for the machine code of the CPU kernels. All instruction sets take some minutes.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends binutils && rm -rf /var/lib/apt/lists/*
 WORKDIR /source
 COPY pyproject.toml README.md LICENSE ./
 COPY kernels kernels
@@ -32,15 +35,13 @@ RUN if [ -z "$TORCH_INDEX" ]; then \
         apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
     fi
 COPY --from=build /opt/slora /opt/slora
-# Not root, and the volume belongs to the user that runs the server. numba writes to its cache, even if all is there.
+# Not root, and the volume belongs to the user that runs the server.
 RUN useradd --uid 10001 --user-group --create-home slora \
-    && install --directory --owner slora --group slora --mode 700 /data /opt/numba
+    && install --directory --owner slora --group slora --mode 700 /data
 # The number, because Kubernetes cannot tell from a name that the user is not root.
 USER 10001:10001
-ENV PATH=/opt/slora/bin:$PATH SLORA_HOST=0.0.0.0 SLORA_DATA_DIR=/data NUMBA_CACHE_DIR=/opt/numba \
-    TRITON_CACHE_DIR=/data/triton
-# For the CPU of the machine that builds the image. On another CPU, the first start compiles them again.
-RUN python -P -m slora_kernels.cpu.precompile float32 bfloat16
+ENV PATH=/opt/slora/bin:$PATH SLORA_HOST=0.0.0.0 SLORA_DATA_DIR=/data TRITON_CACHE_DIR=/data/triton \
+    NUMBA_CACHE_DIR=/data/numba
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM

@@ -73,17 +73,18 @@ $(VENV)/bin/python:
 		{ echo "slora needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-# numba compiles the kernels while pip installs the other packages.
+# numba compiles the kernels while pip installs the other packages. The wheel ships machine code instead.
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
-	$(PIP) "$(TORCH)" numba tqdm $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) numba
 	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile fastest & compiling=$$!; \
-	$(PIP) -e ".[serve,redis,postgresql,cpu]" || { kill $$compiling; exit 1; }; wait $$compiling
+	$(PIP) "$(TORCH)" -e ".[serve,redis,postgresql]" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		|| { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
 $(TEST): $(SERVE)
 	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8 & compiling=$$!; \
-	$(PIP) -e ".[serve,redis,postgresql,otel,cpu,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
+	$(PIP) -e ".[serve,redis,postgresql,otel,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
 $(DOCS): $(TEST)

@@ -70,7 +70,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
-    parser.add_argument("--kernels", default="auto", choices=["auto", "numba", "torch"])
+    parser.add_argument("--kernels", default="auto", choices=["auto", "cpu", "torch"])
     parser.add_argument(
         "--quantizations", nargs="+", default=["auto"], choices=["auto", "int8", "fp8", "int4"]
     )

@@ -1,6 +1,6 @@
 """The switch `SLORA_CPU_ISA`: forces one instruction set for torch, oneDNN, MKL and our own kernels on a CPU.
 
-These libraries read their own variables, most of them when torch is loaded or first computes. So the switch is applied
+The libraries read their own variables, most of them when torch is loaded or first computes. So the switch is applied
 when `slora_kernels` is imported, which is before any module of slora imports torch. Child processes inherit the
 libraries' variables.
 """
@@ -24,10 +24,13 @@ class CpuIsa:
 
     flags: what the CPU needs, as in /proc/cpuinfo.
     variables: what the libraries have to be told.
+    llvm_name, llvm_features: the CPU that our own kernels are compiled for, in LLVM's terms.
     """
 
     flags: frozenset[str]
     variables: dict[str, str]
+    llvm_name: str
+    llvm_features: str
 
 
 def _describe(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm_features: str) -> CpuIsa:
@@ -35,10 +38,8 @@ def _describe(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm
         "ONEDNN_MAX_CPU_ISA": onednn,
         "ATEN_CPU_CAPABILITY": aten,
         "MKL_ENABLE_INSTRUCTIONS": mkl,
-        "NUMBA_CPU_NAME": llvm_name,
-        "NUMBA_CPU_FEATURES": llvm_features,
     }
-    return CpuIsa(frozenset(flags.split()), variables)
+    return CpuIsa(frozenset(flags.split()), variables, llvm_name, llvm_features)
 
 
 _AVX2 = "avx2 fma f16c"
@@ -63,7 +64,7 @@ CPU_ISAS = {
 def apply_cpu_isa() -> None:
     """Sets the variables of the libraries. `check_cpu_isa` reports why it could not."""
     chosen = os.environ.get(VARIABLE)
-    if chosen in list_available_isas() and "torch" not in sys.modules:
+    if chosen and chosen in list_available_isas() and "torch" not in sys.modules:
         os.environ.update(CPU_ISAS[chosen].variables)
 
 
@@ -91,10 +92,10 @@ def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:
     if not chosen:
         return
     if chosen not in available:
-        what = "this CPU lacks it" if chosen in CPU_ISAS else f"the names are {', '.join(CPU_ISAS)}"
+        what = "this machine lacks it" if chosen in CPU_ISAS else f"the names are {', '.join(CPU_ISAS)}"
         choices = ", ".join(available) or "none"
         raise ValueError(
-            f"{VARIABLE} is {chosen!r:.40}, but {what}; choose one of those that this CPU has ({choices}), or "
+            f"{VARIABLE} is {chosen!r:.40}, but {what}; choose one of those that this machine has ({choices}), or "
             "unset the variable to use the best one"
         )
     wanted = CPU_ISAS[chosen].variables
@@ -105,16 +106,18 @@ def check_cpu_isa(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def find_cpu_isa(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The instruction set in force: the forced one, or the best that the CPU has. None if it has no known one."""
+    """The instruction set in force: the forced one, or the best that there is. None if the CPU has no known one."""
     return environment.get(VARIABLE) or next(reversed(list_available_isas()), None)
 
 
 @cache
 def list_available_isas() -> tuple[str, ...]:
-    """The names of the instruction sets that this CPU has, the smallest first."""
+    """The names of the instruction sets that this process may use, the smallest first."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
     flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    if "amx_tile" in flags and not permits_tiles():
+        flags.discard("amx_tile")
     return tuple(name for name, isa in CPU_ISAS.items() if isa.flags <= flags)

@@ -10,17 +10,15 @@ from typing import cast
 
 import torch
 
-from slora_kernels.cpu_isa import check_cpu_isa, find_cpu_isa, permits_tiles
+from slora_kernels.cpu_isa import check_cpu_isa, find_cpu_isa
 from slora_kernels.kernel_cache import prepare_triton_cache
 from slora_kernels.ops import Kernels
 
 _CLASSES = {
     "triton": ("slora_kernels.gpu.triton_kernels", "TritonKernels"),
     "torch": ("slora_kernels.torch.torch_kernels", "TorchKernels"),
-    "numba": ("slora_kernels.cpu.kernels", "NumbaKernels"),
+    "cpu": ("slora_kernels.cpu.kernels", "CpuKernels"),
 }
-# The extras that bring the packages of these names.
-_EXTRAS = {"triton": "gpu", "numba": "cpu"}
 
 
 def kernel_class(name: str) -> type:
@@ -32,20 +30,26 @@ def kernel_class(name: str) -> type:
 def _choose(device: torch.device) -> str:
     if device.type != "cpu":
         return "triton"
-    return "numba" if importlib.util.find_spec("numba") is not None else "torch"
+    return "cpu" if _has_workers() else "torch"
+
+
+def _has_workers() -> bool:
+    has_workers: bool = importlib.import_module("slora_kernels.cpu.machine_code").has_workers()
+    return has_workers
 
 
 def find_tile_weights() -> ModuleType | None:
-    """The module with the weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if numba,
-    which compiles their kernels, is not installed.
+    """The module with the weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if there is
+    no machine code for them.
     """
-    if find_cpu_isa() != "amx" or not permits_tiles() or importlib.util.find_spec("numba") is None:
+    if find_cpu_isa() != "amx" or not _has_workers():
         return None
-    return importlib.import_module("slora_kernels.cpu.tile_linear")
+    return importlib.import_module("slora_kernels.cpu.tile_weights")
 
 
 def select_kernels(name: str, device: torch.device) -> Kernels:
-    """Loads the implementation `name`. "auto" selects triton on a GPU, numba on a CPU if installed, else torch.
+    """Loads the implementation `name`. "auto" selects triton on a GPU, and on a CPU the kernels "cpu" if there
+    is machine code for them, or numba to compile it, else torch.
 
     Raises ValueError for an unknown name, for an implementation that cannot run on `device`, and for an instruction set
     that could not be forced.
@@ -54,10 +58,15 @@ def select_kernels(name: str, device: torch.device) -> Kernels:
     chosen = _choose(device) if name == "auto" else name
     if chosen not in _CLASSES:
         raise ValueError(f"there are no kernels named {name!r}; choose one of auto, {', '.join(_CLASSES)}")
-    if chosen == "numba" and device.type != "cpu":
-        raise ValueError(f"the kernels 'numba' run only on a CPU, not on {device}; choose auto or triton")
-    if (extra := _EXTRAS.get(chosen)) is not None and importlib.util.find_spec(chosen) is None:
-        raise ValueError(f"the kernels {chosen!r} need the package {chosen}: pip install 'slora[{extra}]'")
+    if chosen == "cpu" and device.type != "cpu":
+        raise ValueError(f"the kernels 'cpu' run only on a CPU, not on {device}; choose auto or triton")
+    if chosen == "cpu" and not _has_workers():
+        raise ValueError(
+            "this installation has no machine code of the kernels 'cpu' for this CPU, so they need the package numba: "
+            "pip install numba"
+        )
+    if chosen == "triton" and importlib.util.find_spec("triton") is None:
+        raise ValueError("the kernels 'triton' need the package triton: pip install 'slora[gpu]'")
     if chosen == "triton":
         prepare_triton_cache()
     return cast(Kernels, kernel_class(chosen).on(device))  # type: ignore[attr-defined]

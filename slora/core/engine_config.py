@@ -63,8 +63,8 @@ class EngineConfig:
     )
     kernels: str = setting(
         "auto",
-        "kernels that compute the model: auto, triton, numba or torch",
-        Choice(("auto", "triton", "numba", "torch")),
+        "kernels that compute the model: auto, triton, cpu or torch",
+        Choice(("auto", "triton", "cpu", "torch")),
         metavar="NAME",
     )
     model_impl: str = setting(

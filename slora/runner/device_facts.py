@@ -11,6 +11,7 @@ class DeviceFacts:
     device: str  # A readable name.
     num_gpus: int  # Number of GPUs that torch sees.
     kernels: str
+    has_cpu_kernels: bool  # Whether there is machine code of the kernels `cpu`, or numba to compile it.
     # Versions; None if the package is not installed.
     torch: str
     triton: str | None

@@ -18,6 +18,7 @@ from slora.core.errors import ConfigError
 from slora.models.float8_support import check_float8_kv
 from slora.runner.device_facts import DeviceFacts
 from slora.runner.served_model import limit_torch_threads, load_kernels, resolve_device
+from slora_kernels.cpu.machine_code import has_workers
 
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
@@ -39,6 +40,7 @@ def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> Dev
         _describe_gpu(device) if is_gpu else "CPU",
         torch.cuda.device_count(),
         kernels.name,
+        has_workers(),
         torch.__version__,
         _find_version("triton"),
         _find_version("numba"),

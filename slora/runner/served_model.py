@@ -118,7 +118,7 @@ def resolve_device(name: str, kernels: str = "auto") -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"device is {name!r}; it must be auto, cpu or cuda")
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() and kernels != "numba" else "cpu"
+        name = "cuda" if torch.cuda.is_available() and kernels != "cpu" else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is cuda, but torch sees no GPU; choose cpu or auto")
     return torch.device(name)

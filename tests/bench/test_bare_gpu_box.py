@@ -8,10 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("fastapi", "llguidance", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
-# Of numba alone, and only chosen on a CPU; of a peer, and only run in its own environment; of Redis; of a server; of
+# Only numba compiles; of a peer, and only run in its own environment; of Redis; of a server; of
 # structured output.
 NOT_THERE = (
-    "slora_kernels/cpu/",
+    "slora_kernels/cpu/workers/",
+    "slora_kernels/cpu/precompile",
     "contenders/vllm_",
     "redis_",
     "_redis",

@@ -107,9 +107,9 @@ def test_a_renamed_function_is_reported_and_no_function_stays_timed() -> None:
     assert dict(vars(Clockwork)) == before
 
 
-@pytest.mark.parametrize("kernels", ["numba", "torch"])
+@pytest.mark.parametrize("kernels", ["cpu", "torch"])
 def test_the_parts_of_a_step_are_the_engines_own(kit: ModelKit, kernels: str) -> None:
-    if kernels == "numba":
+    if kernels == "cpu":
         pytest.importorskip("numba")
     stepped = make_engine(kit, kernels, 2)
     bare, adapted = profile_rows(stepped, [Scene(0, 3, 5), Scene(2, 3, 5)], 3, 1)
@@ -122,7 +122,7 @@ def test_the_parts_of_a_step_are_the_engines_own(kit: ModelKit, kernels: str) ->
 
 def test_everything_that_is_timed_exists_in_both_kernels_for_a_cpu() -> None:
     pytest.importorskip("numba")
-    for name in ("numba", "torch"):
+    for name in ("cpu", "torch"):
         with StepClock().timing(timed_functions(name)):
             pass
 

@@ -1,19 +1,19 @@
 """Every kernel test runs on every implementation. Triton runs natively on a GPU and in its interpreter elsewhere."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from slora_kernels.cpu.machine_code import has_workers
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.ops import Kernels
 
 # Deterministic mode (see `poisoned_memory`) needs this variable before the GPU's first matmul.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-NAMES = ("torch", "triton") + (("numba",) if importlib.util.find_spec("numba") else ())
+NAMES = ("torch", "triton") + (("cpu",) if has_workers() else ())
 
 
 @pytest.fixture(params=NAMES)
@@ -25,7 +25,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     callspec = getattr(item, "callspec", None)
     name = callspec.params.get("kernels") if callspec else None
     is_slow = {
-        "numba": item.get_closest_marker("compiled_late"),
+        "cpu": item.get_closest_marker("compiled_late"),
         "triton": item.get_closest_marker("interpreted_slowly") and not torch.cuda.is_available(),
     }
     if is_slow.get(name):
@@ -35,7 +35,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture
 def device(kernels: Kernels) -> str:
     """The device of the kernels under test: a GPU if there is one, except for CPU kernels."""
-    return "cuda" if torch.cuda.is_available() and kernels.name != "numba" else "cpu"
+    return "cuda" if torch.cuda.is_available() and kernels.name != "cpu" else "cpu"
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas, permits_tiles
-from tests.support.cpu_kernels import CPU_KERNELS
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
 
 ROOT = Path(__file__).parents[2]
 # Quick: the library's products, because compiling our own kernels for another instruction set takes half a minute.
@@ -48,39 +47,38 @@ print(multiplies_bfloat16())
 print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 LANES = """
-from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, HAS_TILES, LANES
+from slora_kernels.cpu.worker_sizes import HAS_BFLOAT16_DOT, HAS_TILES, LANES
 print(LANES, HAS_BFLOAT16_DOT, HAS_TILES)
 """
 # As in a sandbox that does not let a process use the tiles of AMX.
 WITHOUT_PERMISSION = """
 import slora_kernels.cpu_isa
 slora_kernels.cpu_isa.permits_tiles = lambda: False
-import torch
-from slora_kernels.cpu import intrinsics, kernels
+from slora_kernels.cpu.machine_code import list_model_workers
 from slora_kernels.kv_format import KVFormat
-workers = kernels._workers(KVFormat.MODEL, torch.bfloat16)
-print(workers[-3].__name__, workers[-1].__name__, intrinsics._name_cache().rpartition("-")[2])
+workers = list_model_workers("bfloat16", KVFormat.MODEL)
+print(slora_kernels.cpu_isa.find_cpu_isa(), *(worker.name for worker in workers))
 """
 
 
 @pytest.mark.parametrize("isa", list_available_isas())
 def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: str) -> None:
     has_avx512, has_bfloat16 = isa != "avx2", isa in ("avx512_bf16", "amx")
-    has_numba = "numba" in CPU_KERNELS
-    run = run_python("-c", REPORT + (LANES if has_numba else ""), isa=isa)
+    run = run_python("-c", REPORT + LANES, isa=isa)
     assert run.returncode == 0, run.stderr
     multiplies, library, *ours = run.stdout.splitlines()
     assert multiplies == str(has_bfloat16)
     # oneDNN computes in bfloat16 with any AVX-512.
     assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
-    has_tiles = isa == "amx" and permits_tiles()
-    assert not has_numba or ours == [f"{16 if has_avx512 else 8} {has_bfloat16} {has_tiles}"]
+    assert ours == [f"{16 if has_avx512 else 8} {has_bfloat16} {isa == 'amx'}"]
 
 
-@pytest.mark.skipif("numba" not in CPU_KERNELS, reason="there are no kernels of our own")
+@pytest.mark.skipif("amx" not in list_available_isas(), reason="this CPU has no tiles")
 def test_a_process_without_the_permission_for_tiles_computes_without_them() -> None:
     run = run_python("-c", WITHOUT_PERMISSION, isa="")
-    assert (run.stdout, run.returncode) == ("lora_worker attend_worker plain\n", 0), run.stderr
+    isa, *workers = run.stdout.split()
+    assert run.returncode == 0 and isa == "avx512_bf16", run.stderr
+    assert {"lora_worker", "attend_worker"} <= set(workers) and not any("tiles" in name for name in workers)
 
 
 @pytest.fixture

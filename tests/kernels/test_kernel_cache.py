@@ -1,12 +1,12 @@
 import logging
 import os
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE, choose_kernel_cache, prepare_triton_cache
-from tests.support.cpu_kernels import CPU_KERNELS
 
 Keep = Callable[[Path | None, Path | None], None]
 
@@ -58,20 +58,20 @@ def test_without_any_place_kernels_are_compiled_and_one_line_says_so(
     assert "each start compiles them" in caplog.text
 
 
-@pytest.mark.skipif("numba" not in CPU_KERNELS, reason="numba is not installed")
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_a_worker_is_compiled_without_a_cache(
     barred: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numba  # noqa: PLC0415
 
-    from slora_kernels.cpu import intrinsics  # noqa: PLC0415
+    from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
 
     def worker(job: object) -> None:
         pass
 
     keep(None, None)
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(barred))
-    assert intrinsics.compile_worker(worker, numba.float32).address
+    assert compiler.compile_function(worker, numba.float32).address
     # The directory can be written when it is chosen, and not any more when the kernel is kept.
-    monkeypatch.setattr(intrinsics, "choose_kernel_cache", lambda _: barred)
-    assert intrinsics.compile_worker(worker, numba.float32).address
+    monkeypatch.setattr(compiler, "choose_kernel_cache", lambda _: barred)
+    assert compiler.compile_function(worker, numba.float32).address

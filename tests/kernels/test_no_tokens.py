@@ -19,7 +19,7 @@ def test_norms_and_activations_of_no_rows_are_empty(kernels: Kernels, device: st
 
 
 def test_attention_of_no_sequences_is_empty_and_writes_no_page(kernels: Kernels, device: str) -> None:
-    if kernels.name == "numba":
+    if kernels.name == "cpu":
         pytest.skip("a step without tokens is never planned, and these views would need a look of their own")
     geometry = KVGeometry(1, HEADS, KV_HEADS, HEAD_DIM, 8, torch.float32)
     pages = torch.full((3, geometry.layout.num_bytes), 0xFF, dtype=torch.uint8, device=device)

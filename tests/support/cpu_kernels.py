@@ -1,13 +1,13 @@
-"""The kernels that this machine's CPU can run. The numba kernels are an optional extra."""
-
-import importlib.util
+"""The kernels that this machine's CPU can run. The kernels "cpu" need machine code, or numba to compile it."""
 
 import pytest
 import torch
 
+from slora_kernels.cpu.machine_code import has_workers
+
 CPU_KERNELS = ["torch"]
-if importlib.util.find_spec("numba") and importlib.util.find_spec("slora_kernels.cpu.kernels"):
-    CPU_KERNELS.append("numba")
+if has_workers():
+    CPU_KERNELS.append("cpu")
 
 # For a few tests of the whole engine that run natively on a GPU, too.
 ENGINE_KERNELS = [

@@ -162,8 +162,8 @@ def check_device(device: Future[DeviceFacts], num_ranks: int = 1) -> Iterator[Fi
             f"this control group may use {quota:g} of {len(machine_limits().cores)} cores: torch gets "
             f"{found.num_threads} {'thread' if found.num_threads == 1 else 'threads'}"
         )
-    if found.type == "cpu" and found.kernels == "torch" and found.numba is None:
-        yield warning("the fast kernels for CPUs need numba", "pip install 'slora[cpu]'")
+    if found.type == "cpu" and not found.has_cpu_kernels:
+        yield warning("the fast kernels for this CPU need numba", "pip install numba")
     if found.type == "cpu" and found.num_gpus:
         yield warning("the GPU of this machine is not used", "set --device auto and --kernels auto")
     if found.type == "cuda" and (reason := explain_few_gpus(num_ranks, found.num_gpus)):

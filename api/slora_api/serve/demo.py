@@ -282,9 +282,12 @@ async def set_up_demo(
     all uploads do.
     """
     tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, demo.adapters)
-    for tenant in tenants:
-        if tenant.adapter is not None:
-            await _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher)
+    uploads = (
+        _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher)
+        for tenant in tenants
+        if tenant.adapter is not None
+    )
+    await asyncio.gather(*uploads)
     return tenants
 
 

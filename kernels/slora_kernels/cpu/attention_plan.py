@@ -10,13 +10,6 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, QueryKeyNorm
-from slora_kernels.cpu.attention import (
-    NO_WINDOW,
-    TILE_ROWS,
-    count_float_scratch,
-    count_operand_scratch,
-    count_starts,
-)
 from slora_kernels.cpu.job_fields import (
     NO_TENSOR,
     JobWords,
@@ -27,6 +20,13 @@ from slora_kernels.cpu.job_fields import (
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
+from slora_kernels.cpu.worker_sizes import (
+    NO_WINDOW,
+    TILE_ROWS,
+    count_float_scratch,
+    count_operand_scratch,
+    count_starts,
+)
 from slora_kernels.layout import SCALE_BYTES
 
 

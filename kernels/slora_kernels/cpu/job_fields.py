@@ -1,4 +1,4 @@
-"""Packs the arguments of a worker into the 64-bit words of a job (see `intrinsics`)."""
+"""Packs the arguments of a worker into the 64-bit words of a job (see `workers.intrinsics`)."""
 
 import struct
 from array import array
@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from slora_kernels.cpu.intrinsics import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
+from slora_kernels.cpu.worker_sizes import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
 
 # FieldWords: the words of one field of a job. JobWords: the words of consecutive fields.
 FieldWords = tuple[int, int, int]

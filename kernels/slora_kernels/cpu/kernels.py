@@ -1,16 +1,13 @@
-"""The fast CPU implementation of `Kernels`: numba compiles the kernels at run time, so no C compiler is needed.
+"""The fast CPU implementation of `Kernels`, whose workers are machine code (see `machine_code`).
 
 The workers run on torch's threads. The job fields that all calls of a step share are computed once per step. Preparing
 each call from scratch took 2 ms of a decode step of 40 ms.
 """
 
 import time
-from collections.abc import Callable
-from functools import cache, partial
-from typing import Any
+from functools import cache
 
 import torch
-from numba import types
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,19 +23,8 @@ from slora_kernels.batch import (
     QueryKeyNorm,
     TileLimits,
 )
-from slora_kernels.coded_weight import CodedWeight
-from slora_kernels.cpu import (
-    argmax,
-    attention,
-    elementwise,
-    lora,
-    quantized,
-    tile_attention,
-    tile_linear,
-    tile_lora,
-)
+from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
 from slora_kernels.cpu.attention_plan import AttentionPlan
-from slora_kernels.cpu.intrinsics import NUM_ITEMS, compile_worker
 from slora_kernels.cpu.job_fields import (
     NO_TENSOR,
     JobWords,
@@ -49,11 +35,32 @@ from slora_kernels.cpu.job_fields import (
     pack_row,
     pack_rows,
 )
-from slora_kernels.cpu.lora_plan import TILE_TOKENS, DeferredShrink, LoraPlan, uses_tiles
+from slora_kernels.cpu.lora_plan import DeferredShrink, LoraPlan
+from slora_kernels.cpu.machine_code import (
+    ACT_MUL,
+    ARGMAX,
+    CODED,
+    FLOAT8,
+    INT8,
+    RMS_NORM,
+    Worker,
+    find_attend_worker,
+    find_lora_worker,
+    find_rotate_worker,
+    find_worker,
+    is_shipped,
+    list_model_workers,
+)
 from slora_kernels.cpu.thread_team import ThreadTeam
-from slora_kernels.cpu.vectors import HAS_TILES
-from slora_kernels.cpu_isa import find_cpu_isa
-from slora_kernels.kv_format import KVFormat
+from slora_kernels.cpu.worker_sizes import (
+    ACTIVATIONS,
+    CODE_COLUMNS,
+    CODED_ITEM_ROWS,
+    HAS_TILES,
+    ITEM_ROWS,
+    NUM_ITEMS,
+    TILE_TOKENS,
+)
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.grouped_matmuls import grouped_linear, multiply_groups
@@ -65,96 +72,54 @@ from slora_kernels.torch.token_sampling import sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
 SERIAL_ELEMENTS = 65536
-
-# With AMX, torch's bfloat16 products of widened tiles are many times faster for many rows than float32 products.
-_HAS_AMX = find_cpu_isa() == "amx"
-
-_CARRIERS = {torch.float32: types.float32, torch.bfloat16: types.uint16, torch.float16: types.int16}
-_WORKERS = (
-    elementwise.rms_norm_worker,
-    elementwise.act_mul_worker,
-    argmax.argmax_worker,
-)
-# Workers that depend on the KV format.
-_KV_WORKERS = {
-    KVFormat.MODEL: (elementwise.rotate_and_write_kv_worker, attention.attend_worker),
-    KVFormat.FP8: (elementwise.rotate_and_write_fp8_worker, attention.attend_fp8_worker),
-}
-Worker = Callable[[Any], None]
+assert CODE_COLUMNS == BLOCK_COLUMNS
 
 
 @cache
-def compile_for_dtype(worker: Worker, dtype: torch.dtype) -> Any:
-    return compile_worker(worker, _CARRIERS[dtype])
+def _find(worker: Worker, dtype: torch.dtype) -> int:
+    return find_worker(worker, _name(dtype))
 
 
-def list_kernels(
-    dtype: torch.dtype, kv_format: KVFormat, head_dim: int = tile_attention.TILE_DIMS
-) -> tuple[Callable[[], Any], ...]:
-    """Returns the functions that each compile a kernel of a model into numba's cache on disk, or load it from there.
-
-    The last two kernels depend on the KV format.
-    """
-    linears: tuple[Worker, ...] = ()
-    if HAS_TILES and dtype == torch.bfloat16:
-        linears = (tile_linear.linear_worker,)
-    own = (partial(compile_for_dtype, worker, dtype) for worker in _workers(kv_format, dtype, head_dim))
-    return (*(partial(tile_linear.compile_linear, worker) for worker in linears), *own)
+@cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _workers(
-    kv_format: KVFormat, dtype: torch.dtype, head_dim: int = tile_attention.TILE_DIMS
-) -> tuple[Worker, ...]:
-    rotate, attend = _KV_WORKERS[kv_format]
-    if (
-        HAS_TILES
-        and dtype == torch.bfloat16
-        and kv_format is KVFormat.MODEL
-        and head_dim % tile_attention.TILE_DIMS == 0
-    ):
-        attend = tile_attention.attend_tiles_worker
-    return (*_WORKERS, _lora_worker(dtype), rotate, attend)
-
-
-def _lora_worker(dtype: torch.dtype) -> Worker:
-    return tile_lora.lora_tiles_worker if uses_tiles(dtype) else lora.lora_worker
-
-
-class NumbaKernels:
-    """The numba implementation of `Kernels`. All tensors are on the CPU and have contiguous rows.
+class CpuKernels:
+    """The CPU implementation of `Kernels`. All tensors are on the CPU and have contiguous rows.
 
     Calls must not overlap, because all calls share scratch memory. A token's results are bit-identical alone and in a
     batch.
     """
 
-    name = "numba"
+    name = "cpu"
     tile_limits = TileLimits(TILE_TOKENS)
 
     @staticmethod
-    def on(device: torch.device) -> "NumbaKernels":
+    def on(device: torch.device) -> "CpuKernels":
         """Kernels for `device`, which must be a CPU."""
-        return NumbaKernels()
+        return CpuKernels()
 
     def __init__(self, team: ThreadTeam | None = None) -> None:
         self._team = team or ThreadTeam()
         self._scratch = torch.empty(0)
 
     def warm_up(self, geometry: KVGeometry) -> float:
-        """Compiles all workers for the geometry's dtype and KV format, or loads them from numba's cache.
+        """Loads all workers for the geometry's dtype and KV format, and compiles those that there are not.
 
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        kernels = list_kernels(geometry.dtype, geometry.kv_format, geometry.head_dim)
-        for compile_one in tqdm(kernels, "CPU kernels", unit="kernel", leave=False, disable=None):
-            compile_one()
+        workers = list_model_workers(_name(geometry.dtype), geometry.kv_format, geometry.head_dim)
+        for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=is_shipped() or None):
+            _find(worker, geometry.dtype)
         return time.perf_counter() - start
 
     def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:
         items = job[NUM_ITEMS]
         if items:
             threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
-            self._team.run(compile_for_dtype(worker, dtype).address, job.buffer_info()[0], threads)
+            self._team.run(_find(worker, dtype), job.buffer_info()[0], threads)
 
     def _reserve(self, num_elements: int) -> Tensor:
         """Returns float32 scratch memory for all threads, [threads, num_elements]. Later calls reuse the memory."""
@@ -192,32 +157,33 @@ class NumbaKernels:
             *(adds, 0, 0),
             *(weight.dtype is torch.float32, 0, 0),
         )
-        self._run(elementwise.rms_norm_worker, x.dtype, job, num_elements=x.numel())
+        self._run(RMS_NORM, x.dtype, job, num_elements=x.numel())
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
         gate_up = add_delta(gate_up, delta)
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
-        kind = elementwise.ACTIVATIONS.index(activation)
+        kind = ACTIVATIONS.index(activation)
         job = begin_job(len(gate_up), *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
-        self._run(elementwise.act_mul_worker, gate_up.dtype, job, num_elements=gate_up.numel())
+        self._run(ACT_MUL, gate_up.dtype, job, num_elements=gate_up.numel())
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
-        if x.dtype == torch.bfloat16 and _HAS_AMX:
+        if x.dtype == torch.bfloat16 and HAS_TILES:
+            # torch's products of widened tiles are many times faster for many rows than float32 products.
             return quantized_linear(x, values, scales, bias)
         (num_rows, width), rows = values.shape, x.float().contiguous()
         # Not empty: the kernel adds to it.
         sums = torch.zeros(len(x), num_rows)
         job = begin_job(
-            -(-num_rows // quantized.ITEM_ROWS),
+            -(-num_rows // ITEM_ROWS),
             *pack_rows(rows),
             *pack_rows(sums),
             *pack_rows(values),
             *(width, 0, 0),
             *(num_rows, 0, 0),
         )
-        worker = quantized.int8_worker if values.dtype == torch.int8 else quantized.float8_worker
+        worker = INT8 if values.dtype == torch.int8 else FLOAT8
         self._run(worker, torch.float32, job, num_elements=values.numel())
         out = sums * scales
         if bias is not None:
@@ -226,7 +192,7 @@ class NumbaKernels:
 
     def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
         (num_rows, width), rows = weight.shape, x.float().contiguous()
-        scratch = self._reserve(quantized.CODED_ITEM_ROWS * width)
+        scratch = self._reserve(CODED_ITEM_ROWS * width)
         # Not empty: the kernel adds to it.
         sums = torch.zeros(len(x), num_rows)
         is_half, has_minimums = weight.scales.dtype == torch.float16, weight.minimums.numel() > 0
@@ -240,8 +206,8 @@ class NumbaKernels:
             *(pack_row(weight.table), weight.group, *floats, *halves, is_half, has_minimums),
             pack_rows(scratch),
         )
-        job = begin_job(-(-num_rows // quantized.CODED_ITEM_ROWS), *job)
-        self._run(quantized.coded_worker, torch.float32, job, num_elements=weight.codes.numel())
+        job = begin_job(-(-num_rows // CODED_ITEM_ROWS), *job)
+        self._run(CODED, torch.float32, job, num_elements=weight.codes.numel())
         if bias is not None:
             sums += bias
         return sums.to(x.dtype)
@@ -268,7 +234,7 @@ class NumbaKernels:
         plan = step.plan
         assert isinstance(plan, AttentionPlan)
         job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
-        worker, _ = _KV_WORKERS[geometry.kv_format]
+        worker = find_rotate_worker(geometry.kv_format)
         self._run(worker, geometry.dtype, job, num_elements=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
@@ -286,7 +252,7 @@ class NumbaKernels:
         assert q.stride(1) == geometry.head_dim
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
-        *_, worker = _workers(geometry.kv_format, geometry.dtype, geometry.head_dim)
+        worker = find_attend_worker(_name(geometry.dtype), geometry.kv_format, geometry.head_dim)
         self._run(worker, geometry.dtype, job, num_elements=num_elements)
         return out
 
@@ -299,7 +265,7 @@ class NumbaKernels:
             logits = logits.contiguous()
         best, tokens = torch.empty(rows), torch.empty(rows, dtype=torch.int64)
         job = begin_job(rows, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(width, 0, 0))
-        self._run(argmax.argmax_worker, logits.dtype, job, num_elements=logits.numel())
+        self._run(ARGMAX, logits.dtype, job, num_elements=logits.numel())
         return best, tokens
 
     def sample(self, logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -330,4 +296,4 @@ class NumbaKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         job, num_elements = plan.make_job(out, shrunk, pages, site)
-        self._run(_lora_worker(out.dtype), out.dtype, job, num_elements=num_elements)
+        self._run(find_lora_worker(_name(out.dtype)), out.dtype, job, num_elements=num_elements)

@@ -21,13 +21,16 @@ from slora_kernels.cpu.job_fields import (
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
-from slora_kernels.cpu.lora import PACKED_PITCH
-from slora_kernels.cpu.tile_lora import SUM_COLUMNS, count_scratch, pad_rank
-from slora_kernels.cpu.vectors import HAS_TILES
+from slora_kernels.cpu.worker_sizes import (
+    HAS_TILES,
+    PACKED_PITCH,
+    SUM_COLUMNS,
+    TILE_TOKENS,
+    count_lora_scratch,
+    pad_rank,
+)
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 
-# The maximum number of tokens in a LoRA tile. The data of such a tile fits a core's own cache.
-TILE_TOKENS = 64
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
 # From this many tiles per thread on, each tile is computed by a single thread. Measured on two threads, with the
@@ -116,7 +119,7 @@ class LoraPlan:
         # sums come first, because they are used together with the others.
         if uses_tiles(dtype):
             rank = pad_rank(rank)
-            num_elements, start = count_scratch(rank), 4 * TILE_TOKENS * SUM_COLUMNS
+            num_elements, start = count_lora_scratch(rank), 4 * TILE_TOKENS * SUM_COLUMNS
         else:
             num_elements, start = max(TILE_TOKENS * rows, rank * (2 + PACKED_PITCH)), 0
         self._scratch = self._reserve(num_elements)

@@ -1,59 +1,119 @@
-"""Compiles the CPU kernels into numba's cache on all cores, when the software is installed.
+"""Compiles the workers of the CPU kernels ahead of their first use. It needs numba, and no torch.
 
     python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 
-Each argument is a dtype, or a dtype and a KV format. `fastest` is the dtype in which this CPU is fastest. Without this
-step, the first start of a server compiles the kernels that it needs, one after the other.
+compiles into numba's cache in a checkout. Each argument is a dtype, or a dtype and a KV format. `fastest` is the dtype
+in which this CPU is fastest. Without this step, the first start of a server compiles the workers that it needs.
+
+    SLORA_CPU_ISA=avx512 python -P -m slora_kernels.cpu.precompile --library FILE
+
+compiles all workers for an instruction set, which this CPU need not have, and links them to a library for the wheel.
+`--worker NAME` selects workers.
 """
 
+import argparse
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from pathlib import Path
 
-import torch
-from tqdm import tqdm
-
-from slora_kernels.cpu.kernels import list_kernels
+from slora_kernels.cpu.machine_code import WORKERS, Worker, find_worker, list_model_workers
+from slora_kernels.cpu.worker_sizes import HAS_TILES
+from slora_kernels.cpu.workers.compiler import emit_object
 from slora_kernels.cpu_isa import multiplies_bfloat16
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.machine_limits import machine_limits
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_Job = tuple[Worker, str]
 
 
-def _compile(index: int, dtype: str, kv_format: KVFormat) -> None:
-    list_kernels(_DTYPES[dtype], kv_format)[index]()
-
-
-def _list_jobs(argument: str) -> list[tuple[int, str, KVFormat]]:
+def _list_jobs(argument: str) -> list[_Job]:
     dtype, _, kv_format = argument.partition("/")
     if dtype == "fastest":
         dtype = "bfloat16" if multiplies_bfloat16() else "float32"
-    if kv_format:
-        # The others are the same for all formats.
-        return [(index, dtype, KVFormat(kv_format)) for index in (-2, -1)]
+    # The last two depend on the KV format. Attention takes longest to compile, so it comes first.
+    workers = list_model_workers(dtype, KVFormat(kv_format or "auto"))[-2 if kv_format else 0 :]
+    return [(worker, dtype) for worker in reversed(workers)]
+
+
+def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
+    unknown = sorted(set(names) - {worker.name for worker in WORKERS})
+    if unknown:
+        raise SystemExit(f"there is no worker {', '.join(unknown)}")
+    chosen = [worker for worker in WORKERS if worker.name in names or not names]
     return [
-        (index, dtype, KVFormat.MODEL) for index in range(len(list_kernels(_DTYPES[dtype], KVFormat.MODEL)))
+        (worker, dtype) for worker in chosen if HAS_TILES or not worker.needs_tiles for dtype in worker.dtypes
     ]
 
 
-def main() -> None:
-    """Compiles the kernels that the command line names. Other kernels are compiled when they are first used."""
+def _compile(worker: Worker, dtype: str) -> None:
+    find_worker(worker, dtype)
+
+
+def _emit(folder: str, worker: Worker, dtype: str) -> None:
+    Path(folder, f"{worker.symbol(dtype)}.o").write_bytes(emit_object(worker, dtype))
+
+
+def _link(objects: Sequence[Path], library: Path) -> None:
+    """Links object files to a library. Raises SystemExit if there is no linker."""
+    options = (
+        "-shared",
+        "-o",
+        str(library),
+        "-z",
+        "noexecstack",
+        "--build-id=none",
+        *map(str, sorted(objects)),
+    )
+    for name in ("ld", "ld.lld"):
+        if shutil.which(name) is not None:
+            # The calls of the C library stay undefined. Each process has loaded it, whatever its version is.
+            subprocess.run([name, *options], check=True)
+            return
+    raise SystemExit(
+        "a wheel with machine code needs the linker ld or ld.lld, and neither is installed; install the package "
+        "binutils, or set SLORA_WHEEL_ISAS to an empty value for a wheel without machine code, which then needs numba"
+    )
+
+
+def _run_all(call: object, jobs: Sequence[tuple[object, ...]]) -> None:
+    """Calls a function with the arguments of each job, in one process for each core, and prints the progress."""
+    assert callable(call)
     started_at = time.monotonic()
-    # Jobs are in reverse order because attention, the last kernel, takes longest to compile.
-    jobs = sorted((job for argument in sys.argv[1:] for job in _list_jobs(argument)), reverse=True)
-    print(f"Compiling {len(jobs)} CPU kernels ({', '.join(sys.argv[1:])}); about half a minute", flush=True)
-    # A forked process does not have to import torch and numba again.
+    # A forked process does not have to import numba again.
     with ProcessPoolExecutor(machine_limits().num_threads, mp_context=get_context("fork")) as pool:
-        waiting = [pool.submit(_compile, *job) for job in jobs]
-        shown = tqdm(
-            as_completed(waiting), "CPU kernels", len(jobs), unit="kernel", leave=False, disable=None
-        )
-        for num_done, done in enumerate(shown, 1):
+        for num_done, done in enumerate(as_completed([pool.submit(call, *job) for job in jobs]), 1):
             done.result()
-            if not sys.stderr.isatty():
-                print(f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s", flush=True)
+            is_last = num_done == len(jobs)
+            line = f"  {num_done} of {len(jobs)} after {time.monotonic() - started_at:.0f} s"
+            print(line, flush=True, end="\n" if is_last or not sys.stdout.isatty() else "\r")
+
+
+def main() -> None:
+    """Compiles what the command line names. Other workers are compiled when they are first used."""
+    parser = argparse.ArgumentParser(description="Compiles the CPU kernels.")
+    parser.add_argument("models", nargs="*", help="dtypes, or dtypes and KV formats, as in float32/fp8")
+    parser.add_argument("--library", type=Path, help="link all workers to this library")
+    parser.add_argument("--worker", action="append", default=[], help="only this worker of the library")
+    arguments = parser.parse_args()
+    if arguments.library is None:
+        jobs = [job for argument in arguments.models for job in _list_jobs(argument)]
+        print(
+            f"Compiling {len(jobs)} CPU kernels ({', '.join(arguments.models)}); about half a minute",
+            flush=True,
+        )
+        _run_all(_compile, jobs)
+        return
+    with tempfile.TemporaryDirectory(prefix="slora-kernels-") as folder:
+        jobs = _list_library_jobs(arguments.worker)
+        print(f"Compiling {len(jobs)} CPU kernels into {arguments.library}", flush=True)
+        _run_all(_emit, [(folder, *job) for job in jobs])
+        _link(list(Path(folder).iterdir()), arguments.library)
 
 
 if __name__ == "__main__":

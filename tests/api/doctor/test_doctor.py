@@ -19,7 +19,7 @@ from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
 
 DEMO = Path(__file__).parents[3] / "demo"
-CPU = DeviceFacts("cpu", "CPU", 0, "numba", "2.13", "3.9", "0.68", 1, None, None)
+CPU = DeviceFacts("cpu", "CPU", 0, "cpu", True, "2.13", "3.9", "0.68", 1, None, None)
 NAMES = [
     "settings", "device", "model", "memory", "open files", "port", "data directory", "secrets", "database", "store",
     "redis",

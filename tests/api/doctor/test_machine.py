@@ -172,8 +172,8 @@ def test_a_gpu_that_the_settings_leave_idle_is_a_warning() -> None:
     assert "GPUs, of which" not in worst(check_device(known(GPU), 2))[1]
     status, text = worst(check_device(known(GPU), 4))
     assert status is Status.FAILS and "tensor_parallel_size is 4, but torch sees 2 GPUs" in text
-    status, text = worst(check_device(known(replace(CPU, kernels="torch", numba=None))))
-    assert status is Status.WARNING and "slora[cpu]" in text
+    status, text = worst(check_device(known(replace(CPU, kernels="torch", has_cpu_kernels=False))))
+    assert status is Status.WARNING and "pip install numba" in text
 
 
 def test_a_server_with_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

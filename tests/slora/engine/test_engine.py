@@ -190,7 +190,7 @@ def test_the_statistics_add_up(kit: ModelKit) -> None:
         ),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
-        ({"kernels": "magic"}, "kernels is 'magic'; it must be auto, triton, numba or torch"),
+        ({"kernels": "magic"}, "kernels is 'magic'; it must be auto, triton, cpu or torch"),
         ({"prefix_cache": "shared"}, "prefix_cache is 'shared'; it must be off, tenant or public"),
         ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
         ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),

@@ -27,8 +27,8 @@ def test_a_device_that_is_not_there_is_an_answer_and_no_crash(capsys: pytest.Cap
 
 def test_kernels_whose_package_is_missing_are_refused_with_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(name: str, device: torch.device) -> None:
-        raise ModuleNotFoundError(name="numba")
+        raise ModuleNotFoundError(name="triton")
 
     monkeypatch.setattr(device_probe, "load_kernels", load)
-    with pytest.raises(ConfigError, match="the package numba is not installed"):
-        find_device("cpu", "numba", "auto")
+    with pytest.raises(ConfigError, match="the package triton is not installed"):
+        find_device("cpu", "triton", "auto")

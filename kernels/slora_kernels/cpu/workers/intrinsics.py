@@ -15,32 +15,33 @@ Slice a row before the loop that runs over it. Indexing a matrix inside the loop
 slower, measured).
 """
 
-import hashlib
-import logging
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
-from numba import cfunc, config, extending, njit, types
+from numba import config, extending, njit, types
 from numba.core import cgutils
 from numba.np.arrayobj import populate_array
 
-from slora_kernels.cpu_isa import permits_tiles
-from slora_kernels.kernel_cache import choose_kernel_cache
+from slora_kernels.cpu.worker_sizes import (
+    FIELD_WORDS,
+    NEXT_ITEM,
+    NEXT_WORKER,
+    NUM_ITEMS,
+    NUM_WORDS,
+)
+from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa
 
-_log = logging.getLogger("slora.kernels")
+if (_isa := find_cpu_isa()) is not None:
+    # Wherever the workers are compiled, they are those of the wheel. On another kind of CPU, numba knows best.
+    config.CPU_NAME, config.CPU_FEATURES = CPU_ISAS[_isa].llvm_name, CPU_ISAS[_isa].llvm_features
 
 Array = Any
 Job = Any
 Int = Any
 Float = Any
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
-FIELD_WORDS = 3
 
 _I8, _I16, _I32, _I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _F32, _F64 = ir.FloatType(), ir.DoubleType()
@@ -55,46 +56,12 @@ INFINITY_BITS = 0x7F800000
 #
 # _nrt=False turns off numba's run-time and its reference counts. Jobs own no memory, so they need no counts.
 # Counting took a third of the time of short rows. Without the run-time, a function must not return an array.
-_OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
+OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": False}
 
 
 def compiled(function: Function) -> Function:
     """numba's njit with the options that all kernels share."""
-    return cast(Function, njit(nogil=True, forceinline=True, **_OPTIONS)(function))
-
-
-def compile_worker(worker: Callable[[Job], None], carrier: Any) -> Any:
-    """Compiles a worker to a C function `void(void *job)`, cached on disk. carrier: the model's element type."""
-    signature = types.void(types.CPointer(carrier))
-    user_choice = config.CACHE_DIR
-    directory = choose_kernel_cache(user_choice or str(Path(__file__).parent / "__pycache__"))
-    if directory is not None:
-        config.CACHE_DIR = str(directory / _name_cache())
-        try:
-            return cfunc(signature, cache=True, **_OPTIONS)(worker)
-        except (OSError, RuntimeError) as error:
-            # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError afterwards.
-            _warn_once(config.CACHE_DIR, type(error).__name__)
-        finally:
-            config.CACHE_DIR = user_choice
-    return cfunc(signature, **_OPTIONS)(worker)
-
-
-@cache
-def _warn_once(directory: str, reason: str) -> None:
-    _log.warning("compiled kernels cannot be kept in %s: %s", directory, reason)
-
-
-@cache
-def _name_cache() -> str:
-    """The name of the cache directory for the current state of the sources in this folder.
-
-    numba only checks the worker's own file. After a change in another file, numba would load outdated machine code.
-    """
-    sources = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
-    # A process without the permission gets other machine code.
-    tiles = "tiles" if permits_tiles() else "plain"
-    return f"numba-{hashlib.sha256(sources).hexdigest()[:16]}-{tiles}"
+    return cast(Function, njit(nogil=True, forceinline=True, **OPTIONS)(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -233,6 +200,49 @@ def read_int32_matrix(typing: Any, job: Job, field: int) -> Any:
 @intrinsic
 def read_int64_matrix(typing: Any, job: Job, field: int) -> Any:
     return _emit_matrix(job, types.int64)
+
+
+def _emit_view(array: Any, view: Any, shape: Callable[[Any, Any, Any], list[Any]]) -> Any:
+    """Emits a contiguous view of an array whose elements are contiguous. `shape` gets the builder, the number of
+    elements and the argument of the intrinsic.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made, own = (
+            context.make_array(view)(context, builder),
+            context.make_array(array)(context, builder, args[0]),
+        )
+        count = _I64(1)
+        for length in cgutils.unpack_tuple(builder, own.shape):
+            count = builder.mul(count, length)
+        lengths = shape(builder, count, args[-1])
+        strides = [own.itemsize]
+        for length in reversed(lengths[1:]):
+            strides.insert(0, builder.mul(strides[0], length))
+        populate_array(
+            made, data=own.data, shape=lengths, strides=strides, itemsize=own.itemsize, meminfo=None
+        )
+        return made._getvalue()
+
+    return emit
+
+
+@intrinsic
+def as_row(typing: Any, array: Array) -> Any:
+    """The elements of an array as one row. They must be contiguous, which is not checked.
+
+    numba's `reshape` would check it, in a function of numba that the machine code in the wheel could not call.
+    """
+    row = types.Array(array.dtype, 1, "C")
+    return row(array), _emit_view(array, row, lambda builder, count, _: [count])
+
+
+@intrinsic
+def as_matrix(typing: Any, array: Array, columns: int) -> Any:
+    """Like `as_row`, as rows of `columns` elements."""
+    matrix = types.Array(array.dtype, 2, "C")
+    emit = _emit_view(array, matrix, lambda builder, count, width: [builder.sdiv(count, width), width])
+    return matrix(array, types.int64), emit
 
 
 @intrinsic

@@ -19,7 +19,11 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.attention import (
+from slora_kernels.cpu.worker_sizes import (
+    BLOCK_KEYS,
+    TILE_ROWS,
+)
+from slora_kernels.cpu.workers.attention import (
     BLOCK_TABLES,
     BLOCK_TOKENS,
     GROUP,
@@ -34,20 +38,21 @@ from slora_kernels.cpu.attention import (
     SCRATCH,
     SOFTCAP,
     STARTS,
-    TILE_ROWS,
     TILES,
     WINDOW,
     Q,
     load_block,
     write_row,
 )
-from slora_kernels.cpu.dots import transpose_vectors
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.workers.dots import transpose_vectors
+from slora_kernels.cpu.workers.intrinsics import (
     INFINITY_BITS,
     Array,
     Float,
     Int,
     Job,
+    as_matrix,
+    as_row,
     clear,
     compiled,
     copy_converted,
@@ -66,8 +71,13 @@ from slora_kernels.cpu.intrinsics import (
     take_item,
     take_thread_index,
 )
-from slora_kernels.cpu.softmax import BLOCK_KEYS, INITIAL_MAX, LOG2_E, cap_scores, multiply
-from slora_kernels.cpu.vectors import (
+from slora_kernels.cpu.workers.softmax import (
+    INITIAL_MAX,
+    LOG2_E,
+    cap_scores,
+    multiply,
+)
+from slora_kernels.cpu.workers.vectors import (
     I32,
     I64,
     IN_ORDER,
@@ -606,7 +616,7 @@ def load_queries(
             copy_converted(rows[k], q[m // group, start : start + size])
         else:
             clear(rows[k])
-    flat = rows.reshape(rows.size)
+    flat = as_row(rows)
     for column in range(0, size, TILE_DIMS):
         transpose_words(queries[column * STRIP :], flat[column:], TILE_DIMS, size)
 
@@ -619,7 +629,7 @@ def load_token_queries(
     columns from h * group on. rows: scratch [16, D].
     """
     size = rows.shape[1]
-    flat = rows.reshape(rows.size)
+    flat = as_row(rows)
     clear(flat)
     for head in range(heads):
         for k in range(head * group, (head + 1) * group):
@@ -666,7 +676,7 @@ def attend_token_strip(
     The arguments are those of `attention.attend_token`. Keys and values are read from the pages. A tile of keys lies in
     one page, so `block_tokens` is a multiple of 16. starts: scratch for BLOCK_KEYS + 4 places.
     """
-    size, numbers = sums.shape[1], pages.reshape(pages.size)
+    size, numbers = sums.shape[1], as_row(pages)
     head_elements, key_starts = block_tokens * size, starts[BLOCK_KEYS:]
     first, visible = max(0, position + 1 - window), position + 1
     for key in range(first - first % BLOCK_KEYS, visible, BLOCK_KEYS):
@@ -726,7 +736,7 @@ def attend_strips(
     The arguments are those of `attention.attend_tile`. blocks: scratch for a block of K, V, V transposed, and weights.
     """
     block = BLOCK_KEYS * size
-    keys, flat_keys = blocks[:block].reshape((BLOCK_KEYS, size)), blocks[:block]
+    keys, flat_keys = as_matrix(blocks[:block], size), blocks[:block]
     values = blocks[block : 2 * block]
     weights = blocks[2 * block : 2 * block + BLOCK_KEYS * STRIP]
     first, visible = max(0, before + 1 - window), before + (num_rows - 1) // group + 1
@@ -794,10 +804,10 @@ def attend_tile_items(job: Job) -> None:
     scores = scratch[TILE_ROWS * size : TILE_ROWS * size + BLOCK_KEYS * STRIP]
     rest = scratch[TILE_ROWS * size + BLOCK_KEYS * STRIP :]
     finished, state = rest[: STRIP * size], rest[STRIP * size : STRIP * size + _MAX_STRIPS * _STATE]
-    results = finished.reshape((STRIP, size))
+    results = as_matrix(finished, size)
     starts = read_int64_matrix(job, STARTS)[worker]
     queries, blocks = operands[: TILE_ROWS * size], operands[TILE_ROWS * size :]
-    query_rows = blocks[: STRIP * size].reshape((STRIP, size))
+    query_rows = as_matrix(blocks[: STRIP * size], size)
     item = take_item(job)
     while item < count_items(job):
         tile, head = item * item_heads // kv_heads, item * item_heads % kv_heads

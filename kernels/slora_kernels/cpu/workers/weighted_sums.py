@@ -7,12 +7,14 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.intrinsics import Array, Float, Int, compiled, intrinsic
-from slora_kernels.cpu.vectors import (
+from slora_kernels.cpu.worker_sizes import (
     HAS_BFLOAT16_DOT,
+    LANES,
+)
+from slora_kernels.cpu.workers.intrinsics import Array, Float, Int, compiled, intrinsic
+from slora_kernels.cpu.workers.vectors import (
     I32,
     I64,
-    LANES,
     MAX_ACCUMULATORS,
     MAX_TOKENS,
     VECTOR,

@@ -7,14 +7,16 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.intrinsics import Array, Int, intrinsic
-from slora_kernels.cpu.vectors import (
-    F32,
+from slora_kernels.cpu.worker_sizes import (
     HAS_BFLOAT16_DOT,
+    LANES,
+)
+from slora_kernels.cpu.workers.intrinsics import Array, Int, intrinsic
+from slora_kernels.cpu.workers.vectors import (
+    F32,
     I32,
     I64,
     IN_ORDER,
-    LANES,
     VECTOR,
     Memory,
     access_operands,

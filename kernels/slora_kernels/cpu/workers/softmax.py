@@ -10,22 +10,26 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    BLOCK_KEYS,
+    LANES,
+)
+from slora_kernels.cpu.workers.intrinsics import (
     INFINITY_BITS,
     Array,
     Float,
     Int,
+    as_row,
     clear,
     compiled,
     exp2,
     find_largest_magnitude,
     intrinsic,
 )
-from slora_kernels.cpu.vectors import (
+from slora_kernels.cpu.workers.vectors import (
     I32,
     I64,
     IN_ORDER,
-    LANES,
     Memory,
     exp2_vector,
     max_vector,
@@ -34,9 +38,6 @@ from slora_kernels.cpu.vectors import (
     sum_lanes,
 )
 
-# The maximum number of keys in a block. With head dim 64 and 16 bits, the keys and the values of a block take 8 KiB
-# each. They share the L2 cache with the scores.
-BLOCK_KEYS = 64
 _ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
 LOG2_E = np.float32(np.log2(np.e))
 # Initial value of a running maximum: lower than any score.
@@ -145,7 +146,7 @@ def update_softmax_of_rows(
     row sees that token and the `window - 1` tokens before that token. All other keys get weight 0.
     """
     # Infinite or NaN scores are rare, so rows are checked one by one only if the block has any.
-    is_any_not_finite = find_largest_magnitude(scores.reshape(scores.size)) >= INFINITY_BITS
+    is_any_not_finite = find_largest_magnitude(as_row(scores)) >= INFINITY_BITS
     for m in range(weights.shape[0]):
         end = before + m // group + 1
         seen, first = min(count, end), min(count, max(0, end - window))

@@ -12,13 +12,17 @@ Rows of weights are of the model's dtype and lie `pitch` elements apart.
 from collections.abc import Callable
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import config, types
+from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    HAS_AVX2,
+    HAS_BFLOAT16_DOT,
+    LANES,
+)
+from slora_kernels.cpu.workers.intrinsics import (
     CACHE_LINE_BYTES,
     EXP2_TERMS,
     Array,
@@ -27,17 +31,6 @@ from slora_kernels.cpu.intrinsics import (
     narrow_value,
     widen_value,
 )
-from slora_kernels.cpu_isa import permits_tiles
-
-
-def _cpu_has(feature: str) -> bool:
-    """Whether the CPU that numba compiles for has a feature.
-
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES may name another CPU.
-    """
-    if config.CPU_FEATURES is not None:
-        return f"+{feature}" in config.CPU_FEATURES.split(",")
-    return config.CPU_NAME is None and bool(llvmlite.binding.get_host_cpu_features().get(feature))
 
 
 class _Bfloat16(ir.Type):  # type: ignore[misc]
@@ -53,12 +46,6 @@ class _Bfloat16(ir.Type):  # type: ignore[misc]
         return hash(_Bfloat16)
 
 
-# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes. Other CPUs have 16 registers of 8.
-LANES = 16 if _cpu_has("avx512f") else 8
-# Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
-HAS_BFLOAT16_DOT = LANES == 16 and _cpu_has("avx512bf16")
-# Whether there are tiles (AMX) whose products add 32 bfloat16 products to each float32.
-HAS_TILES = HAS_BFLOAT16_DOT and _cpu_has("amx-tile") and _cpu_has("amx-bf16") and permits_tiles()
 _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 VECTOR = ir.VectorType(F32, LANES)
 # A mark of LLVM that only concerns divisions.
@@ -239,7 +226,7 @@ def look_up(builder: Any, table: Memory, indexes: Any) -> Any:
     def fill(number: int) -> Any:
         return ir.Constant(indexes.type, [number] * LANES)
 
-    if _cpu_has("avx2"):
+    if HAS_AVX2:
         kind = ir.FunctionType(VECTOR, [VECTOR, indexes.type])
         permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
         low, high = (builder.call(permute, [table.load(0, I64(k)), indexes]) for k in (0, LANES))

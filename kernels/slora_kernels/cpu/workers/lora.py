@@ -8,12 +8,18 @@ tiles, they are split into more items so that all threads have work. An item is 
 block of output columns (expand) of one tile. Threads start expand items when all shrink items are taken.
 """
 
-from slora_kernels.cpu.dots import add_four_dots, add_one_dot
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    PACKED_COLUMNS,
+    PACKED_PITCH,
+)
+from slora_kernels.cpu.workers.dots import add_four_dots, add_one_dot
+from slora_kernels.cpu.workers.intrinsics import (
     Array,
     Float,
     Int,
     Job,
+    as_matrix,
+    as_row,
     await_count,
     clear,
     compiled,
@@ -31,8 +37,7 @@ from slora_kernels.cpu.intrinsics import (
     take_item,
     take_thread_index,
 )
-from slora_kernels.cpu.vectors import LANES
-from slora_kernels.cpu.weighted_sums import add_weighted_rows
+from slora_kernels.cpu.workers.weighted_sums import add_weighted_rows
 
 # Columns of B are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 256
@@ -40,9 +45,7 @@ PREFETCH_ELEMENTS = 256
 # the pitch of the rows is often a multiple of 4 KiB, so unpacked rows would compete for the same few cache sets. 64
 # packed rows fill two thirds of the L1 cache.
 PACKED_TOKENS = 32
-PACKED_COLUMNS = 256
 PACKED_PREFETCH_ROWS = 4
-PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 
 
 @compiled
@@ -156,7 +159,7 @@ def expand_columns(
     segment: where these columns begin in the first row. row_segments: distance between rows, in segments.
     starts [rank] and packed [rank, PACKED_PITCH] are scratch for `find_rows`.
     """
-    rank, numbers = factors.shape[1], pages.reshape((-1,))
+    rank, numbers = factors.shape[1], as_row(pages)
     is_packed = factors.shape[0] >= PACKED_TOKENS
     ahead = 0 if is_packed else PREFETCH_ELEMENTS
     for column in range(0, size, PACKED_COLUMNS):
@@ -261,7 +264,7 @@ def lora_worker(job: Job) -> None:
             rows = min(block_rows, rank - row)
             numbers = scratch[: tokens * rows]
             clear(numbers)
-            sums, at = numbers.reshape((-1, rows)), segment + row * row_segments
+            sums, at = as_matrix(numbers, rows), segment + row * row_segments
             shrink_rows(sums, x[first : first + tokens], pages, page_table[slot], at, segment_size, width)
             for t in range(tokens):
                 copy_narrowed(shrunk[first + t, row : row + rows], sums[t])
@@ -285,6 +288,6 @@ def lora_worker(job: Job) -> None:
                     segment_size,
                     size,
                     starts[:rank],
-                    packed[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                    as_matrix(packed[: rank * PACKED_PITCH], PACKED_PITCH),
                 )
         item = take_item(job)

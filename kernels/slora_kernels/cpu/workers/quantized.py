@@ -12,13 +12,14 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from slora_kernels.coded_weight import BLOCK_COLUMNS
-from slora_kernels.cpu.dots import add_four_dots, add_one_dot
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import CODE_COLUMNS, CODED_ITEM_ROWS, ITEM_ROWS, LANES
+from slora_kernels.cpu.workers.dots import add_four_dots, add_one_dot
+from slora_kernels.cpu.workers.intrinsics import (
     Array,
     Float,
     Int,
     Job,
+    as_row,
     compiled,
     count_items,
     intrinsic,
@@ -31,12 +32,15 @@ from slora_kernels.cpu.intrinsics import (
     take_thread_index,
     widen,
 )
-from slora_kernels.cpu.vectors import I32, I64, IN_ORDER, LANES, Memory, look_up, splat
+from slora_kernels.cpu.workers.vectors import (
+    I32,
+    I64,
+    IN_ORDER,
+    Memory,
+    look_up,
+    splat,
+)
 
-# Output columns of an item. Their rows of the weight fit a core's own cache for any usual width.
-ITEM_ROWS = 64
-# The same for a weight of 4 bits, whose decoded rows have to fit as well.
-CODED_ITEM_ROWS = 16
 # Rows of x that are multiplied with the weight's rows of an item before the next ones, in elements. 256 KiB of float32.
 _TILE_ELEMENTS = 65536
 _ZERO = np.float32(0.0)
@@ -62,7 +66,7 @@ def float8_worker(job: Job) -> None:
 def multiply_items(job: Job, values: Array) -> None:
     x, sums = read_float_matrix(job, X), read_float_matrix(job, SUMS)
     width, num_rows = read_int(job, WIDTH), read_int(job, NUM_ROWS)
-    numbers = values.reshape(values.size)
+    numbers = as_row(values)
     item = take_item(job)
     while item < count_items(job):
         first = item * ITEM_ROWS
@@ -95,7 +99,7 @@ def decode_block(
         own = Memory(context, builder, codes, args[1], I64(0))
         factor, offset = splat(builder, args[4]), splat(builder, args[5])
         first = builder.udiv(args[2], I64(2))
-        half = BLOCK_COLUMNS // 2
+        half = CODE_COLUMNS // 2
         for part in range(0, half, LANES):
             stored = own.load_stored(0, builder.add(first, I64(part)), LANES)
             indexes = builder.zext(stored, ir.VectorType(I32, LANES))
@@ -117,7 +121,7 @@ def decode_row(
     for g in range(target.shape[0] // group):
         scale = widen(scales[g])
         minimum = widen(minimums[g]) if has_minimums else _ZERO
-        for column in range(g * group, (g + 1) * group, BLOCK_COLUMNS):
+        for column in range(g * group, (g + 1) * group, CODE_COLUMNS):
             decode_block(target, codes, column, table, scale, minimum)
 
 

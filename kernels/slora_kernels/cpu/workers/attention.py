@@ -18,12 +18,20 @@ scales. The scores are multiplied by the scales of K, and the attention weights 
 
 import numpy as np
 
-from slora_kernels.cpu.dots import dot_keys
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    BLOCK_KEYS,
+    HAS_BFLOAT16_DOT,
+    LANES,
+    TILE_ROWS,
+)
+from slora_kernels.cpu.workers.dots import dot_keys
+from slora_kernels.cpu.workers.intrinsics import (
     Array,
     Float,
     Int,
     Job,
+    as_matrix,
+    as_row,
     clear,
     compiled,
     copy_converted,
@@ -44,47 +52,22 @@ from slora_kernels.cpu.intrinsics import (
     take_item,
     take_thread_index,
 )
-from slora_kernels.cpu.softmax import (
-    BLOCK_KEYS,
+from slora_kernels.cpu.workers.softmax import (
     INITIAL_MAX,
     LOG2_E,
     multiply,
     update_softmax_of_rows,
 )
-from slora_kernels.cpu.vectors import HAS_BFLOAT16_DOT, LANES
-from slora_kernels.cpu.weighted_sums import add_weighted_rows
+from slora_kernels.cpu.workers.weighted_sums import add_weighted_rows
 
-# TILE_ROWS is the maximum number of rows of a tile (queries times heads of a group). From TRANSPOSE_ROWS rows on,
-# transposing the keys is faster.
-TILE_ROWS = 192
+# From this many rows of a tile on, transposing the keys is faster.
 TRANSPOSE_ROWS = 8
 
 # Keys and values are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 1024
 
-# The window size of a model that has no sliding window: longer than any context.
-NO_WINDOW = 1 << 40
-
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NAN = np.float32(np.nan)
-
-
-def count_float_scratch(head_dim: int) -> int:
-    """Number of float32 scratch values that a worker needs."""
-    return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
-
-
-def count_starts() -> int:
-    """Number of places (int64) that a worker needs: those of a block's keys, and of its tiles in `tile_attention`."""
-    return BLOCK_KEYS + 16
-
-
-def count_operand_scratch(head_dim: int) -> int:
-    """Number of `operand_dtype` scratch values that a worker needs.
-
-    It includes padding, because rows are read in whole vectors.
-    """
-    return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
 
 
 @compiled
@@ -112,7 +95,7 @@ def load_block(target: Array, pages: Array, table: Array, key: Int, block_tokens
     while done < target.shape[0]:
         count = count_contiguous_keys(key + done, key + target.shape[0], block_tokens)
         page, first = table[(key + done) // block_tokens], start + (key + done) % block_tokens * size
-        run = target[done : done + count].reshape(count * size)
+        run = as_row(target[done : done + count])
         copy_converted(run, pages[page, first : first + count * size])
         done += count
 
@@ -184,9 +167,9 @@ def attend_token(
     factor: multiplies the scores. cap: the soft cap of the scores, 0 for none.
     """
     num_rows, size = rows.shape
-    head_elements, num_heads, numbers = block_tokens * size, num_rows // group, pages.reshape(pages.size)
-    scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    weights = operands[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    head_elements, num_heads, numbers = block_tokens * size, num_rows // group, as_row(pages)
+    scores = as_matrix(scratch[: num_rows * BLOCK_KEYS], BLOCK_KEYS)
+    weights = as_matrix(operands[: num_rows * BLOCK_KEYS], BLOCK_KEYS)
     first, visible = max(0, position + 1 - window), position + 1
     for key in range(first - first % BLOCK_KEYS, visible, BLOCK_KEYS):
         end = min(key + BLOCK_KEYS, visible)
@@ -270,10 +253,10 @@ def attend_tile(
     """
     num_rows, size = rows.shape
     block = BLOCK_KEYS * size
-    transposed = operands[:block].reshape((size, BLOCK_KEYS))
-    block_rows = operands[block : 2 * block].reshape((BLOCK_KEYS, size))
-    all_weights = operands[2 * block : 2 * block + num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
-    all_scores = scratch[: num_rows * BLOCK_KEYS].reshape((num_rows, BLOCK_KEYS))
+    transposed = as_matrix(operands[:block], BLOCK_KEYS)
+    block_rows = as_matrix(operands[block : 2 * block], size)
+    all_weights = as_matrix(operands[2 * block : 2 * block + num_rows * BLOCK_KEYS], BLOCK_KEYS)
+    all_scores = as_matrix(scratch[: num_rows * BLOCK_KEYS], BLOCK_KEYS)
     first, visible = max(0, before + 1 - window), before + (num_rows - 1) // group + 1
     for key in range(first - first % BLOCK_KEYS, visible, BLOCK_KEYS):
         count, low = min(BLOCK_KEYS, visible - key), max(key, first) - key
@@ -282,10 +265,10 @@ def attend_tile(
         for m in range(num_rows):
             clear(all_scores[m])
         if num_rows < TRANSPOSE_ROWS and size % LANES == 0:
-            score_contiguous_keys(scores, rows, block_rows[low:].reshape((BLOCK_KEYS - low) * size))
+            score_contiguous_keys(scores, rows, as_row(block_rows[low:]))
         else:
             transpose(transposed, block_rows, low, count)
-            add_weighted_rows(all_scores, rows, transposed.reshape(block), BLOCK_KEYS, 0, _ONE, count, size)
+            add_weighted_rows(all_scores, rows, as_row(transposed), BLOCK_KEYS, 0, _ONE, count, size)
         if scales is not None:
             scale_block(scores, scales, table, key + low, block_tokens, scale_start)
         for m in range(num_rows):
@@ -294,8 +277,8 @@ def attend_tile(
         load_block(block_rows[low:count], pages, table, key + low, block_tokens, start + side)
         if scales is not None:
             scale_block(weights, scales, table, key + low, block_tokens, scale_start + side // size)
-        clear(block_rows[:low].reshape(low * size))
-        add_weighted_rows(sums, all_weights, block_rows.reshape(block), size, 0, _ONE, size, count)
+        clear(as_row(block_rows[:low]))
+        add_weighted_rows(sums, all_weights, as_row(block_rows), size, 0, _ONE, size, count)
 
 
 # Fields of an attention job: the fields of the call come first, then the model's rule, then the step.
@@ -350,9 +333,9 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
     starts = read_int64_matrix(job, STARTS)[worker]
-    all_queries = operands[: TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_sums = scratch[: TILE_ROWS * size].reshape((TILE_ROWS, size))
-    all_state = scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)].reshape((TILE_ROWS, 3))
+    all_queries = as_matrix(operands[: TILE_ROWS * size], size)
+    all_sums = as_matrix(scratch[: TILE_ROWS * size], size)
+    all_state = as_matrix(scratch[TILE_ROWS * size : TILE_ROWS * (size + 3)], 3)
     rest, rest_operands = scratch[TILE_ROWS * (size + 3) :], operands[TILE_ROWS * size :]
     item = take_item(job)
     while item < count_items(job):

@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from slora_kernels.batch import Activation
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.workers.intrinsics import (
     INFINITY_BITS,
     Array,
     Float,
@@ -134,7 +133,6 @@ def gelu_tanh_row(out: Array, gate: Array, up: Array) -> None:
 
 # Fields of an activation job. ACTIVATION is an index into ACTIVATIONS.
 GATE_UP, ACTIVATED, ACTIVATION = range(3)
-ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 
 
 def act_mul_worker(job: Job) -> None:

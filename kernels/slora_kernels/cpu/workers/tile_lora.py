@@ -18,12 +18,24 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    LANES,
+    PACKED_COLUMNS,
+    PACKED_PITCH,
+    ROWS,
+    SUM_COLUMNS,
+    TAIL_COLUMNS,
+    TERMS,
+    TILE_TOKENS,
+)
+from slora_kernels.cpu.workers.intrinsics import (
     FIRST_CACHE,
     Array,
     Float,
     Int,
     Job,
+    as_matrix,
+    as_row,
     await_count,
     clear,
     compiled,
@@ -39,7 +51,7 @@ from slora_kernels.cpu.intrinsics import (
     take_item,
     take_thread_index,
 )
-from slora_kernels.cpu.lora import (
+from slora_kernels.cpu.workers.lora import (
     BLOCK_ROWS,
     BLOCKS,
     COLUMN_BLOCKS,
@@ -53,8 +65,6 @@ from slora_kernels.cpu.lora import (
     NUM_SHRINK_ITEMS,
     OUT,
     PACKED,
-    PACKED_COLUMNS,
-    PACKED_PITCH,
     PAGE_TABLE,
     PAGES,
     PREFETCH_ELEMENTS,
@@ -74,7 +84,7 @@ from slora_kernels.cpu.lora import (
     pack_row,
     split_item,
 )
-from slora_kernels.cpu.tile_attention import (
+from slora_kernels.cpu.workers.tile_attention import (
     Tiles,
     call_instruction,
     configure_tiles,
@@ -82,11 +92,10 @@ from slora_kernels.cpu.tile_attention import (
     release_tiles,
     transpose_words,
 )
-from slora_kernels.cpu.vectors import (
+from slora_kernels.cpu.workers.vectors import (
     I32,
     I64,
     IN_ORDER,
-    LANES,
     VECTOR,
     Memory,
     mask_below,
@@ -95,19 +104,12 @@ from slora_kernels.cpu.vectors import (
     splat,
 )
 
-# A tile has 16 rows of 32 terms. As a second factor it has 16 rows of pairs and 16 columns.
-ROWS, TERMS = 16, 32
 _TILE_ELEMENTS = ROWS * TERMS
-_MAX_STRIPS = 4
-MAX_TOKENS = _MAX_STRIPS * ROWS
+_MAX_STRIPS = TILE_TOKENS // ROWS
 # Up to this many tokens, A is the first factor.
 FEW_TOKENS, PART_TOKENS = 4, 2
-# Columns of sums that are computed before they are added to the output.
-SUM_COLUMNS = 64
 # Columns of A that are packed before they are multiplied. The packed rows take as much scratch as 32 rows of B.
 _SHRINK_COLUMNS = 512
-# Elements of the last segment of a row, if the row is no whole number of terms.
-TAIL_COLUMNS = 128
 # A is prefetched this many tiles before it is read.
 _PREFETCH_TILES = 8
 # Tiles: sums of four strips, of which the last may have fewer rows; the second factor; rows of the first factor.
@@ -460,7 +462,7 @@ def shrink_rows(
             size, distance, weights = whole, pitch, pages[page, start:]
         else:
             size = min(PACKED_COLUMNS, (whole if column < whole else width) - column)
-            distance, weights = PACKED_PITCH, copies.reshape(copies.size)
+            distance, weights = PACKED_PITCH, as_row(copies)
             for r in range(rows):
                 at = segment + r * row_segments + column // segment_size
                 pack_row(copies[r], pages, table, at, segment_size, pitch, size)
@@ -612,12 +614,12 @@ def expand_columns(
 
     The other arguments are those of `lora.expand_columns`. factors, packed and sums are scratch, too.
     """
-    tokens, rank, numbers = out.shape[0], shrunk.shape[1], pages.reshape(pages.size)
+    tokens, rank, numbers = out.shape[0], shrunk.shape[1], as_row(pages)
     is_few, steps = tokens <= FEW_TOKENS, (rank + TERMS - 1) // TERMS
     # Tiles of the second factor: [steps, block_tiles, 16 pairs, 32].
     block_tiles = PACKED_COLUMNS // ROWS
     pitch = block_tiles * _TILE_ELEMENTS
-    padded = factors[: tokens * steps * TERMS].reshape((-1, steps * TERMS))
+    padded = as_matrix(factors[: tokens * steps * TERMS], steps * TERMS)
     if not is_few:
         copy_padded(padded, shrunk)
         used_pairs = (rank + 1) // 2 - (steps - 1) * ROWS
@@ -643,20 +645,6 @@ def expand_columns(
             add_scaled(out[:, block + column :], sums, scale, count)
 
 
-def pad_rank(rank: int) -> int:
-    """The number of rows for which there is scratch: all terms of a step, and all rows of a tile."""
-    return max(1, -(-rank // TERMS)) * TERMS
-
-
-def count_scratch(rank: int) -> int:
-    """The scratch of a thread in float32: sums, starts, and the model's elements of `lora_tiles_worker`.
-
-    rank: see `pad_rank`.
-    """
-    elements = rank * (PACKED_PITCH + PACKED_COLUMNS + MAX_TOKENS) + MAX_TOKENS * TAIL_COLUMNS
-    return MAX_TOKENS * SUM_COLUMNS + 2 * rank + elements // 2
-
-
 def lora_tiles_worker(job: Job) -> None:
     """Like `lora.lora_worker`, for bfloat16."""
     mode = configure_tiles()
@@ -678,10 +666,10 @@ def run_tile_items(job: Job) -> None:
     done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, COUNT_BEFORE) + blocks
     worker, is_whole = take_thread_index(job), read_int(job, IS_WHOLE)
     row_segments = (width + segment_size - 1) // segment_size
-    sums = read_float_matrix(job, SUMS)[worker, : MAX_TOKENS * SUM_COLUMNS].reshape((-1, SUM_COLUMNS))
+    sums = as_matrix(read_float_matrix(job, SUMS)[worker, : TILE_TOKENS * SUM_COLUMNS], SUM_COLUMNS)
     starts, scratch = read_int64_matrix(job, STARTS)[worker], read_model_matrix(job, PACKED)[worker]
-    tails, rest = scratch[: MAX_TOKENS * TAIL_COLUMNS], scratch[MAX_TOKENS * TAIL_COLUMNS :]
-    tail_rows = tails.reshape((-1, TAIL_COLUMNS))
+    tails, rest = scratch[: TILE_TOKENS * TAIL_COLUMNS], scratch[TILE_TOKENS * TAIL_COLUMNS :]
+    tail_rows = as_matrix(tails, TAIL_COLUMNS)
     item = take_item(job)
     while item < count_items(job):
         tile, first_row, end_row, first_block, end_block = split_item(
@@ -702,7 +690,7 @@ def run_tile_items(job: Job) -> None:
                 segment_size,
                 width,
                 rows,
-                rest[: ROWS * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                as_matrix(rest[: ROWS * PACKED_PITCH], PACKED_PITCH),
                 rest[ROWS * PACKED_PITCH :],
                 tail_rows,
             )
@@ -717,7 +705,7 @@ def run_tile_items(job: Job) -> None:
             if rank > 0:
                 if num_shrink_items > 0 and not is_whole:
                     await_count(done, tile, awaited)
-                copies = rest[MAX_TOKENS * ((rank + TERMS - 1) // TERMS * TERMS) :]
+                copies = rest[TILE_TOKENS * ((rank + TERMS - 1) // TERMS * TERMS) :]
                 expand_columns(
                     out[first : first + tokens, out_column:],
                     shrunk[first : first + tokens, row : row + rank],
@@ -729,7 +717,7 @@ def run_tile_items(job: Job) -> None:
                     segment_size,
                     size,
                     starts[:rank],
-                    copies[: rank * PACKED_PITCH].reshape((-1, PACKED_PITCH)),
+                    as_matrix(copies[: rank * PACKED_PITCH], PACKED_PITCH),
                     rest,
                     copies[rank * PACKED_PITCH :],
                     sums,

@@ -5,15 +5,18 @@ from threading import Thread
 import pytest
 import torch
 
+from slora_kernels.cpu.kernels import CpuKernels
+from slora_kernels.cpu.lora_plan import DeferredShrink, LoraPlan
+from slora_kernels.cpu.machine_code import LORA, find_worker, has_workers
 from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.cpu.worker_sizes import FIELD_WORDS, NEXT_ITEM, NUM_ITEMS, NUM_WORDS
 from slora_kernels.layout import llama_shape
 from slora_kernels.torch import reference
 from tests.kernels.scenes import build_adapters, build_tiles, check_close
 
-numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")
-numba_lora = pytest.importorskip("slora_kernels.cpu.lora")
-numba_lora_plan = pytest.importorskip("slora_kernels.cpu.lora_plan")
-intrinsics = pytest.importorskip("slora_kernels.cpu.intrinsics")
+pytestmark = pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
+# The field of a job with the number of items that shrink.
+NUM_SHRINK_ITEMS = 3
 
 
 def test_expand_waits_for_the_shrink_of_other_threads() -> None:
@@ -24,25 +27,25 @@ def test_expand_waits_for_the_shrink_of_other_threads() -> None:
     x, out = torch.randn(7, 64), torch.zeros(7, sum(site.widths))
     threads = torch.get_num_threads()
     torch.set_num_threads(2)  # With one thread, the tiles would not be cut.
-    plan = numba_lora_plan.LoraPlan(tiles, scene.tables, lambda numbers: torch.empty(2, numbers))
+    plan = LoraPlan(tiles, scene.tables, lambda numbers: torch.empty(2, numbers))
     torch.set_num_threads(threads)
-    job, _ = plan.make_job(out, numba_lora_plan.DeferredShrink(x), scene.pages, site)
-    shrinks_at = intrinsics.NUM_WORDS + intrinsics.FIELD_WORDS * numba_lora.NUM_SHRINK_ITEMS
+    job, _ = plan.make_job(out, DeferredShrink(x), scene.pages, site)
+    shrinks_at = NUM_WORDS + FIELD_WORDS * NUM_SHRINK_ITEMS
     num_shrinks = job[shrinks_at]
     # Simulates another thread that has taken the first block of the first tile and is delayed.
     missing = array("q", job)
-    job[intrinsics.NEXT_ITEM] = 1
-    missing[intrinsics.NUM_ITEMS] = missing[shrinks_at] = 1
+    job[NEXT_ITEM] = 1
+    missing[NUM_ITEMS] = missing[shrinks_at] = 1
     worker, team = (
-        numba_kernels.compile_for_dtype(numba_lora.lora_worker, torch.float32).address,
+        find_worker(LORA, "float32"),
         ThreadTeam(),
     )
     thread = Thread(target=team.run, args=(worker, job.buffer_info()[0], 1))
     thread.start()
-    while thread.is_alive() and job[intrinsics.NEXT_ITEM] <= num_shrinks:
+    while thread.is_alive() and job[NEXT_ITEM] <= num_shrinks:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert job[intrinsics.NEXT_ITEM] == num_shrinks + 1 and not out.any()
+    assert job[NEXT_ITEM] == num_shrinks + 1 and not out.any()
     team.run(worker, missing.buffer_info()[0], 1)
     thread.join()
     expected = torch.zeros_like(out)
@@ -56,7 +59,7 @@ def test_any_number_of_threads_gives_the_same_bits(dtype: torch.dtype) -> None:
     shape = llama_shape(2, 512, 4, 2, 64, 1024, 300, dtype.itemsize)
     scene = build_adapters(shape, dtype, [[64] * 14 + [0, 0], [12] * 14 + [0, 0]])
     tiles = build_tiles([(0, 0, 30), (1, 30, 1), (1, 31, 40)], scene.tables)
-    kernels, threads, results = numba_kernels.NumbaKernels(), torch.get_num_threads(), []
+    kernels, threads, results = CpuKernels(), torch.get_num_threads(), []
     inputs = {width: torch.randn(71, width).to(dtype) for width in (256, 512, 1024)}
     for number in (1, 2, 3):
         torch.set_num_threads(number)

@@ -2,17 +2,19 @@ import pytest
 import torch
 
 from slora_kernels.batch import AttentionRule, KVGeometry
+from slora_kernels.cpu.kernels import CpuKernels
+from slora_kernels.cpu.machine_code import find_worker, has_workers
 from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.cpu.worker_sizes import ACTIVATIONS
 from slora_kernels.torch import reference
 from tests.kernels.scenes import build_attention
 
-numba_kernels = pytest.importorskip("slora_kernels.cpu.kernels", reason="numba is an optional extra")
-numba_elementwise = pytest.importorskip("slora_kernels.cpu.elementwise")
+pytestmark = pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
 
 
 def test_without_openmp_python_threads_give_the_same_bits() -> None:
     x, weight = torch.randn(300, 512), torch.randn(512)
-    plain, fallback = numba_kernels.NumbaKernels(), numba_kernels.NumbaKernels(ThreadTeam(allow_openmp=False))
+    plain, fallback = CpuKernels(), CpuKernels(ThreadTeam(allow_openmp=False))
     assert torch.equal(plain.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5))
 
 
@@ -23,7 +25,7 @@ def test_torchs_own_threads_are_found() -> None:
 def test_any_number_of_threads_gives_the_same_bits() -> None:
     geometry = KVGeometry(2, 6, 2, 32, 16, torch.bfloat16)
     scene = build_attention(geometry, [(1, 200), (40, 40), (1, 3), (9, 100)])
-    kernels, threads = numba_kernels.NumbaKernels(), torch.get_num_threads()
+    kernels, threads = CpuKernels(), torch.get_num_threads()
     results = []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
@@ -35,12 +37,12 @@ def test_any_number_of_threads_gives_the_same_bits() -> None:
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
 def test_a_row_with_a_nan_stays_a_nan(dtype: torch.dtype) -> None:
-    kernels = numba_kernels.NumbaKernels()
+    kernels = CpuKernels()
     x = torch.randn(3, 64).to(dtype)
     x[1, 5] = torch.nan
     norm = kernels.rms_norm(x, torch.ones(64, dtype=dtype), 1e-5)
     assert norm[1].isnan().all() and not norm[[0, 2]].isnan().any()
-    for activation in numba_elementwise.ACTIVATIONS:
+    for activation in ACTIVATIONS:
         expected = reference.act_mul(x, activation)
         assert torch.equal(kernels.act_mul(x, activation).isnan(), expected.isnan())
 
@@ -50,16 +52,16 @@ def test_bfloat16_results_are_rounded_to_nearest_even() -> None:
     # 1/64.
     x = torch.tensor([[1.0] * 8, [1.0078125] * 8], dtype=torch.bfloat16)
     residual = torch.full((2, 8), 2**-8, dtype=torch.bfloat16)
-    kernels = numba_kernels.NumbaKernels()
+    kernels = CpuKernels()
     kernels.add_rms_norm(x, residual, torch.ones(8, dtype=torch.bfloat16), 1e-5)
     assert residual[0].eq(1.0).all() and residual[1].eq(1.015625).all()
 
 
 def test_warming_up_compiles_every_worker_once() -> None:
-    kernels = numba_kernels.NumbaKernels()
+    kernels = CpuKernels()
     geometry = KVGeometry(1, 1, 1, 16, 16, torch.float32)
     kernels.warm_up(geometry)
-    compiled = numba_kernels.compile_for_dtype.cache_info().misses
+    compiled = find_worker.cache_info().misses
     kernels.warm_up(geometry)
     kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
-    assert numba_kernels.compile_for_dtype.cache_info().misses == compiled
+    assert find_worker.cache_info().misses == compiled

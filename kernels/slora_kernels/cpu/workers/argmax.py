@@ -6,7 +6,7 @@ NaN, because fastmath assumes that there is none.
 
 import numpy as np
 
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.workers.intrinsics import (
     Array,
     Int,
     Job,

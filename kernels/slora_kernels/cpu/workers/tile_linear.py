@@ -8,25 +8,28 @@ is one panel and as many rows as fit the core's own cache. A thread multiplies 3
 """
 
 import itertools
-import threading
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from torch import Tensor
 
-from slora_kernels.coded_weight import CodedWeight, unpack_codes
-from slora_kernels.cpu.intrinsics import (
+from slora_kernels.cpu.worker_sizes import (
+    COLUMNS,
+    LANES,
+    PANEL_COLUMNS,
+    PANEL_ROWS,
+    ROWS,
+    TERMS,
+    WIDENED_STEPS,
+)
+from slora_kernels.cpu.workers.intrinsics import (
     Array,
     Int,
     Job,
-    compile_worker,
     compiled,
     count_items,
     emit_prefetch,
@@ -40,22 +43,18 @@ from slora_kernels.cpu.intrinsics import (
     take_thread_index,
     widen,
 )
-from slora_kernels.cpu.job_fields import NO_TENSOR, FieldWords, begin_job, pack_row, pack_rows
-from slora_kernels.cpu.thread_team import ThreadTeam
-from slora_kernels.cpu.tile_attention import (
+from slora_kernels.cpu.workers.tile_attention import (
     Tiles,
     call_instruction,
     configure_tiles,
     describe_tiles,
     release_tiles,
 )
-from slora_kernels.cpu.vectors import (
+from slora_kernels.cpu.workers.vectors import (
     F32,
-    HAS_TILES,
     I32,
     I64,
     IN_ORDER,
-    LANES,
     VECTOR,
     Memory,
     join_bfloat16,
@@ -65,10 +64,6 @@ from slora_kernels.cpu.vectors import (
     splat,
 )
 
-# A tile has 16 rows of 32 terms, and the second factor 16 columns.
-_ROWS, _TERMS, _COLUMNS = 16, 32, 16
-PANEL_COLUMNS = 2 * _COLUMNS
-_BLOCK_ROWS = 2 * _ROWS
 _TILE_BYTES = 1024
 # Bytes of the columns of a step, and lines of 64 bytes of its codes.
 _STEP_BYTES, _CODE_LINES = 2 * _TILE_BYTES, 8
@@ -76,14 +71,10 @@ _ZERO = np.float32(0.0)
 # Codes and bytes are prefetched so many bytes ahead. Without this, int8 took 1.3 times as long as bfloat16 for one row,
 # and 0.8 times with it.
 _PREFETCH_BYTES = 4096
-# Elements of x that stay in a core's own cache (2 MiB) beside two panels.
-_CACHED_ELEMENTS = 1 << 19
 # Tiles: the sums of two tiles of rows times two of columns, then the rows, then the columns.
 _SUMS, _FIRST, _SECOND = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _I8 = ir.IntType(8)
 _BYTES, _ELEMENTS = _I8.as_pointer(), ir.VectorType(ir.IntType(16), 2 * LANES)
-# Reading fewer weights than this takes less time than waking a second thread.
-_SERIAL_ELEMENTS = 65536
 
 
 class _PanelProduct:
@@ -110,7 +101,7 @@ class _PanelProduct:
         self._first_row, self.weights = builder.ptrtoint(x.data, I64), builder.ptrtoint(panel.data, I64)
         self._scales = scales
         self._columns_left = builder.sub(end, self._column)
-        self.steps = builder.udiv(width, I64(_TERMS))
+        self.steps = builder.udiv(width, I64(TERMS))
         self._sums = self.make_block()
         config = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
         config.align = 64
@@ -120,7 +111,7 @@ class _PanelProduct:
 
     def make_block(self) -> Any:
         """Memory for float32 [32 rows, 32 columns]."""
-        scratch = cgutils.alloca_once(self._builder, ir.ArrayType(F32, _BLOCK_ROWS * PANEL_COLUMNS))
+        scratch = cgutils.alloca_once(self._builder, ir.ArrayType(F32, PANEL_ROWS * PANEL_COLUMNS))
         scratch.align = 64
         return self._builder.ptrtoint(scratch, I64)
 
@@ -131,11 +122,11 @@ class _PanelProduct:
         the memory that has them.
         """
         builder = self._builder
-        with cgutils.for_range_slice(builder, I64(0), self.num_rows, I64(_BLOCK_ROWS)) as (start, _):
+        with cgutils.for_range_slice(builder, I64(0), self.num_rows, I64(PANEL_ROWS)) as (start, _):
             left = builder.sub(self.num_rows, start)
-            is_whole = builder.icmp_signed(">=", left, I64(_BLOCK_ROWS))
-            count = builder.select(is_whole, I64(_BLOCK_ROWS), left)
-            is_few = builder.icmp_signed("<=", left, I64(_ROWS))
+            is_whole = builder.icmp_signed(">=", left, I64(PANEL_ROWS))
+            count = builder.select(is_whole, I64(PANEL_ROWS), left)
+            is_few = builder.icmp_signed("<=", left, I64(ROWS))
             with builder.if_then(builder.not_(is_whole)):
                 self._set_heights(left, is_few)
             with builder.if_else(is_few) as (few, many):
@@ -167,11 +158,11 @@ class _PanelProduct:
         own_rows = builder.add(self._first_row, builder.mul(start, pitch))
         with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
             columns = builder.add(weights, builder.mul(builder.sub(step, first), I64(_STEP_BYTES)))
-            terms = builder.add(own_rows, builder.mul(step, I64(2 * _TERMS)))
+            terms = builder.add(own_rows, builder.mul(step, I64(2 * TERMS)))
             for k, tile in enumerate(_SECOND):
                 tiles.load(tile, builder.add(columns, I64(k * _TILE_BYTES)), I64(64))
             for k in range(num_tiles):
-                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * _ROWS))), pitch)
+                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * ROWS))), pitch)
                 for total, second in zip(sums[k], _SECOND, strict=True):
                     tiles.multiply(total, _FIRST[k], second)
 
@@ -180,15 +171,15 @@ class _PanelProduct:
         builder = self._builder
         for k in range(first_tile, first_tile + num_tiles):
             for n, tile in enumerate(_SUMS[k]):
-                place = k * _ROWS * PANEL_COLUMNS + n * _COLUMNS
+                place = k * ROWS * PANEL_COLUMNS + n * COLUMNS
                 self._tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
         return self._sums
 
     def _set_heights(self, left: Any, is_few: Any) -> None:
         """The last rows may be fewer than those of two tiles. Memory behind them is not read."""
         builder = self._builder
-        upper = builder.select(is_few, left, I64(_ROWS))
-        lower = builder.select(is_few, I64(_ROWS), builder.sub(left, I64(_ROWS)))
+        upper = builder.select(is_few, left, I64(ROWS))
+        lower = builder.select(is_few, I64(ROWS), builder.sub(left, I64(ROWS)))
         for k, height in enumerate((upper, builder.select(is_few, upper, lower))):
             for tile in (*_SUMS[k], _FIRST[k]):
                 place = builder.gep(self._config, [I32(48 + tile)])
@@ -201,8 +192,8 @@ class _PanelProduct:
             row = builder.mul(builder.add(start, loop.index), self._out_pitch)
             for n in range(2):
                 value = builder.load(point_at(builder, sums, loop.index, n), align=64)
-                at = builder.add(self._column, I64(n * _COLUMNS))
-                mask = mask_below(builder, builder.sub(self._columns_left, I64(n * _COLUMNS)))
+                at = builder.add(self._column, I64(n * COLUMNS))
+                mask = mask_below(builder, builder.sub(self._columns_left, I64(n * COLUMNS)))
                 if self._scales is not None:
                     value = builder.fmul(value, self._scales.load(0, at, mask), flags=IN_ORDER)
                 value = builder.fadd(value, self._offsets.load(0, at, mask), flags=IN_ORDER)
@@ -211,7 +202,7 @@ class _PanelProduct:
 
 def point_at(builder: Any, block: Any, row: Any, n: int) -> Any:
     """The address of tile n's columns in a row of a block of float32 [..., 32]."""
-    place = builder.add(builder.mul(row, I64(PANEL_COLUMNS)), I64(n * _COLUMNS))
+    place = builder.add(builder.mul(row, I64(PANEL_COLUMNS)), I64(n * COLUMNS))
     return builder.inttoptr(builder.add(block, builder.mul(place, I64(4))), VECTOR.as_pointer())
 
 
@@ -232,10 +223,6 @@ def multiply_panel(
 
     numbers = (types.int64, types.int64, types.int64)
     return types.void(out, x, panel, bias, *numbers), emit
-
-
-# Steps of bytes that are widened at once for few rows of x.
-_WIDENED_STEPS = 4
 
 
 @intrinsic
@@ -260,7 +247,7 @@ def multiply_byte_panel(
         factors = Memory(context, builder, scales, args[8], I64(0))
         product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7], factors)
         source = Memory(context, builder, numbers, args[7], I64(0))
-        weights, steps, chunk = product.weights, product.steps, I64(_WIDENED_STEPS)
+        weights, steps, chunk = product.weights, product.steps, I64(WIDENED_STEPS)
 
         def widen_steps(target: Any, first: Any, last: Any) -> None:
             begin, stop = (builder.mul(step, I64(_STEP_BYTES // 64)) for step in (first, last))
@@ -277,7 +264,7 @@ def multiply_byte_panel(
             return builder.select(builder.icmp_signed("<", last, steps), last, steps)
 
         def find_weights(first: Any) -> Any:
-            place = builder.urem(first, I64(2 * _WIDENED_STEPS))
+            place = builder.urem(first, I64(2 * WIDENED_STEPS))
             return builder.add(weights, builder.mul(place, I64(_STEP_BYTES)))
 
         def widen_and_add(start: Any, count: Any, num_tiles: int) -> Any:
@@ -290,7 +277,7 @@ def multiply_byte_panel(
                 product.add(start, num_tiles, find_weights(first), first, following)
             return product.store_sums(num_tiles)
 
-        is_few = builder.icmp_signed("<=", product.num_rows, I64(_BLOCK_ROWS))
+        is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
         with builder.if_else(is_few) as (few, many):
             with few:
                 product.emit(widen_and_add)
@@ -453,7 +440,7 @@ def _emit_coded_product(*, has_minimums: bool) -> Any:
                         sums = product.add_steps(start, num_tiles, own, first, end, first_tile=k)
                     for k, first in enumerate(places):
                         with builder.if_then(builder.icmp_signed("<", first, steps)):
-                            own = point_at(builder, sums, I64(k * _ROWS), 0)
+                            own = point_at(builder, sums, I64(k * ROWS), 0)
                             group = builder.udiv(first, group_steps)
                             panel.add_group(
                                 totals,
@@ -465,7 +452,7 @@ def _emit_coded_product(*, has_minimums: bool) -> Any:
                             )
                 return totals
 
-            is_few = builder.icmp_signed("<=", product.num_rows, I64(_BLOCK_ROWS))
+            is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
             with builder.if_else(is_few) as (few, many):
                 with few:
                     product.emit(partial(add_groups, is_decoded=False))
@@ -578,188 +565,3 @@ def multiply_byte_panels(job: Job, numbers: Array) -> None:
         multiply_byte_panel(out, x, scratch, bias, width, column, out_width, own, scales)
         item = take_item(job)
     release_tiles(mode)
-
-
-@cache
-def compile_linear(worker: Any) -> int:
-    """Returns the address of the compiled worker."""
-    address: int = compile_worker(worker, types.uint16).address
-    return address
-
-
-@cache
-def _make_team() -> ThreadTeam:
-    return ThreadTeam()
-
-
-def _cut_panels(weight: Tensor) -> Tensor:
-    """[N, K] -> [panels, K / 32, 2, 16 * 32]: the tiles of all panels, in the order of their elements in memory."""
-    out_width, width = weight.shape
-    num_panels = -(-out_width // PANEL_COLUMNS)
-    padded = F.pad(weight, (0, 0, 0, num_panels * PANEL_COLUMNS - out_width))
-    tiles = padded.view(num_panels, 2, _COLUMNS, width // _TERMS, _TERMS // 2, 2)
-    return tiles.permute(0, 3, 1, 4, 2, 5).reshape(num_panels, width // _TERMS, 2, -1)
-
-
-class _TileLinear:
-    """What all kinds of weights [out, in] share. `in` is a multiple of 32."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.shape = shape
-        self._num_panels = -(-shape[0] // PANEL_COLUMNS)
-        self._no_bias = torch.zeros(shape[0])
-
-    def _run(
-        self,
-        worker: Any,
-        x: Tensor,
-        panels: Tensor,
-        bias: Tensor | None,
-        *fields: FieldWords,
-        num_blocks: int = 1,
-    ) -> Tensor:
-        """num_blocks: the blocks of rows that are items of their own."""
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        out_width, width = self.shape
-        out = torch.empty(len(x), out_width, dtype=x.dtype)
-        if len(x) == 0:
-            return out
-        offsets = self._no_bias if bias is None else bias.float()
-        words = (
-            pack_rows(rows),
-            pack_rows(panels),
-            pack_rows(out),
-            pack_row(offsets),
-            (width, 0, 0),
-            (out_width, 0, 0),
-        )
-        job = begin_job(
-            num_blocks * self._num_panels, *(word for field in (*words, *fields) for word in field)
-        )
-        threads = min(torch.get_num_threads(), self._num_panels)
-        if out_width * width < _SERIAL_ELEMENTS:
-            threads = 1
-        _make_team().run(compile_linear(worker), job.buffer_info()[0], threads)
-        return out
-
-
-class TileWeight(_TileLinear):
-    """A weight in panels."""
-
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__((weight.shape[0], weight.shape[1]))
-        self._panels = _cut_panels(weight).flatten(1)
-
-    @staticmethod
-    def suits(weight: Tensor) -> bool:
-        """Whether this CPU has tiles, and the weight can be multiplied with them."""
-        return (
-            HAS_TILES and weight.dtype == torch.bfloat16 and weight.shape[1] % _TERMS == 0 and len(weight) > 0
-        )
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        size = max(_BLOCK_ROWS, _CACHED_ELEMENTS // self.shape[1] // _BLOCK_ROWS * _BLOCK_ROWS)
-        num_blocks = -(-len(x) // size)
-        return self._run(linear_worker, x, self._panels, bias, (size, 0, 0), num_blocks=num_blocks)
-
-
-class ByteTileWeight(_TileLinear):
-    """A weight of int8 or float8_e4m3fn [out, in] in panels, with a scale for each row, float32 [out]."""
-
-    def __init__(self, values: Tensor, scales: Tensor) -> None:
-        super().__init__((values.shape[0], values.shape[1]))
-        self._panels = _cut_panels(values.view(torch.uint8)).flatten(1)
-        self._scales = scales
-        self._worker = int8_linear_worker if values.dtype == torch.int8 else float8_linear_worker
-
-    @staticmethod
-    def suits(values: Tensor, dtype: torch.dtype) -> bool:
-        """Whether this CPU has tiles, and can multiply the weight with x of `dtype`."""
-        return HAS_TILES and dtype == torch.bfloat16 and values.shape[1] % _TERMS == 0 and len(values) > 0
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 2 * _WIDENED_STEPS * _TERMS))
-        fields = (NO_TENSOR, pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
-        return self._run(self._worker, x, panels, bias, *fields)
-
-
-class CodedTileWeight(_TileLinear):
-    """A `CodedWeight` in panels of codes."""
-
-    def __init__(self, weight: CodedWeight) -> None:
-        super().__init__(weight.shape)
-        tiles = _cut_panels(unpack_codes(weight.codes)).view(self._num_panels, -1, 4, 2 * LANES)
-        self._codes = empty_aligned(self._num_panels, PANEL_COLUMNS * self.shape[1] // 2)
-        words = self._codes.view(torch.int16).view(self._num_panels, -1, 2 * LANES)
-        torch.sum(
-            tiles.short() << torch.tensor([[0], [4], [8], [12]], dtype=torch.int16),
-            2,
-            dtype=torch.int16,
-            out=words,
-        )
-        self._scales, self._minimums = (self._by_column(part) for part in (weight.scales, weight.minimums))
-        self._table = weight.table.repeat(2).bfloat16()
-        self._num_groups, self._group_steps = weight.scales.shape[1], weight.group // _TERMS
-        self._is_half = weight.scales.dtype == torch.float16
-
-    @staticmethod
-    def suits(weight: CodedWeight, dtype: torch.dtype) -> bool:
-        """Whether this CPU has tiles, and can multiply the weight with x of `dtype`."""
-        return (
-            HAS_TILES
-            and dtype == torch.bfloat16
-            and torch.equal(weight.table.bfloat16().float(), weight.table)
-        )
-
-    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        threads, has_minimums = torch.get_num_threads(), self._minimums.numel() > 0
-        # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
-        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 4 * _TERMS * self._group_steps))
-        sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
-        numbers = (self._group_steps, self._is_half, has_minimums)
-        fields = (
-            NO_TENSOR,
-            pack_rows(self._codes),
-            pack_row(self._table),
-            pack_rows(self._scales),
-            pack_rows(self._minimums),
-            pack_rows(sums),
-            *((number, 0, 0) for number in numbers),
-        )
-        return self._run(coded_linear_worker, x, panels, bias, *fields)
-
-    def _by_column(self, numbers: Tensor) -> Tensor:
-        """[N, groups] -> bytes [panels, groups * 32 numbers]. An absent tensor stays absent."""
-        if not numbers.numel():
-            return torch.empty(self._num_panels, 0, dtype=torch.uint8)
-        padded = F.pad(numbers, (0, 0, 0, self._num_panels * PANEL_COLUMNS - len(numbers)))
-        columns = padded.view(self._num_panels, PANEL_COLUMNS, -1).transpose(1, 2)
-        return columns.reshape(self._num_panels, -1).view(torch.uint8)
-
-
-def empty_aligned(rows: int, num_bytes: int) -> Tensor:
-    """uint8 [rows, num_bytes] that begins at a cache line."""
-    memory = torch.empty(rows * num_bytes + 64, dtype=torch.uint8)
-    start = -memory.data_ptr() % 64
-    return memory[start : start + rows * num_bytes].view(rows, num_bytes)
-
-
-class _Scratch(threading.local):
-    """The memory of one calling thread, whose products run one after the other."""
-
-    def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, num_elements: int) -> Tensor:
-        """Returns bfloat16 [threads, elements], that begins at a cache line."""
-        threads = torch.get_num_threads()
-        num_bytes = 2 * threads * num_elements
-        if self._memory.numel() < num_bytes:
-            self._memory = empty_aligned(1, num_bytes).view(-1)
-        return self._memory[:num_bytes].view(torch.bfloat16).view(threads, num_elements)
-
-
-_scratch = _Scratch()

@@ -1,0 +1,88 @@
+"""The sizes that the workers and the code that makes their jobs agree on.
+
+This module imports neither torch nor numba, because each is missing where the other one is needed: an installation has
+the workers' machine code and no compiler, and the machine that compiles them needs no torch.
+"""
+
+from slora_kernels.cpu_isa import find_cpu_isa
+
+# A job is an array of 64-bit words, see `workers.intrinsics`.
+NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
+FIELD_WORDS = 3
+
+_ISA = find_cpu_isa()
+HAS_AVX2 = _ISA is not None
+# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes. Other CPUs have 16 registers of 8.
+LANES = 16 if _ISA in ("avx512", "avx512_bf16", "amx") else 8
+# Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
+HAS_BFLOAT16_DOT = _ISA in ("avx512_bf16", "amx")
+# Whether there are tiles (AMX) whose products add 32 bfloat16 products to each float32.
+HAS_TILES = _ISA == "amx"
+# A tile has 16 rows of 32 terms. As a second factor it has 16 rows of pairs and 16 columns.
+ROWS, TERMS, COLUMNS = 16, 32, 16
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+# Attention.
+# The maximum number of rows of a tile: queries times heads of a group.
+TILE_ROWS = 192
+# The maximum number of keys in a block. With head dim 64 and 16 bits, the keys and the values of a block take 8 KiB
+# each. They share the L2 cache with the scores.
+BLOCK_KEYS = 64
+# The window size of a model that has no sliding window: longer than any context.
+NO_WINDOW = 1 << 40
+
+# LoRA.
+# Columns of B that are packed at a time, and the distance of the packed rows. See `workers.lora`.
+PACKED_COLUMNS = 256
+PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
+# The most tokens of a LoRA tile, whose data fit a core's own cache.
+TILE_TOKENS = 64
+# Columns of sums in `workers.tile_lora` that are computed before they are added to the output.
+SUM_COLUMNS = 64
+# Elements of the last segment of a row of A, if the row is no whole number of terms.
+TAIL_COLUMNS = 128
+
+# Products with weights.
+PANEL_COLUMNS = 2 * COLUMNS
+PANEL_ROWS = 2 * ROWS
+# Steps of a panel of bytes that are widened at a time.
+WIDENED_STEPS = 4
+# Output columns of an item in `workers.quantized`. Their rows of the weight fit a core's own cache for any usual width.
+ITEM_ROWS = 64
+# The same for a weight of 4 bits, whose decoded rows have to fit as well.
+CODED_ITEM_ROWS = 16
+# `coded_weight.BLOCK_COLUMNS`.
+CODE_COLUMNS = 32
+
+
+def count_float_scratch(head_dim: int) -> int:
+    """Number of float32 scratch values that a thread needs for attention."""
+    return TILE_ROWS * (head_dim + 3 + BLOCK_KEYS)
+
+
+def count_starts() -> int:
+    """Number of places (int64) that a thread needs for attention: those of a block's keys, and of its tiles."""
+    return BLOCK_KEYS + 16
+
+
+def count_operand_scratch(head_dim: int) -> int:
+    """Number of `operand_dtype` scratch values that a thread needs for attention.
+
+    It includes padding, because rows are read in whole vectors.
+    """
+    return TILE_ROWS * (head_dim + BLOCK_KEYS) + 2 * BLOCK_KEYS * head_dim + 2 * LANES
+
+
+def pad_rank(rank: int) -> int:
+    """The number of rows of LoRA weights for which there is scratch: all terms of a step, and all rows of a tile."""
+    return max(1, -(-rank // TERMS)) * TERMS
+
+
+def count_lora_scratch(rank: int) -> int:
+    """The scratch of a thread of `workers.tile_lora` in float32: sums, starts, and elements of the model's dtype.
+
+    rank: see `pad_rank`.
+    """
+    elements = rank * (PACKED_PITCH + PACKED_COLUMNS + TILE_TOKENS) + TILE_TOKENS * TAIL_COLUMNS
+    return TILE_TOKENS * SUM_COLUMNS + 2 * rank + elements // 2

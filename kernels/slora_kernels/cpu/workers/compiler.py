@@ -1,0 +1,126 @@
+"""Compiles workers by numba: for this process, or into object files for the libraries that the wheel ships."""
+
+import hashlib
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+from numba import cfunc, config, types
+
+from slora_kernels.cpu.machine_code import Worker
+from slora_kernels.cpu.workers import (
+    argmax,
+    attention,
+    elementwise,
+    lora,
+    quantized,
+    tile_attention,
+    tile_linear,
+    tile_lora,
+)
+from slora_kernels.cpu.workers.intrinsics import OPTIONS, Job
+from slora_kernels.cpu_isa import find_cpu_isa
+from slora_kernels.kernel_cache import choose_kernel_cache
+
+_log = logging.getLogger("slora.kernels")
+_MODULES = {
+    module.__name__.rpartition(".")[2]: module
+    for module in (argmax, attention, elementwise, lora, quantized, tile_attention, tile_linear, tile_lora)
+}
+# The element type that stands for a dtype, see `intrinsics`.
+_CARRIERS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.int16}
+# All other functions that a library calls are its own.
+LIBRARY_CALLS = frozenset({"memcpy", "memmove", "memset", "sched_yield"})
+# numba's own entry, `cfunc.NAME`, calls Python if there is an exception. The worker NAME itself has two more arguments:
+# places for a result and for an exception. It has neither.
+_ENTRY = """
+define void @"{symbol}"(ptr %job) {{
+  %result = alloca ptr
+  %exception = alloca ptr
+  %status = call i32 @"{worker}"(ptr %result, ptr %exception, ptr %job)
+  ret void
+}}
+"""
+
+
+@cache
+def compile_worker(worker: Worker, dtype: str) -> int:
+    """Compiles a worker, or loads it from the cache on disk. Returns its address."""
+    function = compile_function(_find_function(worker), _CARRIERS[dtype])
+    _compiled.append(function)
+    address: int = function.address
+    return address
+
+
+# The machine code lives as long as these.
+_compiled: list[Any] = []
+
+
+def compile_function(function: Callable[[Job], None], carrier: Any) -> Any:
+    """Compiles a function of a job, cached on disk. carrier: the element type of the model."""
+    signature = types.void(types.CPointer(carrier))
+    user_choice = config.CACHE_DIR
+    directory = choose_kernel_cache(user_choice or str(Path(__file__).parent / "__pycache__"))
+    if directory is not None:
+        config.CACHE_DIR = str(directory / _name_cache())
+        try:
+            return cfunc(signature, cache=True, **OPTIONS)(function)
+        except (OSError, RuntimeError) as error:
+            # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError afterwards.
+            _warn_once(config.CACHE_DIR, type(error).__name__)
+        finally:
+            config.CACHE_DIR = user_choice
+    return cfunc(signature, **OPTIONS)(function)
+
+
+def emit_object(worker: Worker, dtype: str) -> bytes:
+    """Compiles a worker into an object file with one global function, `worker.symbol(dtype)`."""
+    function = cfunc(types.void(types.CPointer(_CARRIERS[dtype])), **OPTIONS)(_find_function(worker))
+    symbol = worker.symbol(dtype)
+    entry = _ENTRY.format(symbol=symbol, worker=function.native_name.removeprefix("cfunc."))
+    module = llvm.parse_assembly(function.inspect_llvm() + entry)
+    for other in module.functions:
+        if not other.is_declaration and other.name != symbol:
+            other.linkage = "internal"
+    for variable in module.global_variables:
+        if not variable.is_declaration:
+            variable.linkage = "internal"
+    target = llvm.Target.from_triple(module.triple)
+    machine = target.create_target_machine(
+        cpu=config.CPU_NAME, features=config.CPU_FEATURES, opt=3, reloc="pic", codemodel="default"
+    )
+    # Removes numba's own entry.
+    passes = llvm.create_new_module_pass_manager()
+    passes.add_global_dead_code_eliminate_pass()
+    options = llvm.create_pipeline_tuning_options(speed_level=0)
+    passes.run(module, llvm.create_pass_builder(machine, options))
+    called = {other.name for other in module.functions if other.is_declaration}
+    foreign = {name for name in called if not name.startswith("llvm.")} - LIBRARY_CALLS
+    assert not foreign, f"{worker.name} calls {', '.join(sorted(foreign))}, which no library has"
+    code: bytes = machine.emit_object(module)
+    return code
+
+
+def _find_function(worker: Worker) -> Callable[[Job], None]:
+    function: Callable[[Job], None] = getattr(_MODULES[worker.module], worker.name)
+    return function
+
+
+@cache
+def _warn_once(directory: str, reason: str) -> None:
+    _log.warning("compiled kernels cannot be kept in %s: %s", directory, reason)
+
+
+@cache
+def _name_cache() -> str:
+    """The name of the cache directory for the current state of the sources of the workers.
+
+    numba only checks the worker's own file. After a change in another file, numba would load outdated machine code.
+    """
+    folder = Path(__file__).parent
+    paths = (*sorted(folder.glob("*.py")), folder.parent / "worker_sizes.py")
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
+    return f"numba-{digest[:16]}-{find_cpu_isa() or 'other'}"

@@ -1,0 +1,65 @@
+"""The build backend of the wheel: setuptools, and the machine code of the CPU kernels.
+
+On Linux with x86-64, the wheel has a library for each instruction set, so the server needs no compiler at its first
+start. Compiling them takes some minutes, numba, which pip brings for the build, and the linker `ld` or `ld.lld`.
+`SLORA_WHEEL_ISAS` names the instruction sets, for example `avx512 amx`. With an empty value, the wheel has none. An
+editable installation never has any.
+"""
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from setuptools import build_meta
+from setuptools.build_meta import *  # noqa: F403 - the other hooks
+from setuptools.command.bdist_wheel import bdist_wheel
+from setuptools.command.build_py import build_py
+
+from slora_kernels.cpu.machine_code import name_library
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE
+
+_WANTED = "SLORA_WHEEL_ISAS"
+
+
+def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
+    required = build_meta.get_requires_for_build_wheel(config_settings)
+    return [*required, "numba>=0.61"] if _list_isas() else required
+
+
+def _list_isas() -> list[str]:
+    """The instruction sets of the wheel. Raises SystemExit for an unknown one."""
+    suits = sys.platform == "linux" and platform.machine() == "x86_64"
+    isas = os.environ.get(_WANTED, " ".join(CPU_ISAS) if suits else "").split()
+    if unknown := sorted(set(isas) - CPU_ISAS.keys()):
+        raise SystemExit(f"{_WANTED} names {', '.join(unknown)}; the names are {', '.join(CPU_ISAS)}")
+    return isas
+
+
+class BuildPy(build_py):
+    """Adds the libraries to the package."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        kernels = Path(__file__).parent
+        paths = os.pathsep.join([str(kernels), *filter(None, [os.environ.get("PYTHONPATH")])])
+        for isa in _list_isas():
+            library = Path(self.build_lib, "slora_kernels", "cpu", name_library(isa))
+            command = (sys.executable, "-P", "-m", "slora_kernels.cpu.precompile", "--library", str(library))
+            done = subprocess.run(
+                command, env={**os.environ, VARIABLE: isa, "PYTHONPATH": paths}, check=False
+            )
+            if done.returncode:
+                raise SystemExit(f"the CPU kernels for {isa} were not built; see the lines above")
+
+
+class BdistWheel(bdist_wheel):
+    """Marks a wheel with libraries. They call three functions of the C library, which every version of it has."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return ("py3", "none", "manylinux_2_17_x86_64") if _list_isas() else super().get_tag()

@@ -1,0 +1,148 @@
+"""The machine code that the wheel ships."""
+
+import ctypes
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from slora_kernels.cpu.job_fields import begin_job, pack_row, pack_rows
+from slora_kernels.cpu.machine_code import ARGMAX, WORKERS, list_model_workers, name_library
+from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, find_cpu_isa, list_available_isas
+from slora_kernels.kv_format import KVFormat
+
+ROOT = Path(__file__).parents[3]
+KERNELS = ROOT / "kernels"
+pytestmark = [
+    pytest.mark.skipif(importlib.util.find_spec("numba") is None, reason="numba compiles the machine code"),
+    pytest.mark.skipif(shutil.which("ld") is None, reason="there is no linker"),
+]
+# Modules that a machine with the wheel, or one that builds it, does not have.
+WITHOUT = "import sys\nfor name in {names!r}: sys.modules[name] = None\n"
+
+
+def run_python(code: str, *arguments: str, sources: Path = KERNELS, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(sources), **variables}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *arguments],
+        capture_output=True, text=True, env=environment, timeout=1800, check=False, encoding="utf-8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_library(folder: Path, isa: str, *workers: str) -> Path:
+    """Compiles workers for an instruction set, in a process without torch."""
+    library = folder / name_library(isa)
+    code = WITHOUT.format(names=["torch"]) + "from slora_kernels.cpu.precompile import main; main()"
+    chosen = [word for name in workers for word in ("--worker", name)]
+    run_python(code, "--library", str(library), *chosen, **{VARIABLE: isa})
+    return library
+
+
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=[] if isa in ("avx2", "amx") else pytest.mark.soak) for isa in CPU_ISAS]
+)
+def test_a_library_is_built_for_any_instruction_set_without_torch(isa: str, tmp_path: Path) -> None:
+    library = ctypes.CDLL(str(build_library(tmp_path, isa, ARGMAX.name)))
+    addresses = [getattr(library, ARGMAX.symbol(dtype)) for dtype in ARGMAX.dtypes]
+    assert len(addresses) == 3
+    if isa not in list_available_isas():
+        return
+    logits = torch.randn(5, 1000)
+    best, tokens = torch.empty(5), torch.empty(5, dtype=torch.int64)
+    job = begin_job(5, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(1000, 0, 0))
+    getattr(library, ARGMAX.symbol("float32"))(ctypes.c_void_p(job.buffer_info()[0]))
+    assert torch.equal(tokens, logits.argmax(1)) and torch.equal(best, logits.amax(1))
+
+
+def copy_package(folder: Path) -> None:
+    shutil.copytree(
+        KERNELS / "slora_kernels", folder / "slora_kernels", ignore=shutil.ignore_patterns("__pycache__")
+    )
+
+
+@pytest.mark.skipif(find_cpu_isa() is None, reason="the wheel has no machine code for this CPU")
+def test_an_installation_with_machine_code_needs_no_numba(tmp_path: Path) -> None:
+    isa = find_cpu_isa()
+    assert isa is not None
+    copy_package(tmp_path)
+    build_library(tmp_path / "slora_kernels" / "cpu", isa, ARGMAX.name)
+    code = WITHOUT.format(names=["numba", "llvmlite"]) + (
+        "import slora_kernels, torch\n"
+        "from slora_kernels.kernel_selector import select_kernels\n"
+        "kernels = select_kernels('auto', torch.device('cpu'))\n"
+        "print(kernels.name, *kernels.argmax(torch.tensor([[1.0, 3.0, 2.0]])))\n"
+    )
+    assert run_python(code, sources=tmp_path, **{VARIABLE: isa}) == "cpu tensor([3.]) tensor([1])\n"
+
+
+def test_every_worker_of_a_model_is_in_a_library() -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        for kv_format in KVFormat:
+            for worker in list_model_workers(dtype, kv_format):
+                assert worker in WORKERS and dtype in worker.dtypes
+
+
+def build_wheel(folder: Path, isas: str) -> Path:
+    """Builds the wheel as pip does, from the installed build requirements."""
+    source = folder / "source"
+    for name in ("kernels", "adapters", "slora", "api"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        shutil.copy(ROOT / name, source)
+    (source / "demo").symlink_to(ROOT / "demo")
+    code = (
+        "import os, sys; os.chdir(sys.argv[1]); import wheel_backend as b; print(b.build_wheel(sys.argv[2]))"
+    )
+    printed = run_python(code, str(source), str(folder), sources=source / "kernels", SLORA_WHEEL_ISAS=isas)
+    return folder / printed.splitlines()[-1]
+
+
+def test_a_wheel_without_machine_code_is_for_any_machine(tmp_path: Path) -> None:
+    wheel = build_wheel(tmp_path, "")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "slora_kernels/cpu/workers/attention.py" in names and not any(one.endswith(".so") for one in names)
+
+
+@pytest.mark.soak
+def test_a_wheel_with_machine_code_computes_a_model_without_numba(tmp_path: Path) -> None:
+    isa = find_cpu_isa()
+    assert isa is not None
+    wheel = build_wheel(tmp_path, isa)
+    assert wheel.name.endswith("-py3-none-manylinux_2_17_x86_64.whl")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "installed")
+    code = WITHOUT.format(names=["numba", "llvmlite"]) + (
+        "import slora_kernels, torch\n"
+        "from slora_kernels.batch import KVGeometry\n"
+        "from slora_kernels.kernel_selector import select_kernels\n"
+        "kernels = select_kernels('auto', torch.device('cpu'))\n"
+        "for dtype in (torch.float32, torch.bfloat16, torch.float16):\n"
+        "    print(kernels.warm_up(KVGeometry(1, 1, 1, 64, 16, dtype)) < 1)\n"
+    )
+    assert run_python(code, sources=tmp_path / "installed").split() == ["True"] * 3
+    assert (tmp_path / "installed" / "slora_kernels" / "cpu" / name_library(isa)).stat().st_size < 3 << 20
+
+
+@pytest.mark.parametrize("isas", ("avx9", "amx avx9"))
+def test_an_unknown_instruction_set_of_the_wheel_is_refused_with_the_names(isas: str) -> None:
+    code = "import wheel_backend; wheel_backend.get_requires_for_build_wheel()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        capture_output=True, text=True, check=False, encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": str(KERNELS), "SLORA_WHEEL_ISAS": isas},
+    )  # fmt: skip
+    assert done.returncode == 1 and "names avx9; the names are avx2, avx512, avx512_bf16, amx" in done.stderr
+
+
+def test_only_a_wheel_with_machine_code_needs_numba_to_be_built() -> None:
+    code = "import wheel_backend; print(wheel_backend.get_requires_for_build_wheel())"
+    assert "numba" in run_python(code, SLORA_WHEEL_ISAS="amx")
+    assert "numba" not in run_python(code, SLORA_WHEEL_ISAS="")
