@@ -160,6 +160,11 @@ for name in {[KERNELS[package] for package in hidden]!r}:
     assert errors == [EXTRAS[package] for package in hidden]
 
 
+def test_the_engine_starts_before_the_database_and_the_routes_are_imported() -> None:
+    done = run_python("import slora_api.serve.serve", hidden=["torch", "sqlalchemy", "alembic", "numba"])
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_waits_for_no_web_framework() -> None:
     done = run_python(
         "sys.argv = ['slora', '--help']\nfrom slora_api.cli.main import main\nmain()",

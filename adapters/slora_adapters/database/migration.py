@@ -89,8 +89,6 @@ def upgrade(connection: Connection, label: str) -> None:
     before, head = _find_state(read, connection.dialect.name, label), scripts.get_current_head()
     if before == head:
         return  # Another process was faster.
-    # Alembic logs a line for each revision, but an operator needs only the line that is logged below.
-    logging.getLogger("alembic").setLevel(logging.WARNING)
     if connection.dialect.name == "postgresql":
         connection.execute(text("SET LOCAL statement_timeout = 0"))
     context = MigrationContext.configure(

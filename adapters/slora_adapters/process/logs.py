@@ -43,8 +43,8 @@ def set_up_logging(
     for added in filters:
         handler.addFilter(added)
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    # They log a line for each request, as the hub's client sends them.
-    for name in ("httpx", "httpx2"):
+    # They log a line for each request, as the hub's client sends them, and for each revision and plugin.
+    for name in ("httpx", "httpx2", "alembic"):
         logging.getLogger(name).setLevel(logging.WARNING)
 
 

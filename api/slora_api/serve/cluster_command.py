@@ -29,7 +29,8 @@ from slora_api.core.data_dir import find_lock_holder
 from slora_api.core.settings import cluster_setting_specs, server_setting_specs
 from slora_api.processes.replica_list import ReplicaListFiles
 from slora_api.processes.supervisor import Child
-from slora_api.serve.serve import ClusterEngines, run_server
+from slora_api.serve.host import ClusterEngines
+from slora_api.serve.serve import run_server
 
 _Command = Callable[[argparse.Namespace], int]
 

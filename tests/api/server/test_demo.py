@@ -25,7 +25,8 @@ from demo.toy.tasks import ADAPTERS, TASKS, unseen_sentences
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
-from slora_api.serve.demo import Demo, DemoAdapter, DemoTenant, describe_demo, find_demo, set_up_demo
+from slora_api.serve.demo import Demo, DemoAdapter, find_demo
+from slora_api.serve.demo_tenants import DemoTenant, describe_demo, set_up_demo
 from tests.adapters.hand_made import make_members, write_directory
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine

@@ -6,7 +6,7 @@ import pytest
 
 from slora_api.core.data_dir import DataDir
 from slora_api.keys.key_record import Pepper, make_key, open_admin_key, read_key_id
-from slora_api.serve.serve import _keep_until_seen
+from slora_api.serve.main_process import _keep_until_seen
 from tests.support.file_limit import largest_file
 
 
