@@ -8,6 +8,7 @@ editable installation never has any.
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -28,6 +29,16 @@ _WANTED = "SLORA_WHEEL_ISAS"
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
     required = build_meta.get_requires_for_build_wheel(config_settings)
     return [*required, "numba>=0.61"] if _list_isas() else required
+
+
+def build_wheel(
+    wheel_directory: str,
+    config_settings: Mapping[str, Any] | None = None,
+    metadata_directory: str | None = None,
+) -> str:
+    # setuptools would add the modules that an earlier build has left there.
+    shutil.rmtree(Path("build", "lib"), ignore_errors=True)
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 
 def _list_isas() -> list[str]:

@@ -42,7 +42,8 @@ def _describe(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm
     return CpuIsa(frozenset(flags.split()), variables, llvm_name, llvm_features)
 
 
-_AVX2 = "avx2 fma f16c"
+# Those of x86-64-v3. LLVM uses all of them for a CPU that has AVX2, and a virtual machine may hide some.
+_AVX2 = "avx2 fma f16c bmi1 bmi2 abm movbe popcnt"
 _AVX512 = f"{_AVX2} avx512f avx512bw avx512dq avx512vl avx512cd"
 _AVX512_BF16 = f"{_AVX512} avx512_vnni avx512_bf16"
 _AMX = f"{_AVX512_BF16} amx_tile amx_bf16 amx_int8"

@@ -81,6 +81,16 @@ def test_a_process_without_the_permission_for_tiles_computes_without_them() -> N
     assert {"lora_worker", "attend_worker"} <= set(workers) and not any("tiles" in name for name in workers)
 
 
+@pytest.mark.parametrize("hidden", ("bmi1", "bmi2", "abm", "movbe", "avx512_vnni"))
+def test_a_cpu_that_hides_an_instruction_gets_no_machine_code_with_it(
+    hidden: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a fault: the libraries use instructions beside those after which their sets are named."""
+    flags = " ".join(CPU_ISAS["avx512_bf16"].flags - {hidden})
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: f"flags\t\t: {flags}\n")
+    assert list_available_isas.__wrapped__() == (("avx2", "avx512") if hidden == "avx512_vnni" else ())
+
+
 @pytest.fixture
 def two_isas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))

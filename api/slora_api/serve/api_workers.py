@@ -10,16 +10,15 @@ for another worker.
 
 import json
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slora_api.core.host_board import BoardSize, HostBoard
-from slora_api.processes.children import Sockets
 from slora_api.processes.replica_list import ReplicaListFiles
 from slora_api.processes.supervisor import Child, Supervisor
+from slora_api.serve.host import Host
 
 _MODULE = "slora_api.serve.api_process"
 # Settings that may contain secrets. A worker gets them in its environment, because every user of the machine can read
@@ -65,16 +64,14 @@ class ApiWorkers:
 
     def __init__(
         self,
+        host: Host,
         flags: Mapping[str, Any],
         started_at: int,
         metrics: Path,
-        sockets: Sockets,
-        listener: socket.socket,
         board: HostBoard,
-        restart_after_s: float,
         on_death: Callable[[str, int], None],
-        replicas: ReplicaListFiles | None = None,
     ) -> None:
+        replicas = None if host.cluster is None else host.cluster.files
         assert board.descriptor is not None, "a board without other processes"
         given = {name: text for name, text in flags.items() if isinstance(text, str)}
         secrets = {f"SLORA_{name.upper()}": given.pop(name) for name in _SECRET_SETTINGS if name in given}
@@ -84,8 +81,8 @@ class ApiWorkers:
                 given,
                 started_at,
                 metrics,
-                () if replicas else tuple(sockets.engines),
-                listener.fileno(),
+                () if replicas else tuple(host.sockets.engines),
+                host.listener.fileno(),
                 board.descriptor,
                 board.size,
                 replicas,
@@ -96,7 +93,10 @@ class ApiWorkers:
         # The dict of stalls is not used. The supervisor only logs the stall of a worker, because the other workers
         # continue to answer.
         self._supervisor = Supervisor(
-            _children(configs, secrets), restart_after_s, {}, lambda name: on_death(name, numbers[name])
+            _children(configs, secrets),
+            host.settings.stall_seconds,
+            {},
+            lambda name: on_death(name, numbers[name]),
         )
 
     async def run(self) -> None:

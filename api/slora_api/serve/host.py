@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from slora_adapters.process.shortage import Work
 from slora_api.core.data_dir import DataDir
+from slora_api.core.settings import Settings
 from slora_api.processes.children import Sockets
 from slora_api.processes.replica_list import ReplicaListFiles
 from slora_api.processes.supervisor import Child
@@ -32,6 +33,7 @@ class Host:
     `Supervisor`. cluster: None if the engines are those of this server.
     """
 
+    settings: Settings
     data: DataDir
     listener: socket.socket
     sockets: Sockets

@@ -142,12 +142,12 @@ def _announce_stop(limiter: RequestLimiter, drain_s: float) -> None:
 
 
 async def run_main_process(
-    stack: AsyncExitStack, settings: Settings, flags: Mapping[str, Any], model: BaseModelFiles, host: Host
+    stack: AsyncExitStack, host: Host, flags: Mapping[str, Any], model: BaseModelFiles
 ) -> None:
     """Serves until a signal stops the server. flags: see `read_settings`."""
+    settings, cluster, data = host.settings, host.cluster, host.data
     limits = connection_limits(settings)
-    cluster, data, sockets = host.cluster, host.data, host.sockets
-    client = ReplicaGroup(() if cluster else sockets.engines)
+    client = ReplicaGroup(() if cluster else host.sockets.engines)
     replicas = ReplicaList(cluster.files, client) if cluster else None
     # The main process answers requests itself, or starts workers that answer them.
     num_processes = 1 if settings.api_workers == 1 else 1 + settings.api_workers
@@ -194,10 +194,7 @@ async def run_main_process(
             services.quota_counters.release(number)
             restarts.update([name])
 
-        front = ApiWorkers(
-            flags, model.started_at, metrics, sockets, host.listener, board,
-            settings.stall_seconds, forget_worker, cluster.files if cluster else None,
-        )  # fmt: skip
+        front = ApiWorkers(host, flags, model.started_at, metrics, board, forget_worker)
         serve = front.run()
     limit_garbage_collection()
     prefer_event_loop()

@@ -69,8 +69,8 @@ async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterE
                 break
             await asyncio.sleep(_POLL_S)
         main_process = importlib.import_module("slora_api.serve.main_process")
-        host = Host(data, listener, sockets, supervise, stalls, restarts, cluster)
-        await main_process.run_main_process(stack, settings, flags, model, host)
+        host = Host(settings, data, listener, sockets, supervise, stalls, restarts, cluster)
+        await main_process.run_main_process(stack, host, flags, model)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

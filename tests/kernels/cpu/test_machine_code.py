@@ -98,6 +98,9 @@ def build_wheel(folder: Path, isas: str) -> Path:
     for name in ("pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
         shutil.copy(ROOT / name, source)
     (source / "demo").symlink_to(ROOT / "demo")
+    # An earlier build of other sources.
+    (source / "build" / "lib" / "slora_kernels").mkdir(parents=True)
+    (source / "build" / "lib" / "slora_kernels" / "removed.py").write_bytes(b"")
     code = (
         "import os, sys; os.chdir(sys.argv[1]); import wheel_backend as b; print(b.build_wheel(sys.argv[2]))"
     )
@@ -109,7 +112,8 @@ def test_a_wheel_without_machine_code_is_for_any_machine(tmp_path: Path) -> None
     wheel = build_wheel(tmp_path, "")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "slora_kernels/cpu/workers/attention.py" in names and not any(one.endswith(".so") for one in names)
+    assert "slora_kernels/cpu/workers/attention.py" in names and "slora_kernels/removed.py" not in names
+    assert not any(one.endswith(".so") for one in names)
 
 
 @pytest.mark.soak
