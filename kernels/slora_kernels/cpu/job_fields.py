@@ -46,6 +46,12 @@ def pack_row(row: Tensor) -> FieldWords:
     return row.data_ptr(), 1, len(row)
 
 
+@cache
+def name_dtype(dtype: torch.dtype) -> str:
+    """The name by which `machine_code` knows a dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
 def operand_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of values that are multiplied with the model's weights or KV: shrink outputs and attention weights.
 

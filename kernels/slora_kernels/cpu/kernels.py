@@ -29,6 +29,7 @@ from slora_kernels.cpu.job_fields import (
     NO_TENSOR,
     JobWords,
     begin_job,
+    name_dtype,
     operand_dtype,
     pack_field,
     pack_fields,
@@ -77,12 +78,7 @@ assert CODE_COLUMNS == BLOCK_COLUMNS
 
 @cache
 def _find(worker: Worker, dtype: torch.dtype) -> int:
-    return find_worker(worker, _name(dtype))
-
-
-@cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return find_worker(worker, name_dtype(dtype))
 
 
 class CpuKernels:
@@ -110,7 +106,7 @@ class CpuKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        workers = list_model_workers(_name(geometry.dtype), geometry.kv_format, geometry.head_dim)
+        workers = list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim)
         for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=is_shipped() or None):
             _find(worker, geometry.dtype)
         return time.perf_counter() - start
@@ -252,7 +248,7 @@ class CpuKernels:
         assert q.stride(1) == geometry.head_dim
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
-        worker = find_attend_worker(_name(geometry.dtype), geometry.kv_format, geometry.head_dim)
+        worker = find_attend_worker(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim)
         self._run(worker, geometry.dtype, job, num_elements=num_elements)
         return out
 
@@ -296,4 +292,4 @@ class CpuKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         job, num_elements = plan.make_job(out, shrunk, pages, site)
-        self._run(find_lora_worker(_name(out.dtype)), out.dtype, job, num_elements=num_elements)
+        self._run(find_lora_worker(name_dtype(out.dtype)), out.dtype, job, num_elements=num_elements)

@@ -15,14 +15,15 @@ from slora_kernels.batch import AdapterTables, LoraTiles
 from slora_kernels.cpu.job_fields import (
     JobWords,
     begin_job,
+    name_dtype,
     operand_dtype,
     pack_fields,
     pack_pages,
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
+from slora_kernels.cpu.machine_code import find_lora_worker
 from slora_kernels.cpu.worker_sizes import (
-    HAS_TILES,
     PACKED_PITCH,
     SUM_COLUMNS,
     TILE_TOKENS,
@@ -40,9 +41,9 @@ _WHOLE_TILES = 2
 _READING_TOKENS = 8
 
 
-def uses_tiles(dtype: torch.dtype) -> bool:
-    """Whether the jobs of a model are computed by `tile_lora` and not by `lora`."""
-    return HAS_TILES and dtype == torch.bfloat16
+def _uses_tiles(dtype: torch.dtype) -> bool:
+    """Whether the jobs of a model are computed by `workers.tile_lora` and not by `workers.lora`."""
+    return find_lora_worker(name_dtype(dtype)).needs_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,12 +113,12 @@ class LoraPlan:
         self._reserve_shrunk(0)
         tables, size, rank = self._tables, dtype.itemsize, self._rank
         coarse, rows = _SHRINK_ROWS
-        if uses_tiles(dtype) or self._num_tiles * -(-rank // coarse) >= self._enough:
+        if _uses_tiles(dtype) or self._num_tiles * -(-rank // coarse) >= self._enough:
             rows = coarse
         self._blocks = -(-rank // rows)
         # Scratch of each thread: either sums, or the start of each row (int64) followed by packed rows. With tiles, the
         # sums come first, because they are used together with the others.
-        if uses_tiles(dtype):
+        if _uses_tiles(dtype):
             rank = pad_rank(rank)
             num_elements, start = count_lora_scratch(rank), 4 * TILE_TOKENS * SUM_COLUMNS
         else:

@@ -96,7 +96,7 @@ def name_library(isa: str) -> str:
 @cache
 def has_workers() -> bool:
     """Whether there is machine code for this CPU, or numba to compile it."""
-    return _find_library() is not None or importlib.util.find_spec("numba") is not None
+    return is_shipped() or importlib.util.find_spec("numba") is not None
 
 
 @cache

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,25 +51,14 @@ def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
     ]
 
 
-def _compile(worker: Worker, dtype: str) -> None:
-    find_worker(worker, dtype)
-
-
 def _emit(folder: str, worker: Worker, dtype: str) -> None:
     Path(folder, f"{worker.symbol(dtype)}.o").write_bytes(emit_object(worker, dtype))
 
 
 def _link(objects: Sequence[Path], library: Path) -> None:
     """Links object files to a library. Raises SystemExit if there is no linker."""
-    options = (
-        "-shared",
-        "-o",
-        str(library),
-        "-z",
-        "noexecstack",
-        "--build-id=none",
-        *map(str, sorted(objects)),
-    )
+    paths = map(str, sorted(objects))
+    options = ("-shared", "-o", str(library), "-z", "noexecstack", "--build-id=none", *paths)
     for name in ("ld", "ld.lld"):
         if shutil.which(name) is not None:
             # The calls of the C library stay undefined. Each process has loaded it, whatever its version is.
@@ -81,9 +70,8 @@ def _link(objects: Sequence[Path], library: Path) -> None:
     )
 
 
-def _run_all(call: object, jobs: Sequence[tuple[object, ...]]) -> None:
+def _run_all(call: Callable[..., object], jobs: Sequence[tuple[object, ...]]) -> None:
     """Calls a function with the arguments of each job, in one process for each core, and prints the progress."""
-    assert callable(call)
     started_at = time.monotonic()
     # A forked process does not have to import numba again.
     with ProcessPoolExecutor(machine_limits().num_threads, mp_context=get_context("fork")) as pool:
@@ -107,7 +95,7 @@ def main() -> None:
             f"Compiling {len(jobs)} CPU kernels ({', '.join(arguments.models)}); about half a minute",
             flush=True,
         )
-        _run_all(_compile, jobs)
+        _run_all(find_worker, jobs)
         return
     with tempfile.TemporaryDirectory(prefix="slora-kernels-") as folder:
         jobs = _list_library_jobs(arguments.worker)

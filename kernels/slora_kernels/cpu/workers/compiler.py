@@ -33,7 +33,7 @@ _MODULES = {
 # The element type that stands for a dtype, see `intrinsics`.
 _CARRIERS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.int16}
 # All other functions that a library calls are its own.
-LIBRARY_CALLS = frozenset({"memcpy", "memmove", "memset", "sched_yield"})
+_LIBRARY_CALLS = frozenset({"memcpy", "memmove", "memset", "sched_yield"})
 # numba's own entry, `cfunc.NAME`, calls Python if there is an exception. The worker NAME itself has two more arguments:
 # places for a result and for an exception. It has neither.
 _ENTRY = """
@@ -46,7 +46,6 @@ define void @"{symbol}"(ptr %job) {{
 """
 
 
-@cache
 def compile_worker(worker: Worker, dtype: str) -> int:
     """Compiles a worker, or loads it from the cache on disk. Returns its address."""
     function = compile_function(_find_function(worker), _CARRIERS[dtype])
@@ -98,7 +97,7 @@ def emit_object(worker: Worker, dtype: str) -> bytes:
     options = llvm.create_pipeline_tuning_options(speed_level=0)
     passes.run(module, llvm.create_pass_builder(machine, options))
     called = {other.name for other in module.functions if other.is_declaration}
-    foreign = {name for name in called if not name.startswith("llvm.")} - LIBRARY_CALLS
+    foreign = {name for name in called if not name.startswith("llvm.")} - _LIBRARY_CALLS
     assert not foreign, f"{worker.name} calls {', '.join(sorted(foreign))}, which no library has"
     code: bytes = machine.emit_object(module)
     return code
