@@ -7,6 +7,10 @@ Start-up and prompts are in it, too; the steps are what lies under `decode`: `gr
 It also compares forms of the base model's weights. Their steps take turns, because the speed of a machine changes:
 
     python -m bench.decode_loop --quantizations auto int8 int4 --size large --batch 1 --adapters 0
+
+Or adapters with DoRA and plain ones of the same ranks:
+
+    python -m bench.decode_loop --kinds lora dora --batch 16 --adapters 8
 """
 
 import argparse
@@ -74,6 +78,7 @@ def main() -> None:
     parser.add_argument(
         "--quantizations", nargs="+", default=["auto"], choices=["auto", "int8", "fp8", "int4"]
     )
+    parser.add_argument("--kinds", nargs="+", default=["lora"], choices=["lora", "dora"])
     parser.add_argument("--size", default="small", choices=list(_SIZES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -83,9 +88,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         root = Path(directory)
         write_model(root / "model", dtype, _SIZES[options.size])
-        adapters = [root / f"adapter-{index}" for index in range(options.adapters)]
-        for index, path in enumerate(adapters):
-            write_adapter(path, index, dtype, _SIZES[options.size])
+        adapters = {
+            kind: [root / f"{kind}-{index}" for index in range(options.adapters)] for kind in options.kinds
+        }
+        for kind, paths in adapters.items():
+            for index, path in enumerate(paths):
+                write_adapter(path, index, dtype, _SIZES[options.size], use_dora=kind == "dora")
         settings = {
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,
@@ -94,8 +102,9 @@ def main() -> None:
             "swap_bytes": 0,
         }
         engines = {
-            form: SteppedEngine(root / "model", adapters, {**settings, "quantization": form})
+            f"{form} {kind}": SteppedEngine(root / "model", paths, {**settings, "quantization": form})
             for form in options.quantizations
+            for kind, paths in adapters.items()
         }
     asked = prompts(options.batch, options.input_tokens)
     given = [(index % options.adapters,) if options.adapters else () for index in range(options.batch)]
@@ -106,7 +115,7 @@ def main() -> None:
         for form, stepped in engines.items():
             prompt_times[form].append(time_prompts(stepped, asked, given))
             steps[form] += run_steps(stepped, asked, given, options.seconds / rounds / len(engines))
-    first = options.quantizations[0]
+    first = next(iter(engines))
     for form in engines:
         step, prompt = statistics.median(steps[form]), min(prompt_times[form])
         line = f"{form}: {len(steps[form])} steps, the median {1e3 * step:.2f} ms; prompts in {1e3 * prompt:.1f} ms"

@@ -82,14 +82,19 @@ def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) ->
     save_file(cast, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_adapter(directory: Path, index: int, dtype: torch.dtype, size: ModelSize = SMALL) -> None:
+def write_adapter(
+    directory: Path, index: int, dtype: torch.dtype, size: ModelSize = SMALL, *, use_dora: bool = False
+) -> None:
     """A peft adapter of rank RANKS[index % 4]."""
     directory.mkdir(parents=True)
-    for name, content in make_adapter(RANKS[index % len(RANKS)], dtype, size, seed=1 + index).items():
+    rank = RANKS[index % len(RANKS)]
+    for name, content in make_adapter(rank, dtype, size, seed=1 + index, use_dora=use_dora).items():
         (directory / name).write_bytes(content)
 
 
-def make_adapter(rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int) -> dict[str, bytes]:
+def make_adapter(
+    rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int, use_dora: bool = False
+) -> dict[str, bytes]:
     """The files of a peft adapter on all seven linears, neither A nor B zero."""
     torch.manual_seed(seed)
     config = {
@@ -100,6 +105,7 @@ def make_adapter(rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int) -
         "lora_alpha": rank,
         "target_modules": sorted(name.split(".")[1] for name in size.widths),
         "bias": "none",
+        "use_dora": use_dora,
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
@@ -109,6 +115,10 @@ def make_adapter(rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int) -
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = _normal(rank, in_width).to(dtype)
             tensors[f"{prefix}.lora_B.weight"] = _normal(out_width, rank).to(dtype)
+            if use_dora:
+                # About the norms of the model's own rows.
+                norm = 0.02 * in_width**0.5
+                tensors[f"{prefix}.lora_magnitude_vector"] = (norm + _normal(out_width)).float()
     return {
         "adapter_config.json": json.dumps(config, indent=2).encode(),
         "adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),

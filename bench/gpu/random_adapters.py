@@ -38,6 +38,7 @@ class RandomAdapters:
             torch.stack([torch.from_numpy(layout.groups) for layout in mine]).to(device),
             torch.stack([torch.from_numpy(layout.modules) for layout in mine]).to(device),
             torch.ones(count, shape.num_modules, device=device),
+            torch.stack([torch.from_numpy(layout.affine) for layout in mine]).to(device),
         )
         return RandomAdapters(pages, tables, layouts, max(layout.targets.max_group_rank for layout in mine))
 

@@ -71,12 +71,15 @@ class AdapterTables:
     groups: int32 [num_slots, num_sites, 2], (total rank, first segment of A).
     modules: int32 [num_slots, num_modules, 3], (rank, first row in the group's A, first segment of B transposed).
     scales: float32 [num_slots, num_modules].
+    affine: int32 [num_slots, num_modules, 4], whose first two columns are (whether the module has scales and offsets
+        of its output columns, first segment of the scales). The offsets follow the scales.
     """
 
     page_table: Tensor
     groups: Tensor
     modules: Tensor
     scales: Tensor
+    affine: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,7 @@ class LoraTiles:
     that the output head samples from. num_decodes is 0 if the implementation tiles decode rows together with all
     other tokens.
     num_groups: `LoraTargets.num_groups` of the slots in use together. Sites of later groups have no LoRA work.
+    has_affine: whether an adapter of the slots in use has scales and offsets of output columns.
     """
 
     tiles: Tensor
@@ -101,6 +105,7 @@ class LoraTiles:
     max_tokens: int
     num_decodes: int = 0
     num_groups: int = _ALL_GROUPS
+    has_affine: bool = False
 
 
 @dataclass(frozen=True, slots=True)

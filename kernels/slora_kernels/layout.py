@@ -14,6 +14,9 @@ A packed adapter is layer-major. In each layer, the part of a group begins with 
 that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
 and the output head come last, as two groups of one module each.
 
+DoRA and trained biases change a module's output column by column: the output is multiplied by a scale, and an offset is
+added (`Affine`). Two rows of float32 behind the module's B hold them.
+
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
 crosses a page boundary. A kernel looks up one page id per segment, whatever the rank. Nothing is padded to a maximum
 rank.
@@ -30,14 +33,15 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from slora_kernels.kv_format import KVFormat
 
-LAYOUT_VERSION = 2
+LAYOUT_VERSION = 3
 SEGMENT_BYTES = 256
 # The maximum number of modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
@@ -91,6 +95,7 @@ class LinearShape:
     path: str
     in_width: int
     out_width: int
+    has_bias: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +114,10 @@ class LoraSite:
     in_width: int
     widths: tuple[int, ...]
 
+    @property
+    def module_ids(self) -> range:
+        return range(self.first_module, self.first_module + len(self.widths))
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -118,6 +127,7 @@ class ModelShape:
     groups: for each group, the indexes of consecutive linears that read the same input.
     groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
+    head_has_bias: whether the head has a bias.
 
     A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
     embedding, or the head. Modules and sites are numbered layer by layer. The embedding and the head come last.
@@ -136,6 +146,7 @@ class ModelShape:
     layers_path: str = "model.layers"
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"
+    head_has_bias: bool = False
 
     def __post_init__(self) -> None:
         members = [linear for group in self.groups for linear in group]
@@ -206,8 +217,8 @@ class ModelShape:
     def head_site(self) -> LoraSite:
         return self.sites[-1]
 
-    def changes_kv(self, ranks: Sequence[int]) -> bool:
-        """Whether an adapter whose module m has rank `ranks[m]` changes K or V of any layer.
+    def changes_kv(self, adapted: Collection[int]) -> bool:
+        """Whether an adapter that changes the modules `adapted` changes K or V of any layer.
 
         The head does not affect K or V. In the last layer, only the linears that compute K and V affect them. Modules
         of earlier layers change the hidden states that the last layer reads.
@@ -218,8 +229,7 @@ class ModelShape:
             for index in self.layer_linears(last)
             if self.linears[index].path.rpartition(".")[2] in _WITHOUT_KV
         }
-        adapted = {module for module, rank in enumerate(ranks) if rank}
-        return not adapted <= free | {self.head_module}
+        return not set(adapted) <= free | {self.head_module}
 
     def layer_groups(self, layer: int) -> tuple[int, ...]:
         """The indexes in `groups` of the groups that the layer has."""
@@ -279,7 +289,7 @@ def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
     return (
         *linears,
         LinearShape(shape.embedding_path, shape.vocab_size, shape.hidden_size),
-        LinearShape(shape.head_path, shape.hidden_size, shape.vocab_size),
+        LinearShape(shape.head_path, shape.hidden_size, shape.vocab_size, shape.head_has_bias),
     )
 
 
@@ -337,7 +347,7 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
     """
     members = [[shape.linears[m] for m in group] for group in shape.groups]
     linears = tuple(
-        LinearShape(path, group[0].in_width, sum(linear.out_width for linear in group))
+        LinearShape(path, group[0].in_width, sum(linear.out_width for linear in group), group[0].has_bias)
         for path, group in zip(paths, members, strict=True)
     )
     return replace(shape, linears=linears, groups=tuple((m,) for m in range(len(linears))))
@@ -357,8 +367,11 @@ def mix_experts(shape: ModelShape, sparse_layers: Collection[int], shared_width:
         dense = []
     if shared_width is not None:
         hidden, path = shape.hidden_size, "mlp.shared_expert"
-        gate, up = (LinearShape(f"{path}.{name}", hidden, shared_width) for name in ("gate_proj", "up_proj"))
-        down = LinearShape(f"{path}.down_proj", shared_width, hidden)
+        biased = shape.linears[-1].has_bias
+        gate, up = (
+            LinearShape(f"{path}.{name}", hidden, shared_width, biased) for name in ("gate_proj", "up_proj")
+        )
+        down = LinearShape(f"{path}.down_proj", shared_width, hidden, biased)
         shared = [[gate, up], [down], [LinearShape("mlp.shared_expert_gate", hidden, 1)]]
     first_shared = len(attention) + len(dense)
     of_dense = tuple(range(first_shared))
@@ -384,6 +397,8 @@ class LoraTargets:
     num_groups: the adapted linears of all layers are in the first `num_groups` of `ModelShape.groups`.
     embedding, head: whether the input embedding or the output head is adapted.
     kv: whether K or V of any layer changes.
+    affine: whether a module has a scale and an offset for each of its output columns.
+    rescales: whether one of these scales is not 1.
     """
 
     max_group_rank: int
@@ -391,6 +406,20 @@ class LoraTargets:
     embedding: bool
     head: bool
     kv: bool
+    affine: bool = False
+    rescales: bool = False
+
+
+class Affine(NamedTuple):
+    """What an adapter stores for the output columns of one module.
+
+    The adapter's pages first hold what is stored: the magnitudes of DoRA as scales (without DoRA: ones), and the sum of
+    trained biases as offsets. The engine then replaces them by the final scales and offsets, which depend on the base
+    model's weights (`slora.models.affine`).
+    """
+
+    has_magnitude: bool  # DoRA: the scale is the magnitude over the norm of the row of the adapted weight.
+    replaces_bias: bool  # The base model's bias was trained, and the stored offset contains it.
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,12 +428,15 @@ class AdapterLayout:
 
     groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
+    affine: int32 [num_modules, 4], (whether the module has scales and offsets, first segment of the scales,
+        `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
     num_groups: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
 
     groups: Int32Array
     modules: Int32Array
+    affine: Int32Array
     num_segments: int
     num_groups: int
     changes_kv: bool
@@ -415,23 +447,37 @@ class AdapterLayout:
 
     @property
     def targets(self) -> LoraTargets:
-        embedding, head = (bool(rank) for rank in self.modules[-2:, 0])
+        embedding, head = (bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0])
         return LoraTargets(
             int(self.groups[:, 0].max()),
             self.num_groups,
             embedding=embedding,
             head=head,
             kv=self.changes_kv,
+            affine=bool(self.affine[:, 0].any()),
+            rescales=bool(self.affine[:, 2].any()),
         )
 
 
-def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
-    """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m is not adapted."""
+# The bytes of a scale or an offset.
+AFFINE_BYTES = 4
+# Scales or offsets in a segment.
+AFFINE_SEGMENT = SEGMENT_BYTES // AFFINE_BYTES
+
+
+def lay_out_adapter(
+    shape: ModelShape, ranks: Sequence[int], affine: Mapping[int, Affine] = MappingProxyType({})
+) -> AdapterLayout:
+    """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m has no A and B.
+
+    affine: the modules with scales and offsets.
+    """
     groups = np.zeros((shape.num_sites, 2), np.int32)
     modules = np.zeros((shape.num_modules, 3), np.int32)
+    columns = np.zeros((shape.num_modules, 4), np.int32)
     segment = 0
     for site in shape.sites:
-        members = range(site.first_module, site.first_module + len(site.widths))
+        members = site.module_ids
         total = sum(ranks[m] for m in members)
         groups[site.group] = total, segment
         segment += total * shape.row_segments(site.in_width)
@@ -440,5 +486,15 @@ def lay_out_adapter(shape: ModelShape, ranks: Sequence[int]) -> AdapterLayout:
             modules[m] = ranks[m], row, segment
             row += ranks[m]
             segment += ranks[m] * shape.row_segments(width)
-    num_groups = max((site.kind + 1 for site in shape.sites[:-2] if groups[site.group, 0]), default=0)
-    return AdapterLayout(groups, modules, segment, num_groups, shape.changes_kv(ranks))
+            if m in affine:
+                columns[m] = True, segment, *affine[m]
+                segment += 2 * affine_segments(width)
+    adapted = {m for m in range(shape.num_modules) if ranks[m] or m in affine}
+    used = (site for site in shape.sites[:-2] if not adapted.isdisjoint(site.module_ids))
+    num_groups = max((site.kind + 1 for site in used), default=0)
+    return AdapterLayout(groups, modules, columns, segment, num_groups, shape.changes_kv(adapted))
+
+
+def affine_segments(width: int) -> int:
+    """Number of segments of the scales, or of the offsets, of `width` columns."""
+    return -(-width // AFFINE_SEGMENT)

@@ -38,6 +38,7 @@ class Kernels(Protocol):
         lora = kernels.prepare_lora(tiles, tables)  # once per step, if any token of it has an adapter
         shrunk = kernels.shrink(x, pages, site, lora)   # for the embedding: kernels.shrink_embedding(token_ids, ...)
         kernels.expand(out, shrunk, pages, site, lora)
+        kernels.apply_affine(out, pages, site, lora)    # if tiles.has_affine
 
     The shrink output is opaque: pass it to `expand` without reading it. Do not modify x until `expand` has returned.
     """
@@ -174,6 +175,12 @@ class Kernels(Protocol):
         self, out: Tensor, shrunk: ShrinkOutput, pages: Tensor, site: LoraSite, step: LoraStep
     ) -> None:
         """out [T, sum(site.widths)] += weight * scale * shrunk times B, module by module, in place."""
+
+    def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        """out [T, sum(site.widths)] = out * scales + weight * offsets, column by column, in place.
+
+        Modules without scales and offsets do not change. The result is rounded once.
+        """
 
     def write_delta(
         self,

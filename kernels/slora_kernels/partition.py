@@ -97,7 +97,7 @@ class Partition:
             return self.shape
         shape = self.shape
         linears = tuple(
-            LinearShape(linear.path, len(part.inputs), sum(map(len, part.outputs)))
+            replace(linear, in_width=len(part.inputs), out_width=sum(map(len, part.outputs)))
             for linear in shape.linears
             for part in [self._linear_part(linear, 0)]
         )

@@ -365,7 +365,8 @@ class Engine:
         if self._runner.device.type != "cpu" and (plan.loads or plan.swaps_out or plan.swaps_in):
             return
         if self._learned is not None:
-            times = StepTimes(seconds - running.swap_s - running.load_s, running.swap_s, running.load_s)
+            computing_s = seconds - running.swap_s - running.load_s - running.finish_s
+            times = StepTimes(computing_s, running.swap_s, running.load_s)
             self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
 
 

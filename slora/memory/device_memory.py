@@ -7,6 +7,7 @@ An adapter may be loaded in slices, one per step, so that a large adapter does n
 slice is loaded, its slot holds no adapter: neither the new one nor the previous one.
 """
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +23,16 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import AdapterTables, KVGeometry
 from slora_kernels.host_copies import upload
 from slora_kernels.layout import AdapterLayout, ModelShape
+from slora_kernels.torch.lora_matmuls import write_rows
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedAdapter:
+    """The pages of one adapter in the pool, in order, and where its tensors lie in them."""
+
+    pages: list[int]
+    layout: AdapterLayout
+    scales: npt.NDArray[np.float32]
 
 
 class _SlotContent(NamedTuple):
@@ -88,6 +99,8 @@ class DeviceMemory:
         self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
         self.host_pages = HostPages(num_host_pages, full_page_bytes, is_page_locked=device.type == "cuda")
         self._slots: dict[int, _SlotContent] = {}
+        # Loaded adapters with magnitudes or biases that have no final scales and offsets yet, by slot.
+        self._unfinished: dict[int, LoadedAdapter] = {}
 
     def load(self, load: AdapterLoad) -> None:
         """Copies a slice of rank 0's part of an adapter. See `load_slice`."""
@@ -100,6 +113,7 @@ class DeviceMemory:
         """
         end = part.first_page + part.num_pages
         before = self._slots.pop(part.slot, None)
+        self._unfinished.pop(part.slot, None)
         if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
             raise RuntimeError(
                 f"pages of {part.version} from {part.first_page} on were loaded into slot "
@@ -109,6 +123,8 @@ class DeviceMemory:
         is_last = end == len(part.pages)
         if is_last:
             self._write_tables(part)
+            if part.layout.targets.affine:
+                self._unfinished[part.slot] = LoadedAdapter(part.pages, part.layout, part.scales)
         self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
 
     def write(self, pages: list[int], content: Tensor) -> None:
@@ -161,12 +177,28 @@ class DeviceMemory:
         content = self._slots.get(slot)
         return content is not None and content.is_complete and content.generation == generation
 
+    def find_unfinished(self, slots: Collection[int]) -> dict[int, LoadedAdapter]:
+        """Returns the adapters of these slots that need `finish`, in the order of the slots."""
+        if not self._unfinished:
+            return {}
+        return {slot: self._unfinished[slot] for slot in sorted(self._unfinished.keys() & set(slots))}
+
+    def finish(self, slot: int, affine: Iterable[tuple[int, Tensor]]) -> None:
+        """Writes the final scales and offsets of an adapter.
+
+        affine: for each module that has them, the first segment, and float32 [2, width]: scales, then offsets.
+        """
+        for segment, rows in affine:
+            write_rows(self.pages, self._unfinished[slot].pages, segment, rows)
+        del self._unfinished[slot]
+
     def _write_tables(self, part: AdapterSlice) -> None:
         page_ids = np.array(part.pages, np.int32)
         self.tables.page_table[part.slot, : len(page_ids)] = upload(page_ids, self.device)
         self.tables.groups[part.slot] = upload(part.layout.groups, self.device)
         self.tables.modules[part.slot] = upload(part.layout.modules, self.device)
         self.tables.scales[part.slot] = upload(part.scales, self.device)
+        self.tables.affine[part.slot] = upload(part.layout.affine, self.device)
 
 
 def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: torch.device) -> AdapterTables:
@@ -174,4 +206,9 @@ def _empty_tables(num_slots: int, shape: ModelShape, max_pages: int, device: tor
         return torch.zeros((num_slots, *sizes), dtype=torch.int32, device=device)
 
     scales = torch.zeros((num_slots, shape.num_modules), dtype=torch.float32, device=device)
-    return AdapterTables(zeros(max_pages), zeros(shape.num_sites, 2), zeros(shape.num_modules, 3), scales)
+    groups, modules, affine = (
+        zeros(shape.num_sites, 2),
+        zeros(shape.num_modules, 3),
+        zeros(shape.num_modules, 4),
+    )
+    return AdapterTables(zeros(max_pages), groups, modules, scales, affine)

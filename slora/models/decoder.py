@@ -12,15 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
+from slora.models.affine import SiteWeight
 from slora.models.collectives import ALONE, Collectives
 from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, SparseMlp
 from slora.models.lora_deltas import LoraDeltas, SideStream
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import Linear, multiply
+from slora.models.weights.linear import Linear, multiply, sum_squares
 from slora.models.weights.packed_weight import pack_weight
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
+from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
 
@@ -46,7 +48,7 @@ class Decoder:
         self.dtype = reader.dtype
         self.device = reader.device
         self._collectives = collectives
-        partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
+        partition = self._partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
         self._shape = partition.rank_shape
         self._tokens = partition.tokens(collectives.rank)
         self._side = SideStream(self.device) if self.device.type == "cuda" else None
@@ -72,6 +74,7 @@ class Decoder:
             self._layers[index] = self._layers[index].packed(self.dtype)
         # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
         # much memory.
+        self._head_squares = sum_squares(head)
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
@@ -95,6 +98,20 @@ class Decoder:
             logits = self._collectives.gather_columns(logits)[:, : self.config.vocab_size].contiguous()
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+    def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
+        """The base model's weight at a site of this rank's part."""
+        divided = self._partition.shape.modules[site.first_module].in_width != site.in_width
+        if site == self._shape.head_site:
+            return SiteWeight(
+                lambda x: multiply(x, self._lm_head), self._head_squares, None, is_divided=divided
+            )
+        if site == self._shape.embedding_site:
+            weight = self._embedding
+            return SiteWeight(lambda x: x @ weight, sum_squares(weight.T), None, is_divided=divided)
+        linears = (linear for layer in self._layers for linear in layer.linears)
+        linear = next(linear for linear in linears if linear.site.group == site.group)
+        return linear.describe(kernels, is_divided=divided)
 
     def _embed(self, batch: StepBatch, deltas: LoraDeltas) -> Tensor:
         """Returns the embeddings [T, H] of the step's tokens. A rank adds nothing for tokens of other ranks."""

@@ -30,6 +30,10 @@ class DenseMlp:
     gate_up: Linear
     down: Linear
 
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        return self.gate_up, self.down
+
     def packed(self, dtype: torch.dtype) -> "DenseMlp":
         return DenseMlp(self.gate_up.packed(dtype), self.down.packed(dtype))
 
@@ -53,6 +57,11 @@ class SparseMlp:
     gate_up: ExpertLinear
     down: ExpertLinear
     shared: SharedExpert | None
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return () if self.shared is None else (*self.shared.mlp.linears, self.shared.gate)
 
     def packed(self, dtype: torch.dtype) -> "SparseMlp":
         return replace(
@@ -81,6 +90,11 @@ class DecoderLayer:
     qkv: Linear
     output: Linear
     mlp: Mlp
+
+    @property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears that adapters can change."""
+        return self.qkv, self.output, *self.mlp.linears
 
     def packed(self, dtype: torch.dtype) -> "DecoderLayer":
         return replace(

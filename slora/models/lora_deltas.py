@@ -16,7 +16,7 @@ from torch import Tensor
 from slora.memory.device_memory import DeviceMemory
 from slora_kernels.batch import LoraStep, LoraTiles
 from slora_kernels.layout import LoraSite
-from slora_kernels.ops import Kernels
+from slora_kernels.ops import Kernels, ShrinkOutput
 
 _Result = TypeVar("_Result")
 
@@ -88,7 +88,7 @@ class LoraDeltas:
             lambda: [self._kernels.shrink(x, self._pages, site, step) for step in steps], base
         )
         for step, rows in zip(steps, shrunk, strict=True):
-            self._kernels.expand(out, rows, self._pages, site, step)
+            self._expand(out, rows, site, step)
         return out
 
     def compute_apart(
@@ -100,7 +100,9 @@ class LoraDeltas:
         The whole LoRA work of the site then runs beside `base`. No kernel of its own adds the delta: the kernel that
         reads the output does.
         """
-        if not self._writes_apart or len(x) > _MAX_APART_TOKENS or not self._select(site):
+        steps = self._select(site)
+        is_affine = any(step.tiles.has_affine for step in steps)
+        if not self._writes_apart or is_affine or len(x) > _MAX_APART_TOKENS or not steps:
             return self.compute(base, x, site), None
         delta, out = self._run_beside(lambda: self._write_delta(x, site), base)
         return out, delta
@@ -126,20 +128,37 @@ class LoraDeltas:
         return result, out
 
     def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
-        """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears."""
+        """out [T, sum(site.widths)] += scale * (x A^T) B^T. x [T, site.in_width]: the input of the site's linears.
+
+        The columns of `out` are then multiplied by the adapters' scales, and their offsets are added.
+        """
         for step in self._select(site):
             shrunk = self._kernels.shrink(x, self._pages, site, step)
-            self._kernels.expand(out, shrunk, self._pages, site, step)
+            self._expand(out, shrunk, site, step)
+
+    def _expand(self, out: Tensor, shrunk: ShrinkOutput, site: LoraSite, step: LoraStep) -> None:
+        self._kernels.expand(out, shrunk, self._pages, site, step)
+        if step.tiles.has_affine:
+            self._kernels.apply_affine(out, self._pages, site, step)
 
     def _select(self, site: LoraSite) -> list[LoraStep]:
         """The steps that may have work at this site."""
         return [step for step in self._steps if site.kind < step.tiles.num_groups]
 
-    def add_embedding(self, out: Tensor, token_ids: Tensor, site: LoraSite) -> None:
-        """out [T, H] += scale * (columns of A for token_ids [T])^T B^T.
+    def add_embedding(
+        self, out: Tensor, token_ids: Tensor, site: LoraSite, factor: float | Tensor = 1.0
+    ) -> None:
+        """out [T, H] += factor * scale * (columns of A for token_ids [T])^T B^T. Then the columns of `out` are scaled.
 
-        Called before the model scales its embeddings.
+        factor: the model's scale of embeddings, if `out` is multiplied by it already.
         """
         for step in self._steps:
             shrunk = self._kernels.shrink_embedding(token_ids, self._pages, site, step, out.dtype)
-            self._kernels.expand(out, shrunk, self._pages, site, step)
+            if isinstance(factor, Tensor) or factor != 1.0:
+                delta = torch.zeros_like(out)
+                self._kernels.expand(delta, shrunk, self._pages, site, step)
+                out += delta * factor
+            else:
+                self._kernels.expand(out, shrunk, self._pages, site, step)
+            if step.tiles.has_affine:
+                self._kernels.apply_affine(out, self._pages, site, step)

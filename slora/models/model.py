@@ -10,6 +10,7 @@ from torch import Tensor
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
+from slora.models.affine import SiteWeight
 from slora.models.collectives import ALONE, Collectives
 from slora.models.decoder import Decoder
 from slora.models.float8_support import supports_float8
@@ -21,6 +22,7 @@ from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import FORMS
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
+from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 
 
@@ -37,6 +39,9 @@ class Model(Protocol):
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
+
+    def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
+        """The base model's weight at a site."""
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Called once before the model is served. Raises ConfigError if a computation through pages would be wrong."""

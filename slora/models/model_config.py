@@ -8,7 +8,7 @@ from typing import Literal
 
 from slora.models.rope_config import LongRopeScaling, Rope
 from slora.models.stored_quantization import StoredQuantization
-from slora_kernels.layout import ModelShape, fuse_groups, llama_shape, mix_experts
+from slora_kernels.layout import LinearShape, ModelShape, fuse_groups, llama_shape, mix_experts
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -99,8 +99,15 @@ class ModelConfig:
             self.vocab_size,
             element_bytes,
         )
+        shape = replace(shape, linears=tuple(map(self._mark_bias, shape.linears)))
         if self.fused_linears:
             shape = fuse_groups(shape, *_FUSED_PATHS)
         if self.experts is not None:
             shape = mix_experts(shape, self.experts.layers, self.experts.shared_width)
         return replace(shape, layers_path=f"{self.root}.layers", embedding_path=f"{self.root}.embed_tokens")
+
+    def _mark_bias(self, linear: LinearShape) -> LinearShape:
+        name = linear.path.rpartition(".")[2]
+        is_mlp = linear.path.startswith("mlp.")
+        has_bias = self.mlp_bias if is_mlp else self.output_bias if name == "o_proj" else self.qkv_bias
+        return replace(linear, has_bias=has_bias)

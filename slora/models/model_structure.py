@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             layers_path=layers_path,
             embedding_path=_path_of(model, model.get_input_embeddings()),
             head_path=_path_of(model, model.get_output_embeddings()),
+            head_has_bias=model.get_output_embeddings().bias is not None,
         ),
         attention_paths=tuple(call.module for call in calls),
     )
@@ -332,7 +333,7 @@ def _linears(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> 
             continue
         is_conv = isinstance(module, Conv1D)
         sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
-        yield LinearShape(path, *sizes)
+        yield replace(LinearShape(path, *sizes), has_bias=module.bias is not None)
 
 
 def ignore_padding(model: PreTrainedModel) -> None:

@@ -46,13 +46,15 @@ class TileLayer(NamedTuple):
     Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
     batch.
 
-    max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters.
+    max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters. has_affine: whether one of
+    them has `affine`.
     """
 
     tiles: list[Tile]
     num_decodes: int
     max_group_rank: int
     num_groups: int
+    has_affine: bool
 
 
 def cut_token_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLayer]:
@@ -87,6 +89,7 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
         embedding=any(targets.embedding for targets in targets),
         head=any(targets.head for targets in targets),
         kv=any(targets.kv for targets in targets),
+        affine=any(targets.affine for targets in targets),
     )
 
 
@@ -118,12 +121,13 @@ def _count_layers(chunks: Collection[Chunk]) -> int:
     return max((len(chunk.slots) for chunk in chunks), default=0)
 
 
-def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int]:
-    """`max_group_rank` and `num_groups` of the layer's adapters together."""
+def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int, bool]:
+    """`max_group_rank`, `num_groups` and `affine` of the layer's adapters together."""
     residents = (_resident(chunk, layer) for chunk in chunks)
     targets = [resident.targets for resident in residents if resident]
     rank = max((of_adapter.max_group_rank for of_adapter in targets), default=0)
-    return rank, max((of_adapter.num_groups for of_adapter in targets), default=0)
+    num_groups = max((of_adapter.num_groups for of_adapter in targets), default=0)
+    return rank, num_groups, any(of_adapter.affine for of_adapter in targets)
 
 
 def _changes_head(chunk: Chunk, layer: int) -> bool:
@@ -205,6 +209,11 @@ class LayerArrays:
     max_tokens: int
     num_decodes: int
     num_groups: int
+    has_affine: bool
+
+    @property
+    def slots(self) -> set[int]:
+        return set(self.arrays[0][:, 0].tolist())
 
     def upload(self, device: torch.device) -> LoraTiles:
         return self.join(upload(array, device) for array in self.arrays)
@@ -218,6 +227,7 @@ class LayerArrays:
             self.max_tokens,
             self.num_decodes,
             self.num_groups,
+            self.has_affine,
         )
 
 
@@ -285,6 +295,11 @@ class StepArrays:
             prompts=prompts,
             pooled=pooled,
         )
+
+    @property
+    def slots(self) -> set[int]:
+        """The slots of all adapters of the step."""
+        return set[int]().union(*(layer.slots for layer in self.lora))
 
     def without_sequences(self) -> "StepArrays":
         return replace(self, sampling=[], prompts=[], pooled=[])
@@ -375,7 +390,8 @@ def tile_prompt_rows(sequence: Sequence, num_rows: int, tile_tokens: int) -> tup
     for resident, (slot, _, weight) in zip(sequence.residents, sequence.slots, strict=True):
         if resident.targets.head:
             tiles = cut_rows((slot, weight), num_rows, tile_tokens)
-            layers.append(TileLayer(tiles, 0, resident.targets.max_group_rank, resident.targets.num_groups))
+            targets = resident.targets
+            layers.append(TileLayer(tiles, 0, targets.max_group_rank, targets.num_groups, targets.affine))
     return _lay_out(layers)
 
 
@@ -388,6 +404,7 @@ def _lay_out(layers: Iterable[TileLayer]) -> tuple[LayerArrays, ...]:
             max_rows(layer.tiles),
             layer.num_decodes,
             layer.num_groups,
+            layer.has_affine,
         )
         for layer in layers
         if layer.tiles

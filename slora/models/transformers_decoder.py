@@ -22,12 +22,13 @@ from transformers.pytorch_utils import Conv1D
 
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
+from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import multiply
+from slora.models.weights.linear import multiply, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -278,6 +279,15 @@ class TransformersDecoder:
             self._model.set_attn_implementation(_ATTENTION)
         return logits[0, -1].float()
 
+    def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
+        """The base model's weight at a site."""
+        shape = self.spec.sizes
+        module: Any = self._model.get_submodule(shape.modules[site.first_module].path)
+        if site == shape.embedding_site:
+            return SiteWeight(lambda x: x @ module.weight, sum_squares(module.weight.T), None)
+        weight = module.weight.T if isinstance(module, Conv1D) else module.weight
+        return SiteWeight(lambda x: multiply(x, weight), sum_squares(weight), module.bias)
+
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Raises ConfigError if paged attention changes the logits."""
         check_parity(self, geometry, kernels)
@@ -322,10 +332,10 @@ def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if not current.is_set or not current.step.adapts_embedding:
             return
-        delta = torch.zeros_like(output)
-        current.step.deltas.add_embedding(_rows(delta), inputs[0].view(-1), site)
         # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
-        output += delta * getattr(module, "embed_scale", 1.0)
+        current.step.deltas.add_embedding(
+            _rows(output), inputs[0].view(-1), site, getattr(module, "embed_scale", 1.0)
+        )
 
     return add
 

@@ -112,6 +112,8 @@ class RunningStep:
     # copies.
     swap_s: float = 0.0
     load_s: float = 0.0
+    # Seconds for the scales and offsets of adapters that the step uses first.
+    finish_s: float = 0.0
     # Whether the step's shape was recorded first, which takes many times as long as the step.
     was_recorded: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
@@ -221,7 +223,7 @@ class Runner:
             beside = self._transfer_pages(plan, step)
         num_recorded = self.num_recorded
         try:
-            computed = self._compute(plan)
+            computed = self._compute(plan, step)
         finally:
             # Load even after a failed computation, because the next slices of these adapters must follow these slices.
             with _transferring_pages():
@@ -266,7 +268,7 @@ class Runner:
                 f"{self.device} no longer computes: {type(error).__name__}: {error}"
             ) from error
 
-    def _compute(self, plan: StepPlan) -> tuple[StepBatch, Tensor] | None:
+    def _compute(self, plan: StepPlan, step: RunningStep) -> tuple[StepBatch, Tensor] | None:
         """Returns the batch and its hidden states [B', H], or None for a plan that only moves pages."""
         for sequence in plan.rows_to_write:
             self._sampling.write(sequence.row, sequence)
@@ -279,6 +281,9 @@ class Runner:
             known = torch.where(ids < 0, self._last_tokens[(-1 - ids).clamp_min(0)], ids)
             batch = replace(batch, token_ids=known)
         with self._computing_together(lambda: Compute(arrays.without_sequences(), len(batch.sampling))):
+            started_s = time.perf_counter()
+            self._served.finish_adapters(self.memory, arrays.slots)
+            step.finish_s = time.perf_counter() - started_s
             return batch, self._forward(batch)
 
     def _sample_tokens(self, batch: StepBatch, hidden: Tensor) -> ReadTokens:

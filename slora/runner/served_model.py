@@ -4,6 +4,7 @@ With tensor parallelism, each rank of a group has one. Otherwise rank 0 is alone
 """
 
 import os
+from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -12,6 +13,7 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.memory.pool_sizing import MAX_SLOTS, find_full_page_bytes
+from slora.models.affine import compute_affine
 from slora.models.collectives import Collectives
 from slora.models.float8_support import check_float8_kv
 from slora.models.model import LoadModel, Model, load_model
@@ -19,7 +21,7 @@ from slora.models.model_spec import ModelSpec
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.layout import Affine, ModelShape, lay_out_adapter
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
@@ -48,7 +50,10 @@ class ServedModel:
         self.model: Model = load(config, spec, dtype, self.device, wanted_len)
         self.geometry = _geometry(self.shape, config, dtype)
         self.full_page_bytes = find_full_page_bytes(self.shape, config)
-        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * self.shape.num_modules)
+        self._collectives = collectives
+        num_modules = self.shape.num_modules
+        affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
+        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * num_modules, affine)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
 
     def make_memory(
@@ -64,6 +69,12 @@ class ServedModel:
             self.device,
             num_host_pages,
         )
+
+    def finish_adapters(self, memory: DeviceMemory, slots: Collection[int]) -> None:
+        """Computes the final scales and offsets of the adapters in these slots, before a step uses them first."""
+        for slot, adapter in memory.find_unfinished(slots).items():
+            find_weight = partial(self.model.find_weight, kernels=self.kernels)
+            memory.finish(slot, compute_affine(adapter, memory, self.shape, find_weight, self._collectives))
 
 
 def find_device(config: EngineConfig, rank: int) -> torch.device:

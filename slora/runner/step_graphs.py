@@ -65,6 +65,7 @@ class LayerShape:
     decode_tiles: int
     other_tiles: int
     num_groups: int  # As in `LoraTiles`, rounded up to a power of two.
+    has_affine: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ def _shape_layer(lora: LoraTiles, step: StepShape) -> LayerShape | None:
         decode_tiles,
         other_tiles,
         _round_up(lora.num_groups, 1),
+        lora.has_affine,
     )
 
 
@@ -269,6 +271,7 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
                 layer.tile_tokens,
                 layer.decode_tiles,
                 layer.num_groups,
+                layer.has_affine,
             )
         )
     return StepBatch(

@@ -25,6 +25,7 @@ from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import AdapterSource, Fetched, FetchFailed
 from slora_adapters.peft.packing import PackedAdapter
 from slora_adapters.version import AdapterVersion
+from slora_kernels.layout import LoraTargets
 
 
 class AdapterLoading:
@@ -100,12 +101,16 @@ class AdapterLoading:
 
     def changes_kv(self, version: AdapterVersion) -> bool:
         """Whether an adapter that is in the pool or on the host changes K or V of any layer."""
+        return self.find_targets(version).kv
+
+    def find_targets(self, version: AdapterVersion) -> LoraTargets:
+        """The parts of the model that an adapter changes, which is in the pool or on the host."""
         resident = self._residency.find(version)
         if resident is not None:
-            return resident.targets.kv
+            return resident.targets
         packed = self._host.find(version)
         assert packed is not None, f"{version} is neither in the pool nor on the host"
-        return packed.layout.changes_kv
+        return packed.layout.targets
 
     def find_missing(self, sequence: Sequence) -> list[AdapterVersion]:
         """The sequence's adapters that are neither in the pool nor on the host."""

@@ -147,7 +147,7 @@ class Lifecycle:
     def add(self, sequence: Sequence) -> None:
         """Queues the sequence, or lets it wait for its grammar or its adapters.
 
-        Raises ContextTooLong if the sequence could not run even alone in the pool.
+        Raises RequestRefused if the sequence can never run.
         """
         if sequence.awaits_grammar:
             self._grammars.add(sequence)
@@ -284,7 +284,7 @@ class Lifecycle:
         refused, self._refused = self._refused, []
         return refused
 
-    def requeue(self, sequence: Sequence) -> ContextTooLong | None:
+    def requeue(self, sequence: Sequence) -> RequestRefused | None:
         """Moves a running sequence back to the queue.
 
         Returns an error if it can't be queued because its tenant's ceiling was lowered; the caller then ends the
@@ -297,10 +297,10 @@ class Lifecycle:
         sequence.num_computed = sequence.num_inserted = 0
         return self._try_enqueue(sequence)
 
-    def _try_enqueue(self, sequence: Sequence) -> ContextTooLong | None:
+    def _try_enqueue(self, sequence: Sequence) -> RequestRefused | None:
         try:
             self._enqueue(sequence)
-        except ContextTooLong as error:
+        except RequestRefused as error:
             return error
         return None
 
@@ -377,15 +377,30 @@ class Lifecycle:
     def _enqueue(self, sequence: Sequence) -> None:
         """Queues the sequence if all of its adapters are in the pool or on the host. Otherwise the sequence waits.
 
-        Raises ContextTooLong if the sequence can never run.
+        Raises RequestRefused if the sequence can never run.
         """
         missing = self._adapters.find_missing(sequence)
         if missing:
             self._wait(sequence, missing)
             return
+        self._check_sum(sequence)
         self._limit_to_pool(sequence)
         self.queue.push(sequence)
         self._adapters.retain_copies(sequence)
+
+    def _check_sum(self, sequence: Sequence) -> None:
+        """Raises RequestRefused if the request adds up adapters that can't be added up."""
+        adapters = sequence.request.adapters
+        if len(adapters) == 1 and adapters[0].weight == 1:
+            return
+        for version, weight in adapters:
+            if self._adapters.find_targets(version).rescales:
+                raise RequestRefused(
+                    f"adapter {version.digest[:12]} was trained with DoRA, which scales the outputs of the base "
+                    f"model, so it is served alone and with the weight 1; this request has {len(adapters)} adapters "
+                    f"and gives it the weight {weight:g}; name it as the model instead",
+                    "adapters",
+                )
 
     def _limit_to_pool(self, sequence: Sequence) -> None:
         """Limits the sequence to the pages that its tenant may hold. Its adapters are in the pool or on the host.

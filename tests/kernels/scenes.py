@@ -1,6 +1,6 @@
 """A page pool for kernel tests. Adapters and contexts are scattered over its pages; every other byte is NaN."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AdapterTables, AttentionBatch, KVGeometry, LoraTiles
-from slora_kernels.layout import SEGMENT_BYTES, ModelShape, lay_out_adapter
+from slora_kernels.layout import SEGMENT_BYTES, Affine, ModelShape, lay_out_adapter
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.reference import write_kv
 
@@ -42,11 +42,16 @@ def build_adapters(
     device: str = "cpu",
     seed: int = 0,
     unused: int = 0xFF,
+    affine: Collection[int] = (),
 ) -> AdapterScene:
-    """Adapters with `ranks[slot][module]` in scattered pages. All other bytes are `unused`, by default NaN."""
+    """Adapters with `ranks[slot][module]` in scattered pages. All other bytes are `unused`, by default NaN.
+
+    affine: the modules with scales and offsets, in all slots but slot 0.
+    """
     random = torch.Generator().manual_seed(seed)
     page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
-    layouts = [lay_out_adapter(shape, adapter) for adapter in ranks]
+    kinds = dict.fromkeys(affine, Affine(has_magnitude=True, replaces_bias=False))
+    layouts = [lay_out_adapter(shape, adapter, kinds if slot else {}) for slot, adapter in enumerate(ranks)]
     needed = [-(-layout.num_bytes // page_bytes) for layout in layouts]
     pages = torch.full((sum(needed) + 3, page_bytes), unused, dtype=torch.uint8)
     order = torch.randperm(len(pages), generator=random).tolist()
@@ -61,12 +66,15 @@ def build_adapters(
         for module_id, module in enumerate(shape.modules):
             rank, _, segment = layout.modules[module_id].tolist()
             _fill_rows(string, segment, rank, module.out_width, dtype, random)
+            is_affine, segment, *_ = layout.affine[module_id].tolist()
+            _fill_rows(string, segment, 2 * is_affine, module.out_width, torch.float32, random)
         pages[ids] = string.view(len(ids), page_bytes)
     tables = AdapterTables(
         page_table.to(device),
         torch.from_numpy(np.stack([layout.groups for layout in layouts])).to(device),
         torch.from_numpy(np.stack([layout.modules for layout in layouts])).to(device),
         (torch.rand(len(ranks), shape.num_modules, generator=random) + 0.5).to(device),
+        torch.from_numpy(np.stack([layout.affine for layout in layouts])).to(device),
     )
     return AdapterScene(shape, dtype, pages.to(device), tables)
 

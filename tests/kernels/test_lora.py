@@ -228,6 +228,28 @@ def test_an_empty_tile_anywhere_in_the_list_changes_nothing(
         assert torch.equal(out, expected)
 
 
+@DTYPES
+@pytest.mark.parametrize("block_tokens", (8, 16))
+def test_scales_and_offsets_of_columns_match_the_twin(
+    kernels: Kernels, device: str, dtype: torch.dtype, block_tokens: int
+) -> None:
+    """Slot 0 has none. The other slots have them at most modules, also where they have no A and B."""
+    shape = llama_shape(2, 72, 6, 2, 16, 200, 300, dtype.itemsize)
+    affine = set(range(shape.num_modules)) - {1, 12}
+    scene = build_adapters(shape, dtype, RANKS, block_tokens=block_tokens, device=device, affine=affine)
+    tiles = build_tiles([*RUNS, (1, 30, 0)], scene.tables)
+    for site in shape.sites:
+        _, out = make_inputs(scene, site)
+        expected, before = out.clone(), out.clone()
+        reference.apply_affine(expected, scene.pages, scene.tables, site, tiles)
+        kernels.apply_affine(out, scene.pages, site, kernels.prepare_lora(tiles, scene.tables))
+        check_close(out, expected, units=2)
+        # Tokens of the base model and of slot 0.
+        for rows in ([7, 8, 9, 30], [0, *range(17, 30)]):
+            assert torch.equal(out[rows], before[rows])
+        assert not torch.equal(out[10:17], before[10:17])
+
+
 def test_adapters_without_a_rank_anywhere_change_nothing(kernels: Kernels, device: str) -> None:
     shape = llama_shape(1, 64, 4, 2, 16, 96, 100, 4)
     scene = build_adapters(shape, torch.float32, [[0] * 9], device=device)

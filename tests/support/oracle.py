@@ -10,6 +10,7 @@ to change the argmax, or that change all scores alike.
 """
 
 import copy
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class Oracle:
         self._rope_switch = find_rope_switch(self._base.config)
         self._adapted: PeftModel | None = None
         self._chosen: str | None = None
+        # Trained biases replace those of the base model, so such an adapter needs a model of its own.
+        self._apart: dict[str, PeftModel] = {}
         for name, path in adapters.items():
             self._load(name, path)
 
@@ -169,6 +172,8 @@ class Oracle:
         step, so the base is a model of its own, and an adapter that is chosen already is not chosen again."""
         if adapter is None:
             return self._base
+        if adapter in self._apart:
+            return self._apart[adapter]
         assert self._adapted is not None
         if adapter != self._chosen:
             self._adapted.set_adapter(adapter)
@@ -176,8 +181,12 @@ class Oracle:
         return self._adapted
 
     def _load(self, name: str, path: Path) -> None:
+        config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         with quiet_peft():
-            if self._adapted is None:
+            if config["bias"] != "none":
+                own = copy.deepcopy(self._base)
+                self._apart[name] = PeftModel.from_pretrained(own, path, adapter_name=name)
+            elif self._adapted is None:
                 own = copy.deepcopy(self._base)
                 self._adapted = PeftModel.from_pretrained(own, path, adapter_name=name)
             else:

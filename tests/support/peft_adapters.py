@@ -89,6 +89,44 @@ EMBEDDING_KINDS: dict[str, dict[str, object]] = {
 }
 
 
+# Kinds that also scale the outputs of linears (DoRA) or add trained biases to them.
+DORA_KINDS: dict[str, dict[str, object]] = {
+    "dora": {"r": 8, "lora_alpha": 16, "use_dora": True},
+    "dora_with_patterns": {
+        "r": 4,
+        "lora_alpha": 9,
+        "use_dora": True,
+        "use_rslora": True,
+        "target_modules": r".*\.(0|2)\..*(q_proj|v_proj|o_proj|down_proj|up_proj)",
+        "rank_pattern": {"q_proj": 9, r"layers\.2\..*(v|up)_proj": 2},
+    },
+}
+# These need a base model with biases of q, k and v.
+BIAS_KINDS: dict[str, dict[str, object]] = {
+    "bias_of_b": {"r": 5, "lora_alpha": 7, "lora_bias": True, "target_modules": ["q_proj", "v_proj"]},
+    "all_biases": {"r": 6, "lora_alpha": 9, "bias": "all", "target_modules": ["o_proj", "q_proj"]},
+    "own_biases": {"r": 3, "lora_alpha": 6, "bias": "lora_only", "target_modules": ["k_proj", "down_proj"]},
+    "dora_and_biases": {"r": 4, "lora_alpha": 4, "bias": "all", "use_dora": True},
+    "two_biases": {
+        "r": 4,
+        "lora_alpha": 8,
+        "bias": "lora_only",
+        "lora_bias": True,
+        "target_modules": ["k_proj", "v_proj"],
+    },
+}
+DORA_EMBEDDING_KINDS: dict[str, dict[str, object]] = {
+    "dora_on_embedding_and_head": {
+        "r": 4,
+        "lora_alpha": 8,
+        "use_dora": True,
+        "target_modules": r".*(embed_tokens|lm_head|q_proj|down_proj)",
+        "rank_pattern": {"embed_tokens": 9, "lm_head": 17},
+    },
+    "dora_on_head": {"r": 3, "lora_alpha": 4, "use_dora": True, "target_modules": ["lm_head"]},
+}
+
+
 @contextmanager
 def quiet_peft() -> Iterator[None]:
     with warnings.catch_warnings():  # PEFT 0.21 reads an attribute that transformers 5.2x renamed
@@ -98,6 +136,10 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", "Model has `tie_word_embeddings=True` and a tied layer", UserWarning
         )
+        # PEFT 0.21 takes the bias of B for a B without columns.
+        warnings.filterwarnings("ignore", r"Adapter 'default': \d+ LoRA tensor", UserWarning)
+        # The linears without a bias of their own.
+        warnings.filterwarnings("ignore", "`lora_bias=True` was passed but", UserWarning)
         yield
 
 
@@ -110,15 +152,20 @@ def make_adapter(
     dtype: torch.dtype = torch.float32,
     **lora: object,
 ) -> PeftModel:
-    """Adds an adapter with random A and B to `base`, which PEFT modifies, and saves it. lora: fields of LoraConfig."""
+    """Adds an adapter with random tensors to `base`, which PEFT modifies, and saves it. lora: fields of LoraConfig."""
     random = torch.Generator().manual_seed(seed)
     fields = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", **lora}
     with quiet_peft():
         model = get_peft_model(base, LoraConfig(**fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * std)
+            noise = torch.randn(parameter.shape, generator=random)
+            if "lora_magnitude_vector" in name:
+                parameter.mul_(1 + 0.3 * noise)
+            elif name.endswith(".bias") and parameter.requires_grad:
+                parameter.add_(noise * std)
+            elif "lora_" in name:
+                parameter.copy_(noise * std)
                 parameter.data = parameter.data.to(dtype)
     # The README takes more time than all other files.
     model.create_or_update_model_card = lambda *_: None

@@ -78,6 +78,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "changes_kv": entry.layout.changes_kv,
         "groups": entry.layout.groups.tobytes(),
         "modules": entry.layout.modules.tobytes(),
+        "affine": entry.layout.affine.tobytes(),
         "scales": entry.scales.tobytes(),
         "paces": dict(paces),
     }
@@ -87,9 +88,10 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     """Returns the packed adapter. Its buffer is a view into the mapped arena."""
     groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
+    affine = np.frombuffer(bytearray(message["affine"]), np.int32).reshape(-1, 4)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(
-        groups, modules, message["num_segments"], message["num_groups"], message["changes_kv"]
+        groups, modules, affine, message["num_segments"], message["num_groups"], message["changes_kv"]
     )
     content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
     return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))

@@ -19,14 +19,14 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
-from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits, list_ranks
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits, lay_out_pairs
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets
 from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, measure_header, parse_spans
 from slora_adapters.peft.validation import validate
 from slora_adapters.store.store import Blob
-from slora_kernels.layout import AdapterLayout, ModelShape, lay_out_adapter
+from slora_kernels.layout import AdapterLayout, ModelShape
 from slora_kernels.partition import Partition
 
 # With this size, there are few batches, and a batch stays in the CPU cache from reading to packing.
@@ -57,17 +57,13 @@ class StoredAdapter:
             self._config = _read_config(blob)
             self._body_start, self._spans = _read_header(blob, limits)
             targets, reasons = resolve_targets(self._config, shape)
-            self._pairs, pair_reasons = validate(
-                targets, self._spans, shape, limits, use_rslora=self._config.use_rslora
-            )
+            self._tensors, pair_reasons = validate(self._config, targets, self._spans, shape, limits)
             reasons += pair_reasons
         except ValueError as error:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {_describe(reasons)}")
-        self.layout: AdapterLayout = lay_out_adapter(
-            self._partition.rank_shape, list_ranks(self._pairs, shape)
-        )
+        self.layout: AdapterLayout = lay_out_pairs(*self._tensors, self._partition.rank_shape)
 
     def pour(
         self,
@@ -87,7 +83,7 @@ class StoredAdapter:
         error, no thread writes to `region` any more.
         """
         digest = AdapterHash(self._config)
-        packer = Packer(self._pairs, self._partition, dtype, self.layout, region)
+        packer = Packer(*self._tensors, self._partition, dtype, self.layout, region)
         try:
             self._read(digest, packer, list(buffers), on_read)
         except AdapterInvalid as error:

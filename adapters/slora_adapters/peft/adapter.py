@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, convert, tensor_file_parts
-from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.layout import AdapterLayout, Affine, ModelShape, lay_out_adapter
 
 # Index of an adaptable module in `ModelShape.modules`, and in every table with a module axis.
 ModuleId = int
@@ -59,16 +59,25 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 
 @dataclass(frozen=True, slots=True)
 class LoraPair(Generic[AnyFactor]):
-    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank]."""
+    """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
+
+    With DoRA, each row of the weight plus its delta is also scaled so that its norm is the row's magnitude.
+    """
 
     path: str  # path of the module from the model's root, as PEFT's patterns match it
     a: AnyFactor
     b: AnyFactor
     scale: float
+    magnitude: AnyFactor | None = None  # [out width]
+    b_bias: AnyFactor | None = None  # [out width], the bias of B. It is multiplied by the scale, too.
 
     @property
     def rank(self) -> int:
         return self.a.shape[0]
+
+    @property
+    def tensors(self) -> list[AnyFactor]:
+        return [tensor for tensor in (self.a, self.b, self.magnitude, self.b_bias) if tensor is not None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +96,9 @@ class Adapter:
 
     config: PeftConfig
     pairs: Mapping[ModuleId, LoraPair[StoredTensor]]
+    biases: Mapping[
+        ModuleId, StoredTensor
+    ]  # Trained biases [out width] that replace those of the base model.
     digest: str
     extras: AdapterExtras
     # Whether the uploaded file also has copies of the base model's embedding or head, or factors of the part that reads
@@ -107,13 +119,32 @@ class Adapter:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(pair.a.values.nbytes + pair.b.values.nbytes for pair in self.pairs.values())
+        return sum(tensor.values.nbytes for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[StoredTensor]:
+        return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.biases.values()]
+
+    def lay_out(self, shape: ModelShape) -> AdapterLayout:
+        """Computes the layout of the adapter in pages, for a base model or a rank's part of it."""
+        return lay_out_pairs(self.pairs, self.biases, shape)
 
     def ranks(self, shape: ModelShape) -> list[int]:
         """Returns the rank of each module of the base model, as `lay_out_adapter` expects; 0 for modules that are not
         adapted.
         """
         return list_ranks(self.pairs, shape)
+
+
+def lay_out_pairs(
+    pairs: Mapping[ModuleId, LoraPair[AnyFactor]], biases: Mapping[ModuleId, AnyFactor], shape: ModelShape
+) -> AdapterLayout:
+    """Computes the layout of an adapter in pages, for a base model or a rank's part of it."""
+    affine = {module_id: Affine(has_magnitude=False, replaces_bias=True) for module_id in biases}
+    for module_id, pair in pairs.items():
+        if pair.magnitude is not None or pair.b_bias is not None:
+            affine[module_id] = Affine(pair.magnitude is not None, module_id in biases)
+    return lay_out_adapter(shape, list_ranks(pairs, shape), affine)
 
 
 def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> list[int]:
@@ -215,7 +246,7 @@ def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certi
         for name, pairs in by_name.items()
         if (found := [pair for pair in pairs if pair is not None])
     }
-    pool_bytes = lay_out_adapter(shape, adapter.ranks(shape)).num_bytes
+    pool_bytes = adapter.lay_out(shape).num_bytes
     return Certificate(modules, shape.num_modules, pool_bytes, base_name)
 
 
@@ -271,9 +302,8 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     # The JSON is not sorted, because the order of patterns decides which pattern wins.
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
     if adapter.has_unused or not adapter.is_sorted:
-        factors = [tensor for pair in adapter.pairs.values() for tensor in (pair.a, pair.b)]
         with (scratch / TENSORS_NAME).open("xb") as file:
-            file.writelines(tensor_file_parts(factors))
+            file.writelines(tensor_file_parts(adapter.tensors))
         return {CONFIG_NAME: config, TENSORS_NAME: scratch / TENSORS_NAME}
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
 

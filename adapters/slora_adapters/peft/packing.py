@@ -1,6 +1,7 @@
 """Packs an adapter in the byte order that the kernels read (`slora_kernels.layout`), converted to the served dtype.
 
-The A rows of all modules of a site are stored one after another, followed by each module's B, transposed. Every row is
+The A rows of all modules of a site are stored one after another, followed by each module's B, transposed. The scales
+and offsets of a module's output columns follow its B, if it has any (`slora_kernels.layout.Affine`). Every row is
 padded with zeros to whole segments. Loading a packed adapter into the page pool only copies pages.
 
 With tensor parallelism, the parts of all ranks are packed one after another (`slora_kernels.partition`). They have one
@@ -25,7 +26,7 @@ from slora_adapters.peft.tensor_file import (
     largest_magnitude_bits,
     may_overflow,
 )
-from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, lay_out_adapter
+from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, affine_segments
 from slora_kernels.partition import Partition
 
 ByteArray = npt.NDArray[np.uint8]
@@ -53,7 +54,7 @@ class PackedAdapter:
 def pack(adapter: Adapter, shape: ModelShape, dtype: str, num_ranks: int = 1) -> PackedAdapter:
     """Packs into new memory. See `pack_into`."""
     partition = Partition(shape, num_ranks)
-    layout = lay_out_adapter(partition.rank_shape, adapter.ranks(shape))
+    layout = adapter.lay_out(partition.rank_shape)
     return pack_into(adapter, partition, dtype, layout, np.empty(num_ranks * layout.num_bytes, np.uint8))
 
 
@@ -61,10 +62,9 @@ def pack_into(
     adapter: Adapter, partition: Partition, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
     """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
-    packer = Packer(adapter.pairs, partition, dtype, layout, buffer)
-    for pair in adapter.pairs.values():
-        packer.write(pair.a, 0, pair.a.values)
-        packer.write(pair.b, 0, pair.b.values)
+    packer = Packer(adapter.pairs, adapter.biases, partition, dtype, layout, buffer)
+    for tensor in adapter.tensors:
+        packer.write(tensor, 0, tensor.values)
     return PackedAdapter(layout, packer.scales, buffer, partition.size)
 
 
@@ -83,6 +83,7 @@ class Packer:
     def __init__(
         self,
         pairs: Mapping[ModuleId, LoraPair[Any]],
+        biases: Mapping[ModuleId, Factor],
         partition: Partition,
         dtype: str,
         layout: AdapterLayout,
@@ -99,9 +100,15 @@ class Packer:
         self._paths: dict[str, str] = {}
         # For each tensor, one destination for each rank.
         self._destinations: defaultdict[str, list[_Destination]] = defaultdict(list)
+        vectors = [vector for pair in pairs.values() for vector in (pair.magnitude, pair.b_bias)]
+        # For each magnitude and bias, a destination for each rank that needs it.
+        self._columns: dict[str, list[_ColumnDestination]] = {
+            vector.name: [] for vector in (*vectors, *biases.values()) if vector is not None
+        }
         for site in shape.sites:
             for module_id, width in enumerate(site.widths, site.first_module):
                 pair = pairs.get(module_id)
+                self._place_columns(module_id, pair, biases.get(module_id), partition, layout, buffer)
                 if pair is not None:
                     self.scales[module_id] = pair.scale
                     self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
@@ -123,10 +130,67 @@ class Packer:
         """Writes rows of a tensor, starting at `first_row`. `values` has the rows as the file stores them. Raises
         AdapterInvalid if a value overflows.
         """
+        if tensor.name in self._columns:
+            numbers = convert(values.reshape(-1), tensor.dtype, "float32")
+            for column in self._columns[tensor.name]:
+                column.write(first_row, numbers)
+            return
         _check_overflow(tensor, values, self._paths[tensor.name], self._dtype)
         served = convert(values, tensor.dtype, self._dtype)
         for destination in self._destinations[tensor.name]:
             destination.write(first_row, served)
+
+    def _place_columns(
+        self,
+        module_id: ModuleId,
+        pair: LoraPair[Any] | None,
+        bias: Factor | None,
+        partition: Partition,
+        layout: AdapterLayout,
+        buffer: ByteArray,
+    ) -> None:
+        """Fills a module's scales with ones and its offsets with zeros, and notes where its tensors are written."""
+        is_affine, start, *_ = (int(number) for number in layout.affine[module_id])
+        if not is_affine:
+            return
+        shape = partition.rank_shape
+        width, in_width = shape.modules[module_id].out_width, partition.shape.modules[module_id].in_width
+        count = affine_segments(width)
+        for rank in range(partition.size):
+            part = partition.part(module_id, rank)
+            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
+            rows = memory[_segments(start, 2 * count)].view(np.float32).reshape(2, -1)
+            rows[0], rows[1] = 1.0, 0.0
+            scales, offsets = rows
+            if pair is not None and pair.magnitude is not None:
+                scales[:] = 0.0
+                self._columns[pair.magnitude.name].append(_ColumnDestination(scales, part.outputs))
+            # The outputs of the ranks are summed where their inputs are divided, so only one rank adds offsets.
+            if rank == 0 or len(part.inputs) == in_width:
+                if pair is not None and pair.b_bias is not None:
+                    self._columns[pair.b_bias.name].append(
+                        _ColumnDestination(offsets, part.outputs, pair.scale)
+                    )
+                if bias is not None:
+                    self._columns[bias.name].append(_ColumnDestination(offsets, part.outputs))
+
+
+@dataclass(frozen=True, slots=True)
+class _ColumnDestination:
+    """Where one rank's part of a magnitude or a bias is added."""
+
+    row: npt.NDArray[np.float32]  # [width and padding]
+    parts: tuple[range, ...]  # the columns to write
+    factor: float = 1.0
+
+    def write(self, first: int, values: npt.NDArray[np.float32]) -> None:
+        end, width = first + len(values), 0
+        for part in self.parts:
+            begin, stop = max(first, part.start), min(end, part.stop)
+            if begin < stop:
+                place = slice(width + begin - part.start, width + stop - part.start)
+                self.row[place] += values[begin - first : stop - first] * np.float32(self.factor)
+            width += len(part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,18 +61,18 @@ _READ = frozenset(
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
+        "use_dora",
         "use_rslora",
     }
 )
 
-# Variants that compute something other than W x + scale * B (A x), with the reason in the error message.
+# Variants that this server does not compute, with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
-    "use_dora": "DoRA rescales the base weight by trained magnitudes",
-    "lora_bias": "B has a trained bias",
     "modules_to_save": "whole modules were trained; this server applies low-rank deltas only",
     "target_parameters": "parameters are adapted instead of linear layers",
     "trainable_token_indices": "token embeddings were trained",
@@ -86,6 +86,8 @@ _VARIANTS: Mapping[str, str] = {
     "velora_config": "VeLoRA has more tensors than A and B",
     "monteclora_config": "Monteclora samples its weights",
 }
+
+_BIASES = ("none", "all", "lora_only")
 
 # Values of init_lora_weights that do not change the base model. The other values subtract B A from the base weight or
 # quantise it, and PEFT repeats that whenever it loads the adapter.
@@ -115,10 +117,16 @@ class PeftConfig:
     layers_to_transform: tuple[int, ...] | None
     layers_pattern: tuple[str, ...]
     ensure_weight_tying: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False  # B has a trained bias.
+    bias: str = "none"  # Which biases of the base model were trained.
 
     def to_json(self) -> dict[str, object]:
         """Returns the same fields under PEFT's names, in a normal form: equal configs give equal JSON."""
-        return {
+        variants = {"use_dora": self.use_dora, "lora_bias": self.lora_bias, "bias": self.bias}
+        # A digest covers these fields, so adapters without variants must keep the JSON that they had before there were
+        # variants.
+        return {name: value for name, value in variants.items() if value not in (False, "none")} | {
             "peft_type": "LORA",
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -158,6 +166,9 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         layers_to_transform=reader.layers(),
         layers_pattern=reader.layers_pattern(),
         ensure_weight_tying=reader.flag("ensure_weight_tying"),
+        use_dora=reader.flag("use_dora"),
+        lora_bias=reader.flag("lora_bias"),
+        bias=reader.bias(),
     )
     reasons += _refuse_bad_combination(config)
     return (None if reader.broken else config), reasons
@@ -170,8 +181,6 @@ def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
     for key, why in _VARIANTS.items():
         if fields.get(key):
             yield Reason(key, f"{key} is set: {why}, which this server does not compute")
-    if fields.get("bias") not in (None, "none"):
-        yield Reason("bias", f"bias is {fields['bias']!r}: trained biases are not supported, only 'none'")
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _HARMLESS_INITS:
         yield _refuse_init(init.lower())
@@ -202,6 +211,10 @@ def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
 
 
 def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
+    if config.use_dora and config.lora_bias:
+        yield Reason(
+            "lora_bias", "lora_bias is set together with use_dora, which PEFT refuses; set one of them"
+        )
     if isinstance(config.target_modules, str) and (
         config.layers_to_transform is not None or config.layers_pattern
     ):
@@ -235,6 +248,13 @@ class _FieldReader:
         if value is not True and value is not False:
             self.refuse(key, f"{key} is {value!r}; it must be true or false")
         return value is True
+
+    def bias(self) -> str:
+        value = self.fields.get("bias") or "none"
+        if isinstance(value, str) and value in _BIASES:
+            return value
+        self.refuse("bias", f"bias is {abbreviate(value)}; it must be one of {', '.join(_BIASES)}")
+        return "none"
 
     def rank(self) -> int:
         return self.rank_value("r", self.fields.get("r"))

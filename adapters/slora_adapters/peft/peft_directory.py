@@ -266,9 +266,11 @@ def _assemble(
         renamed = {name: rename_module(name, other, shape) for name in tensors}
         tensors = {renamed[name]: replace(tensor, name=renamed[name]) for name, tensor in tensors.items()}
     copies = find_copies(tensors, shape)
+    if config.bias != "none":
+        copies = frozenset(name for name in copies if not _is_bias(name))
     image_parts = {name: part for name in tensors if (part := find_image_part(name)) is not None}
     own = {name: tensor for name, tensor in tensors.items() if name not in copies and name not in image_parts}
-    pairs, pair_reasons = validate(targets, own, shape, limits, use_rslora=config.use_rslora)
+    found, pair_reasons = validate(config, targets, own, shape, limits)
     config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)
@@ -281,9 +283,18 @@ def _assemble(
         parts = " and ".join(sorted({*image_parts.values()}))
         use = f"not {len(image_parts)} tensors of {parts}, which only images need, because this server reads text only"
         extras = replace(extras, uses=(*extras.uses, use))
+    magnitudes = [pair for pair in found.pairs.values() if pair.magnitude is not None]
+    b_biases = [pair for pair in found.pairs.values() if pair.b_bias is not None]
+    counts = (
+        (len(magnitudes), "the DoRA magnitudes of {} modules"),
+        (len(b_biases), "the biases of lora_B of {} modules"),
+        (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
+    )
+    variants = (text.format(count) for count, text in counts if count)
+    extras = replace(extras, uses=(*extras.uses, *variants))
     return Adapter(
         config,
-        pairs,
+        *found,
         adapter_digest(config, own),
         extras,
         has_unused=bool(copies or image_parts),

@@ -1,5 +1,5 @@
-"""Finds the modules to which tensors belong, and matches them with the targets of a config. Returns the LoRA pairs or
-every reason to refuse the adapter.
+"""Finds the modules to which tensors belong, and matches them with the targets of a config. Returns the tensors of each
+module, or every reason to refuse the adapter.
 
 The checks are stricter than PEFT's. PEFT only warns if an adapter has tensors that the config does not name, or has no
 tensors for some of its modules. Such an adapter would answer fully or partly like the base model without any error, so
@@ -10,9 +10,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Generic, Literal, NamedTuple
 
 from slora_adapters.errors import Reason
 from slora_adapters.peft.adapter import AdapterLimits, AnyFactor, LoraPair, ModuleId
+from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finite, largest_magnitude_bits
 from slora_kernels.layout import LinearShape, ModelShape
@@ -22,6 +24,11 @@ from slora_kernels.layout import LinearShape, ModelShape
 # are parameters, so their names have no `.weight`.
 _PREFIX = r"(?:base_model\.model\.)?"
 _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
+_MAGNITUDE = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", re.DOTALL
+)
+_B_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_B(?:\.default)?\.bias", re.DOTALL)
+_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.bias", re.DOTALL)
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
@@ -71,14 +78,29 @@ def list_spellings(name: str) -> list[str]:
     return [name]
 
 
-def parse_factor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, str] | None:
-    """Returns the module of a tensor, and whether the tensor is "A" or "B"; None if the name is unknown."""
+Part = Literal["lora_A", "lora_B", "lora_magnitude_vector", "lora_B.bias", "bias"]
+_FACTORS: Mapping[str, Part] = {"A": "lora_A", "B": "lora_B"}
+
+
+def parse_tensor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, Part] | None:
+    """Returns the module of a tensor, and what the tensor is to the module; None if the name is unknown."""
     match = _EMBEDDING_FACTOR.fullmatch(tensor_name)
     if match is not None:
-        return (shape.embedding_module, match["factor"]) if match["path"] == shape.embedding_path else None
-    match = _LINEAR_FACTOR.fullmatch(tensor_name)
+        is_embedding = match["path"] == shape.embedding_path
+        return (shape.embedding_module, _FACTORS[match["factor"]]) if is_embedding else None
+    match = _MAGNITUDE.fullmatch(tensor_name)
+    if match is not None and match["path"] == shape.embedding_path:
+        return shape.embedding_module, "lora_magnitude_vector"
+    part: Part = "lora_magnitude_vector"
+    if match is None:
+        match = _LINEAR_FACTOR.fullmatch(tensor_name)
+        part = "lora_A" if match is None else _FACTORS[match["factor"]]
+    if match is None:
+        match, part = _B_BIAS.fullmatch(tensor_name), "lora_B.bias"
+    if match is None:
+        match, part = _BIAS.fullmatch(tensor_name), "bias"
     module_id = _linears_by_path(shape).get(match["path"]) if match is not None else None
-    return None if match is None or module_id is None else (module_id, match["factor"])
+    return None if module_id is None else (module_id, part)
 
 
 def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
@@ -106,11 +128,11 @@ def _linears_by_path(shape: ModelShape) -> Mapping[str, ModuleId]:
 _WRAPPER = re.compile(r"_orig_mod\.|(?<![a-z_])module\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 # Parts of the names of tensors that belong to unsupported PEFT features.
 _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
-    ("lora_magnitude_vector", "use_dora", "DoRA magnitudes"),
+    ("lora_magnitude_vector", "use_dora", "a DoRA magnitude of a module that the base model does not have"),
     ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
     ("modules_to_save", "modules_to_save", "a fully trained module"),
     ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
-    (".bias", "bias", "a trained bias"),
+    (".bias", "bias", "a bias of a module whose bias can't be replaced"),
     *(
         (part, "unknown_tensor", f"of the part that reads images (exclude it: exclude_modules='.*{part}.*')")
         for part in ("vision_tower", "multi_modal_projector")
@@ -118,33 +140,93 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
 )
 
 
+class ModuleTensors(NamedTuple, Generic[AnyFactor]):
+    """The tensors of an adapter by module. biases: those of the base model that were trained."""
+
+    pairs: dict[ModuleId, LoraPair[AnyFactor]]
+    biases: dict[ModuleId, AnyFactor]
+
+
 def validate(
+    config: PeftConfig,
     targets: Mapping[ModuleId, Target],
     tensors: Mapping[str, AnyFactor],
     shape: ModelShape,
     limits: AdapterLimits,
-    *,
-    use_rslora: bool,
-) -> tuple[dict[ModuleId, LoraPair[AnyFactor]], list[Reason]]:
-    """Returns the adapter's pairs, and the reasons to refuse the adapter. `resolve_targets` finds reasons in the
+) -> tuple[ModuleTensors[AnyFactor], list[Reason]]:
+    """Returns the adapter's tensors, and the reasons to refuse the adapter. `resolve_targets` finds reasons in the
     config, and `check_values` finds reasons in the values.
 
-    The pairs are complete only if there is no reason to refuse the adapter.
+    The result is complete only if there is no reason to refuse the adapter.
     """
-    factors, reasons = _sort_factors(tensors, shape)
-    present = frozenset(module_id for module_id, _ in factors)
+    found, reasons = _sort_tensors(tensors, shape)
+    present = frozenset(module_id for module_id, part in found if part != "bias")
     reasons += _compare_with_targets(present, frozenset(targets), shape)
     pairs: dict[ModuleId, LoraPair[AnyFactor]] = {}
     for module_id in sorted(present & targets.keys()):
-        pair = (factors.get((module_id, "A")), factors.get((module_id, "B")))
+        a, b = found.get((module_id, "lora_A")), found.get((module_id, "lora_B"))
         module = shape.modules[module_id]
         rank, alpha = targets[module_id]
-        scale = alpha / (rank**0.5 if use_rslora else rank)
-        found = list(_check_pair(module, pair, rank, scale, limits))
-        reasons += found
-        if pair[0] is not None and pair[1] is not None and not found:
-            pairs[module_id] = LoraPair(module.path, pair[0], pair[1], scale)
-    return pairs, reasons
+        scale = alpha / (rank**0.5 if config.use_rslora else rank)
+        magnitude = found.get((module_id, "lora_magnitude_vector"))
+        b_bias = found.get((module_id, "lora_B.bias"))
+        faults = [
+            *_check_pair(module, (a, b), rank, scale, limits),
+            *_check_vector(module, "lora_magnitude_vector", magnitude, "use_dora", is_set=config.use_dora),
+            *_check_vector(module, "lora_B.bias", b_bias, "lora_bias", is_set=config.lora_bias),
+        ]
+        reasons += faults
+        if a is not None and b is not None and not faults:
+            pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias)
+    biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
+    reasons += _check_biases(config, biases, frozenset(targets), shape)
+    return ModuleTensors(pairs, biases), reasons
+
+
+def _check_vector(
+    module: LinearShape, name: str, tensor: Factor | None, field: str, *, is_set: bool
+) -> Iterable[Reason]:
+    """Checks a vector that a module has exactly if a field of the config is set."""
+    if tensor is None:
+        if is_set:
+            yield Reason("missing_tensors", f"{field} is set, but {module.path} has no {name}")
+    elif not is_set:
+        yield Reason(field, f"{module.path} has a {name}, but {field} is not set in {CONFIG_NAME}")
+    elif tensor.shape != (module.out_width,):
+        yield _refuse_vector_shape(f"{name} of {module.path}", tensor, module)
+
+
+def _refuse_vector_shape(what: str, tensor: Factor, module: LinearShape) -> Reason:
+    expected = [module.out_width]
+    return Reason(
+        "shape_mismatch", f"{what} has shape {list(tensor.shape)}; the base model requires {expected}"
+    )
+
+
+def _check_biases(
+    config: PeftConfig, biases: Mapping[ModuleId, Factor], targets: frozenset[ModuleId], shape: ModelShape
+) -> Iterable[Reason]:
+    """Yields reasons to refuse the trained biases of the base model's modules."""
+    biased = {module_id for module_id, module in enumerate(shape.modules) if module.has_bias}
+    expected = {"none": frozenset[int](), "lora_only": targets, "all": frozenset(biased)}[
+        config.bias
+    ] & biased
+    for module_id in sorted(biases.keys() - expected):
+        tensor, path = biases[module_id], shape.modules[module_id].path
+        if module_id not in biased:
+            why = f"but {path} of the base model has no bias"
+        elif config.bias == "none":
+            why = f"but {CONFIG_NAME} says that no bias was trained (bias: none)"
+        else:
+            why = "but the config adapts the biases of its target modules only (bias: lora_only)"
+        yield Reason("bias", f"tensor {tensor.name[:120]!r} is a trained bias, {why}")
+    for module_id in sorted(expected & biases.keys()):
+        tensor, module = biases[module_id], shape.modules[module_id]
+        if tensor.shape != (module.out_width,):
+            yield _refuse_vector_shape(f"the bias of {module.path}", tensor, module)
+    if missing := frozenset(expected - biases.keys()):
+        message = f"bias is {config.bias!r}, but there is no trained bias of {_some(missing, shape)}"
+        yield Reason("missing_tensors", message)
 
 
 def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iterable[Reason]:
@@ -161,25 +243,25 @@ def check_values(tensors: Iterable[StoredTensor], limits: AdapterLimits) -> Iter
             yield Reason("overflow", message)
 
 
-def _sort_factors(
+def _sort_tensors(
     tensors: Mapping[str, AnyFactor], shape: ModelShape
-) -> tuple[dict[tuple[ModuleId, str], AnyFactor], list[Reason]]:
-    factors: dict[tuple[ModuleId, str], AnyFactor] = {}
+) -> tuple[dict[tuple[ModuleId, Part], AnyFactor], list[Reason]]:
+    found: dict[tuple[ModuleId, Part], AnyFactor] = {}
     reasons: list[Reason] = []
     for name, tensor in tensors.items():
-        parsed = parse_factor_name(name, shape)
+        parsed = parse_tensor_name(name, shape)
         if parsed is None:
             reasons.append(_foreign_tensor(name))
-        elif parsed in factors:
+        elif parsed in found:
             reasons.append(
                 Reason(
                     "duplicate_tensor",
-                    f"{name!r} and {factors[parsed].name!r} name the same weight; keep one of them",
+                    f"{name!r} and {found[parsed].name!r} name the same weight; keep one of them",
                 )
             )
         else:
-            factors[parsed] = tensor
-    return factors, reasons
+            found[parsed] = tensor
+    return found, reasons
 
 
 def _foreign_tensor(name: str) -> Reason:

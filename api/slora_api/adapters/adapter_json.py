@@ -61,8 +61,8 @@ class CertificateObject(TypedDict):
     pool_bytes: size in the page pool; with tensor parallelism, in the pool of each rank.
     logprob_change: greatest change of a log-probability that the canary found; null if the version already existed,
     because the canary did not run again.
-    uses: the files and special tokens that are served beside the weights, and, after the word `not`, those that are
-    not.
+    uses: the files, special tokens, magnitudes and biases that are served beside A and B, and, after the word `not`,
+    those that are not.
     predicted_load_ms: the predicted load time from each tier; null for a tier from which no adapter was loaded yet.
     """
 

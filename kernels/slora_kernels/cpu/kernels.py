@@ -39,6 +39,7 @@ from slora_kernels.cpu.job_fields import (
 from slora_kernels.cpu.lora_plan import DeferredShrink, LoraPlan
 from slora_kernels.cpu.machine_code import (
     ACT_MUL,
+    AFFINE,
     ARGMAX,
     CODED,
     FLOAT8,
@@ -285,6 +286,11 @@ class CpuKernels:
         step: LoraStep,
     ) -> None:
         write_delta(self, delta, shrunk, pages, site, step)
+
+    def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        plan = step.plan
+        assert isinstance(plan, LoraPlan)
+        self._run(AFFINE, out.dtype, plan.make_affine_job(out, pages, site), num_elements=out.numel())
 
     def expand(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite, step: LoraStep

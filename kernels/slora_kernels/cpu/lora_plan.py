@@ -30,7 +30,7 @@ from slora_kernels.cpu.worker_sizes import (
     count_lora_scratch,
     pad_rank,
 )
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import AFFINE_BYTES, SEGMENT_BYTES, LoraSite
 
 _SHRINK_ROWS = (16, 4)
 _EXPAND_COLUMNS = (1024, 256)
@@ -71,6 +71,8 @@ class LoraPlan:
         self._shrunk, self._scratch = torch.empty(0, 0), torch.empty(0)
         self._shrunk_words = pack_rows(self._shrunk)
         self._pages: Tensor | None = None
+        self._affine_pages: Tensor | None = None
+        self._affine_words = pack_fields()
         self._dtype = torch.float32
         self._words = pack_fields()
 
@@ -102,6 +104,22 @@ class LoraPlan:
         job.extend(self._words)
         job.extend(words)
         return job, num_tiles * self._rank * width
+
+    def make_affine_job(self, out: Tensor, pages: Tensor, site: LoraSite) -> JobWords:
+        """Returns the job that multiplies columns of `out` by scales and adds offsets. Its items are the tiles."""
+        if pages is not self._affine_pages:
+            tables, self._affine_pages = self._tables, pages
+            self._affine_words = pack_fields(
+                pack_pages(pages, AFFINE_BYTES),
+                self._tiles,
+                tables.page_table,
+                self._weights,
+                tables.affine.flatten(1),
+            )
+        _, widths = _split_columns(site.widths, _EXPAND_COLUMNS[0])
+        job = begin_job(self._num_tiles, *pack_rows(out), *(site.first_module, 0, 0), *pack_rows(widths))
+        job.extend(self._affine_words)
+        return job
 
     def _reserve_shrunk(self, tokens: int) -> None:
         self._shrunk = torch.empty(tokens, self._rank, dtype=operand_dtype(self._dtype))

@@ -28,6 +28,7 @@ from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.launch import Launch
+from slora_kernels.gpu.lora_affine import bind_lora_affine
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
 from slora_kernels.gpu.lora_shrink_embedding import bind_lora_shrink_embedding
@@ -41,7 +42,7 @@ from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import AdapterLayout, LoraSite, ModelShape, lay_out_adapter, llama_shape
+from slora_kernels.layout import AdapterLayout, Affine, LoraSite, ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 RANKS = (8, 16, 64)
@@ -103,12 +104,21 @@ def _bind_delta(
     ]
 
 
+def _bind_affine(shape: ModelShape, pages: Tensor, dtype: torch.dtype, site: LoraSite) -> Launch:
+    affine = dict.fromkeys(range(shape.num_modules), Affine(has_magnitude=True, replaces_bias=False))
+    tables = _make_tables(shape, lay_out_adapter(shape, [1] * shape.num_modules, affine))
+    tiles = LoraTiles(torch.tensor([[0, 0, _TOKENS]], dtype=torch.int32), torch.ones(1), 3, _TOKENS)
+    out = torch.zeros(_TOKENS, sum(site.widths), dtype=dtype)
+    return bind_lora_affine(out, pages, tables, site, tiles)
+
+
 def _make_tables(shape: ModelShape, layout: AdapterLayout) -> AdapterTables:
     return AdapterTables(
         torch.zeros(1, 64, dtype=torch.int32),
         torch.from_numpy(layout.groups)[None],
         torch.from_numpy(layout.modules)[None],
         torch.ones(1, shape.num_modules),
+        torch.from_numpy(layout.affine)[None],
     )
 
 
@@ -164,6 +174,8 @@ def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
         for index, site in enumerate(shape.layer_sites(0)):
             for launch in _bind_delta(shape, pages, dtype, site, rank, sizes):
                 yield f"Llama-3.1-8B, delta of site {index}, rank {rank}", launch
+    for index, site in enumerate(shape.sites):
+        yield f"Llama-3.1-8B, DoRA at site {index}", _bind_affine(shape, pages, dtype, site)
     geometry = KVGeometry(1, 32, 8, 128, _BLOCK_TOKENS, dtype)
     x = torch.zeros(_TOKENS, shape.hidden_size, dtype=dtype)
     gate_up = torch.zeros(_TOKENS, 2 * _INTERMEDIATE, dtype=dtype)

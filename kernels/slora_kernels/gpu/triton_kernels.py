@@ -29,6 +29,7 @@ from slora_kernels.gpu.argmax import bind_argmax
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.launch import Launch
+from slora_kernels.gpu.lora_affine import bind_lora_affine
 from slora_kernels.gpu.lora_expand import bind_lora_expand
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_shrink import TILE_TOKENS, bind_lora_shrink
@@ -189,6 +190,9 @@ class TritonKernels:
         if step.tiles.max_group_rank:
             for launch in bind_lora_expand(out, shrunk, pages, step.tables, site, step.tiles, self._sizes):
                 self._launch(launch)
+
+    def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        self._launch(bind_lora_affine(out, pages, step.tables, site, step.tiles))
 
     def write_delta(
         self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep

@@ -26,6 +26,7 @@ class HostLoraTile:
     groups: list[list[int]]
     modules: list[list[int]]
     scales: list[float]
+    affine: list[list[int]]
 
 
 def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[HostLoraTile]:
@@ -39,6 +40,7 @@ def plan_tiles(tiles: LoraTiles, tables: AdapterTables) -> list[HostLoraTile]:
         tables.groups[slots].tolist(),
         tables.modules[slots].tolist(),
         tables.scales[slots].tolist(),
+        tables.affine[slots].tolist(),
         strict=True,
     )
     return [HostLoraTile(tile[1], tile[2], *rest) for tile, *rest in columns]
@@ -60,6 +62,19 @@ def read_rows(
         start += size
     joined = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
     return joined.view(dtype).view(rows, -1)[:, :width]
+
+
+def write_rows(pages: Tensor, page_ids: list[int], segment: int, rows: Tensor) -> None:
+    """Overwrites the rows of a packed adapter that begin at `segment`. See `read_rows`."""
+    page_bytes, row_bytes = pages.shape[1], rows.shape[1] * rows.element_size()
+    pitch = -(-row_bytes // SEGMENT_BYTES) * SEGMENT_BYTES
+    for index, row in enumerate(rows.contiguous().view(torch.uint8)):
+        start, done = segment * SEGMENT_BYTES + index * pitch, 0
+        while done < row_bytes:
+            page, at = divmod(start + done, page_bytes)
+            size = min(page_bytes - at, row_bytes - done)
+            pages[page_ids[page], at : at + size] = row[done : done + size]
+            done += size
 
 
 def shrink_tiles(x: Tensor, shrunk: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: LoraSite) -> None:

@@ -253,6 +253,20 @@ def expand(
             start += width
 
 
+def apply_affine(out: Tensor, pages: Tensor, tables: AdapterTables, site: LoraSite, tiles: LoraTiles) -> None:
+    """out [T, sum(site.widths)] = out * scales + weight * offsets, in place, rounded once."""
+    for (slot, first, tokens), weight in zip(tiles.tiles.tolist(), tiles.weights.tolist(), strict=True):
+        start = 0
+        for module, width in enumerate(site.widths, site.first_module):
+            is_affine, segment = tables.affine[slot, module, :2].tolist()
+            if is_affine:
+                table = tables.page_table[slot].tolist()
+                scales, offsets = read_rows(pages, table, segment, 2, width, torch.float32).double()
+                target = out[first : first + tokens, start : start + width]
+                target.copy_(target.double() * scales + offsets * weight)
+            start += width
+
+
 def token_weights(logits: Tensor, max_logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """float64 [N, V]: exp((l - max_logit) / temperature) in units of 2**-42, not rounded to whole numbers.
 

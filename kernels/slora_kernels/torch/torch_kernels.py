@@ -33,6 +33,7 @@ from slora_kernels.layout import LARGEST_E4M3, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.argmax import find_argmax
 from slora_kernels.torch.grouped_matmuls import grouped_linear
+from slora_kernels.torch.lora_affine import apply_affine
 from slora_kernels.torch.lora_embedding import shrink_embedding
 from slora_kernels.torch.lora_matmuls import (
     HostLoraTile,
@@ -440,3 +441,8 @@ class TorchKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         expand_tiles(out, shrunk, pages, plan.tiles, site)
+
+    def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
+        plan = step.plan
+        assert isinstance(plan, LoraPlan)
+        apply_affine(out, pages, plan.tiles, site)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora.memory.host_memory import empty_tensor
+from slora.models.affine import SiteWeight
 from slora.models.weights.packed_weight import (
     PackedWeight,
     pack_bytes_in_tiles,
@@ -24,6 +25,8 @@ from slora_kernels.torch.row_blocks import multiply_rows
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _MAX_CODE = 15
+# Elements of a weight that are widened to float32 at a time.
+_SQUARED_ELEMENTS = 1 << 20
 
 
 def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -82,23 +85,50 @@ Weight = Tensor | PackedWeight | QuantizedWeight | CodedWeight
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized."""
+    """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized.
+
+    squares: the sum of the squares of each row of the weight, float32 [out]. None until the linear is packed.
+    """
 
     weight: Weight
     bias: Tensor | None
     site: LoraSite
+    squares: Tensor | None = None
 
     def apply(self, x: Tensor, kernels: Kernels) -> Tensor:
         """x [T, in] -> [T, out] in x's dtype, without LoRA."""
+        return self._multiply(x, kernels, self.bias)
+
+    def _multiply(self, x: Tensor, kernels: Kernels, bias: Tensor | None) -> Tensor:
         if isinstance(self.weight, QuantizedWeight):
-            return kernels.quantized_linear(x, self.weight.values, self.weight.scales, self.bias)
+            return kernels.quantized_linear(x, self.weight.values, self.weight.scales, bias)
         if isinstance(self.weight, CodedWeight):
-            return kernels.coded_linear(x, self.weight, self.bias)
-        return multiply(x, self.weight, self.bias)
+            return kernels.coded_linear(x, self.weight, bias)
+        return multiply(x, self.weight, bias)
 
     def packed(self, dtype: torch.dtype) -> "Linear":
         """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
-        return replace(self, weight=_pack(self.weight, dtype, is_biased=self.bias is not None))
+        squares = None if isinstance(self.weight, PackedWeight) else sum_squares(self.weight)
+        return replace(
+            self, weight=_pack(self.weight, dtype, is_biased=self.bias is not None), squares=squares
+        )
+
+    def describe(self, kernels: Kernels, *, is_divided: bool) -> SiteWeight:
+        """is_divided: whether other ranks have other columns of the weight."""
+        assert self.squares is not None, "the linear was not packed"
+        return SiteWeight(lambda x: self._multiply(x, kernels, None), self.squares, self.bias, is_divided)
+
+
+def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:
+    """The sum of the squares of each row of a weight [N, K], float32 [N]."""
+    if isinstance(weight, QuantizedWeight):
+        return sum_squares(weight.values) * weight.scales.square()
+    num_rows, width = weight.shape
+    step = max(1, _SQUARED_ELEMENTS // max(1, width))
+    if isinstance(weight, CodedWeight):
+        parts = (weight.rows(first, first + step).decode() for first in range(0, num_rows, step))
+        return torch.cat([part.square().sum(1) for part in parts])
+    return torch.cat([part.float().square().sum(1) for part in torch.split(weight, step)])
 
 
 def _pack(weight: Weight, dtype: torch.dtype, *, is_biased: bool = False) -> Weight:

@@ -15,7 +15,8 @@ ARENA_PAGES = 12
 
 
 def _layout(num_segments: int) -> AdapterLayout:
-    return AdapterLayout(np.zeros((6, 2), np.int32), np.zeros((9, 3), np.int32), num_segments, 4, True)
+    groups, modules, affine = (np.zeros(size, np.int32) for size in ((6, 2), (9, 3), (9, 4)))
+    return AdapterLayout(groups, modules, affine, num_segments, 4, True)
 
 
 def _version(number: int) -> AdapterVersion:

@@ -1,5 +1,6 @@
 """An adapter that is read from a store in pieces equals one that is read at once, and always matches its digest."""
 
+import itertools
 import json
 from dataclasses import replace
 from threading import Event, Thread
@@ -15,6 +16,7 @@ from slora_adapters.peft.peft_config import parse_peft_config
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.peft.tensor_file import read_tensors
 from slora_adapters.store.file_store import LocalBlob
+from slora_kernels.layout import AFFINE_SEGMENT
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -85,6 +87,38 @@ def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(batch_bytes: 
     assert max(blob.sizes[1:]) <= max(batch_bytes, rows), "the header, then batches"
     if seed == 0:
         assert blob.starts == sorted(blob.starts), "read from its begin to its end"
+
+
+@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_magnitudes_and_biases_of_each_rank_do_not_depend_on_piece_sizes(
+    batch_bytes: int, num_ranks: int
+) -> None:
+    shape = replace(SHAPE, linears=tuple(replace(linear, has_bias=True) for linear in SHAPE.linears))
+    random, tensors = np.random.default_rng(0), make_tensors()
+    for name, tensor in list(tensors.items()):
+        if "lora_B" in name:
+            width = len(tensor)
+            for vector in ("lora_magnitude_vector", "base_layer.bias"):
+                tensors[name.replace("lora_B.weight", vector)] = random.standard_normal(width, np.float32)
+    members = make_members(make_config(use_dora=True, bias="lora_only"), tensors)
+    adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, shape, AdapterLimits())
+    packed = pack(adapter, shape, "float32", num_ranks)
+    stored = StoredAdapter(LocalBlob(members), adapter.digest, shape, AdapterLimits(), num_ranks)
+    region = np.full(packed.num_bytes, 0xA5, np.uint8)
+    stored.pour(region, "float32", make_buffers(batch_bytes))
+    assert np.array_equal(region, packed.buffer)
+    # q_proj is divided by its outputs, and down_proj by its inputs, so that rank 0 alone adds the bias.
+    for module_id, rank in itertools.product((0, 6), range(num_ranks)):
+        pair, bias = adapter.pairs[module_id], adapter.biases[module_id]
+        assert pair.magnitude is not None
+        rows = slice(rank * 24 // num_ranks, (rank + 1) * 24 // num_ranks) if module_id == 0 else slice(None)
+        expected_bias = bias.values[rows] if module_id == 0 or rank == 0 else np.zeros(24, np.float32)
+        _, segment, *_ = packed.layout.affine[module_id]
+        width = len(expected_bias)
+        floats = packed.part(rank).view(np.float32).reshape(-1, AFFINE_SEGMENT)
+        assert np.array_equal(floats[segment, :width], pair.magnitude.values[rows])
+        assert np.array_equal(floats[segment + 1, :width], expected_bias)
 
 
 def test_a_load_holds_a_few_batches_however_large_the_adapter() -> None:

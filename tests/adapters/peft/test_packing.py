@@ -45,7 +45,7 @@ def _adapter(shape: ModelShape, ranks: dict[ModuleId, int], seed: int = 0) -> Ad
             StoredTensor(f"{module_id}.b", "F32", b),
             1 + module_id,
         )
-    return Adapter(CONFIG, MappingProxyType(pairs), "0" * 64, AdapterExtras())
+    return Adapter(CONFIG, MappingProxyType(pairs), {}, "0" * 64, AdapterExtras())
 
 
 @given(st.data(), shapes)

@@ -7,9 +7,6 @@ from slora_adapters.peft.peft_config import KNOWN_FIELDS, parse_peft_config
 from tests.adapters.hand_made import make_config, make_members, reason_codes
 
 REFUSED = {
-    "use_dora": True,
-    "bias": "lora_only",
-    "lora_bias": True,
     "modules_to_save": ["lm_head"],
     "target_parameters": ["mlp.experts.gate_up_proj"],
     "trainable_token_indices": [1, 2],
@@ -92,9 +89,15 @@ def test_wrong_values_are_refused_by_field(code: str, change: dict[str, object])
 
 
 def test_several_faults_are_all_reported() -> None:
-    config = make_config(use_dora=True, bias="all", r=-1, lora_alpha="x", surprise=1)
+    config = make_config(use_qalora=True, bias="some", r=-1, lora_alpha="x", surprise=1)
     _, reasons = parse_peft_config(json.dumps(config).encode())
-    assert [reason.code for reason in reasons] == ["use_dora", "bias", "config_unknown_key", "rank", "alpha"]
+    assert [reason.code for reason in reasons] == [
+        "use_qalora",
+        "config_unknown_key",
+        "rank",
+        "alpha",
+        "bias",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,8 @@ TENSOR_FAULTS = {
         ["embeddings"],
     ),
     "output_head": (lambda t: t.update({"base_model.model.lm_head.weight": t[Q0_A]}), ["embeddings"]),
-    "bias": (lambda t: t.update({Q0_B.replace("weight", "bias"): t[Q0_A]}), ["bias"]),
+    "bias_of_b": (lambda t: t.update({Q0_B.replace("weight", "bias"): t[Q0_A][0]}), ["lora_bias"]),
+    "bias_of_the_base": (lambda t: t.update({Q0_B.replace("lora_B.weight", "bias"): t[Q0_A][0]}), ["bias"]),
     "norm": (lambda t: t.update({"base_model.model.model.norm.weight": t[Q0_A]}), ["unknown_tensor"]),
     "leading_zero": (lambda t: t.update({Q0_A.replace(".0.", ".00."): t[Q0_A]}), ["unknown_tensor"]),
     "wrong_parent": (lambda t: t.update({Q0_A.replace("self_attn", "mlp"): t[Q0_A]}), ["unknown_tensor"]),
@@ -141,8 +142,8 @@ def test_both_other_spellings_that_peft_and_transformers_load_are_accepted() -> 
 
 def test_faults_of_config_tensors_and_texts_are_reported_together() -> None:
     tensors = changed(make_tensors(), lambda t: (t.pop(Q0_B), t[Q0_A].__setitem__((0, 0), np.nan)))
-    members = make_members(make_config(use_dora=True), tensors, generation_config_dot_json="[]")
-    assert reason_codes(members) == ["use_dora", "extra_malformed", "missing_tensors", "non_finite"]
+    members = make_members(make_config(use_qalora=True), tensors, generation_config_dot_json="[]")
+    assert reason_codes(members) == ["use_qalora", "extra_malformed", "missing_tensors", "non_finite"]
 
 
 def test_a_missing_file_is_named() -> None:

@@ -361,11 +361,20 @@ def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
                 "which the config does not adapt"),
         },
         "use_dora": {
-            "magnitudes of DoRA": (make.with_tensor(make.q.replace("lora_A.weight", "lora_magnitude_vector"), some),
-                "is DoRA magnitudes"),
+            "magnitudes of DoRA": (make.with_tensor(make.q.replace("lora_A.weight", "lora_magnitude_vector"), some[0]),
+                "q_proj has a lora_magnitude_vector, but use_dora is not set"),
+            "magnitudes of another module": (
+                make.with_tensor("base_model.model.model.norm.lora_magnitude_vector", some[0]), "does not have"),
+        },
+        "lora_bias": {
+            "a bias of B": (make.with_tensor(make.q_b.replace("weight", "bias"), some[0]),
+                "q_proj has a lora_B.bias, but lora_bias is not set"),
         },
         "bias": {
-            "a trained bias": (make.with_tensor(make.q_b.replace("weight", "bias"), some), "is a trained bias"),
+            "a trained bias": (make.with_tensor(make.q_b.replace("lora_B.weight", "base_layer.bias"), some[0]),
+                "of the base model has no bias"),
+            "a bias of a norm": (make.with_tensor("base_model.model.model.norm.bias", some[0]),
+                "a bias of a module whose bias can't be replaced"),
         },
         "embeddings": {
             "a matrix of embeddings": (make.with_tensor("base_model.model.model.embed_tokens.weight", some),
@@ -426,8 +435,9 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
         "10000 targets": ({"target_modules": [f"m{i}" for i in range(10_000)]},
             "target_modules must be a list of at most 8192 names"),
         "layers below zero": ({"layers_to_transform": [-1]}, "layers_to_transform is [-1]"),
-        "DoRA": ({"use_dora": True}, "use_dora is set"),
-        "biases": ({"bias": "all"}, "bias is 'all'"),
+        "biases of an unknown kind": ({"bias": "some"}, "bias is 'some'; it must be one of none, all, lora_only"),
+        "DoRA that is a text": ({"use_dora": "yes"}, "use_dora is 'yes'"),
+        "a bias of B that is a number": ({"lora_bias": 2}, "lora_bias is 2"),
         "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
         "layers run several times": ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
         "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
@@ -441,6 +451,13 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
             "alpha zero": ({"lora_alpha": 0}, "lora_alpha is 0;"),
             "alpha as a text": ({"lora_alpha": "16"}, "lora_alpha is '16'"),
             "alpha true": ({"lora_alpha": True}, "lora_alpha is True"),
+        },
+        "missing_tensors": {
+            "DoRA without magnitudes": ({"use_dora": True}, "q_proj has no lora_magnitude_vector"),
+            "a bias of B that is missing": ({"lora_bias": True}, "q_proj has no lora_B.bias"),
+        },
+        "lora_bias": {
+            "DoRA with a bias of B": ({"use_dora": True, "lora_bias": True}, "which PEFT refuses"),
         },
         "scale_too_high": {
             "a scale that only overflows": ({"lora_alpha": 1e9}, "has the scale 5e+08"),

@@ -271,11 +271,13 @@ def test_a_refused_push_prints_the_servers_reasons(server: Served, kit: Kit, tmp
         (kit.small / "adapter_model.safetensors").read_bytes()
     )
     config = json.loads((kit.small / "adapter_config.json").read_text(encoding="utf-8"))
-    (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}), encoding="utf-8")
+    (tmp_path / "adapter_config.json").write_text(
+        json.dumps({**config, "use_qalora": True}), encoding="utf-8"
+    )
     done = command(
         server, "adapter", "push", str(tmp_path), "--name", "x", SLORA_API_KEY=server.make_key("cli-bad")
     )
-    assert done.returncode == 1 and done.stderr.count("DoRA") == 1, done.stderr
+    assert done.returncode == 1 and done.stderr.count("QALoRA") == 1, done.stderr
 
 
 def test_a_certificate_predicts_loads_from_how_they_went_and_how_large_the_adapter_is(

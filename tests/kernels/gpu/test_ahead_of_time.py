@@ -30,6 +30,8 @@ WIDE_LOADS = {
     "_lora_shrink_kernel": {"x_rows", "pages"},
     "_lora_expand_kernel": {"pages", "target"},
     "_lora_expand_rows_kernel": {"pages"},
+    # Each of 128 threads reads four scales and four offsets.
+    "_lora_affine_kernel": set(),
     "_paged_attention_decode_kernel": {"source", "place"},
     "_merge_splits_kernel": {"source"},
     "_paged_attention_prefill_kernel": {"source", "place"},

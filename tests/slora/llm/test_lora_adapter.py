@@ -92,11 +92,11 @@ def test_tensors_that_a_file_would_be_refused_for_are_refused_with_all_reasons(
     with pytest.raises(AdapterInvalid, match="cannot be written as JSON"):
         LoraAdapter.from_tensors(tensors, {**config_of(path), "r": object()})
     broken = LoraAdapter.from_tensors(
-        {**tensors, name: np.full_like(tensors[name], np.nan)}, {**config_of(path), "use_dora": True}
+        {**tensors, name: np.full_like(tensors[name], np.nan)}, {**config_of(path), "use_qalora": True}
     )
     with pytest.raises(AdapterInvalid) as caught:
         llm.generate(PROMPT, GREEDY, broken)
-    assert {reason.code for reason in caught.value.reasons} == {"use_dora", "non_finite"}
+    assert {reason.code for reason in caught.value.reasons} == {"use_qalora", "non_finite"}
 
 
 def weighted_oracle(kit: ModelKit, kind: str, weight: float) -> Oracle:

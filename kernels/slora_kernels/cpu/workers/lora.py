@@ -36,8 +36,10 @@ from slora_kernels.cpu.workers.intrinsics import (
     read_operand_matrix,
     take_item,
     take_thread_index,
+    widen,
 )
 from slora_kernels.cpu.workers.weighted_sums import add_weighted_rows
+from slora_kernels.layout import AFFINE_SEGMENT
 
 # Columns of B are prefetched this many elements before they are read.
 PREFETCH_ELEMENTS = 256
@@ -291,3 +293,49 @@ def lora_worker(job: Job) -> None:
                     as_matrix(packed[: rank * PACKED_PITCH], PACKED_PITCH),
                 )
         item = take_item(job)
+
+
+# Fields of a job of scales and offsets. AFFINE_PAGES are the pool's pages as float32.
+(
+    AFFINE_OUT,
+    FIRST_AFFINE_MODULE,
+    AFFINE_WIDTHS,
+    AFFINE_PAGES,
+    AFFINE_TILES,
+    AFFINE_PAGE_TABLE,
+    AFFINE_WEIGHTS,
+    AFFINE,
+) = range(8)
+
+
+@compiled
+def apply_affine_row(out: Array, scales: Array, offsets: Array, weight: Float) -> None:
+    for i in range(out.shape[0]):
+        out[i] = narrow(widen(out[i]) * scales[i] + offsets[i] * weight, out)
+
+
+def affine_worker(job: Job) -> None:
+    """Multiplies the output columns of adapted modules by scales, and adds offsets. Each item of the job is a tile."""
+    out, pages = read_model_matrix(job, AFFINE_OUT), read_float_matrix(job, AFFINE_PAGES)
+    tiles, page_table = read_int32_matrix(job, AFFINE_TILES), read_int32_matrix(job, AFFINE_PAGE_TABLE)
+    weights, affine = read_float_matrix(job, AFFINE_WEIGHTS), read_int32_matrix(job, AFFINE)
+    widths, first_module = read_int32_matrix(job, AFFINE_WIDTHS), read_int(job, FIRST_AFFINE_MODULE)
+    tile = take_item(job)
+    while tile < count_items(job):
+        slot, first, tokens = tiles[tile, 0], tiles[tile, 1], tiles[tile, 2]
+        table, weight, out_column = page_table[slot], weights[0, tile], 0
+        for member in range(widths.shape[1]):
+            width, module = widths[0, member], first_module + member
+            segment = affine[slot, 4 * module + 1]
+            num_segments = (width + AFFINE_SEGMENT - 1) // AFFINE_SEGMENT
+            for index in range(num_segments if affine[slot, 4 * module] else 0):
+                page, at = find_segment(pages, table, segment + index, AFFINE_SEGMENT)
+                scales = pages[page, at : at + AFFINE_SEGMENT]
+                page, at = find_segment(pages, table, segment + num_segments + index, AFFINE_SEGMENT)
+                offsets = pages[page, at : at + AFFINE_SEGMENT]
+                start = out_column + index * AFFINE_SEGMENT
+                end = min(start + AFFINE_SEGMENT, out_column + width)
+                for token in range(first, first + tokens):
+                    apply_affine_row(out[token, start:end], scales, offsets, weight)
+            out_column += width
+        tile = take_item(job)
