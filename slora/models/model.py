@@ -97,7 +97,9 @@ def _open_weights(
         raise ConfigError(
             "weights in fp8 need a GPU of compute capability 8.9 or later; choose --quantization int8"
         )
-    if name == "int4" and device.type != "cpu":
-        raise ConfigError("weights in int4 are multiplied on CPUs only; choose --quantization int8 or fp8")
+    if "int4" in (name, by_row) and device.type != "cpu":
+        remedy = "choose" if by_row is None else "use the unquantized checkpoint with"
+        raise ConfigError(f"weights in int4 are multiplied on CPUs only; {remedy} --quantization int8 or fp8")
     form = None if name == "auto" or by_row is not None else FORMS[name]
-    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block)
+    codes = stored.codes if stored is not None else None
+    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block, codes=codes)

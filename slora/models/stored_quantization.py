@@ -1,11 +1,15 @@
-"""Reads how a config.json describes weights that are stored as 8-bit numbers.
+"""Reads how a config.json describes weights that are stored as numbers of 8 or 4 bits.
 
-Supported are symmetric int8 and float8 e4m3 weights. They have one scale per row, per tensor, or per block of rows and
-columns. The formats are compressed-tensors (LLM Compressor), fp8 (DeepSeek, Qwen3-FP8, AutoFP8) and fbgemm_fp8.
+Supported with 8 bits are symmetric int8 and float8 e4m3 weights. They have one scale per row, per tensor, or per block
+of rows and columns. The formats are compressed-tensors (LLM Compressor), fp8 (DeepSeek, Qwen3-FP8, AutoFP8) and
+fbgemm_fp8. If such a checkpoint also quantizes activations, only its weights are read as quantized. Activations stay
+exact, and their scales are not used.
 
-If a checkpoint also quantizes activations, only its weights are read as quantized. Activations stay exact, and their
-scales are not used. All supported formats are numbers times scales, which need no library. Formats that need a library
-(packed 4-bit numbers, codebooks, rotations) are refused by name.
+Supported with 4 bits are integers with a scale for each group of columns or each row, and maybe a zero point. The
+format is compressed-tensors.
+
+All supported formats are numbers times scales, which need no library. Formats that need a library (codebooks,
+rotations) are refused by name.
 
 This module does not import torch, like all modules that read config.json.
 """
@@ -15,12 +19,22 @@ from typing import Any, Literal
 
 from slora.models.config_fields import ConfigFields
 
-Form = Literal["int8", "fp8"]
+Form = Literal["int8", "fp8", "int4"]
 _REMEDY = "use the unquantized checkpoint, and set quantization to int8 or fp8 to round it while it is read"
 _METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
 # The formats of compressed-tensors for 8-bit numbers, stored one per byte or four per 32-bit word.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
+# Groups of other sizes do not suit `slora_kernels.coded_weight`.
+_GROUP_UNIT = 32
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """How weights of 4 bits are stored."""
+
+    group: int | None  # Columns that share a scale. None: a row has one scale.
+    has_zero_points: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,7 @@ class StoredQuantization:
     block: (
         tuple[int, int] | None
     )  # Rows and columns that share a scale. None: one scale per row or per tensor.
+    codes: StoredCodes | None = None  # For int4 only.
 
 
 def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
@@ -64,7 +79,10 @@ def _read_compressed_tensors(fields: ConfigFields) -> StoredQuantization:
         raise fields.refusal(
             "config_groups", f"; all linear layers must be quantized in the same way; {_REMEDY}"
         )
-    return found.pop()
+    stored = found.pop()
+    if stored.form == "int4" and fields.text("format", "") != "pack-quantized":
+        raise fields.refusal("format", f"; 4-bit numbers are served only as pack-quantized; {_REMEDY}")
+    return stored
 
 
 def _tables(fields: ConfigFields, groups: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -75,14 +93,42 @@ def _tables(fields: ConfigFields, groups: dict[str, Any]) -> list[tuple[str, dic
 
 def _read_group(group: ConfigFields) -> StoredQuantization:
     weights = group.within("weights", group.table("weights"))
-    form = _FORMS.get(weights.text("type", "int"))
-    if form is None or weights.whole("num_bits") != 8 or not weights.flag("symmetric", default=True):
-        raise group.refusal("weights", f"; only symmetric 8-bit numbers are served; {_REMEDY}")
+    kind, num_bits = weights.text("type", "int"), weights.whole("num_bits")
+    if kind == "int" and num_bits == 4:
+        return _read_codes(group, weights)
+    form = _FORMS.get(kind)
+    if form is None or num_bits != 8 or not weights.flag("symmetric", default=True):
+        raise group.refusal(
+            "weights", f"; only symmetric 8-bit numbers and 4-bit integers are served; {_REMEDY}"
+        )
     strategy = weights.text("strategy", "tensor")
     if strategy not in ("tensor", "channel", "block"):
-        raise weights.refusal("strategy", f"; supported are tensor, channel and block; {_REMEDY}")
+        raise weights.refusal(
+            "strategy", f"; supported for 8-bit numbers are tensor, channel and block; {_REMEDY}"
+        )
     block = _read_block(weights, "block_structure") if strategy == "block" else None
     return StoredQuantization("compressed-tensors", form, block)
+
+
+def _read_codes(group: ConfigFields, weights: ConfigFields) -> StoredQuantization:
+    for name in ("input_activations", "output_activations"):
+        if group.table(name):
+            raise group.refusal(
+                name, f"; with 4-bit weights, only activations that are not quantized are served; {_REMEDY}"
+            )
+    strategy = weights.text("strategy", "group")
+    if strategy not in ("group", "channel"):
+        raise weights.refusal("strategy", f"; supported for 4-bit numbers are group and channel; {_REMEDY}")
+    size = _read_group_size(weights, "group_size") if strategy == "group" else None
+    codes = StoredCodes(size, has_zero_points=not weights.flag("symmetric", default=True))
+    return StoredQuantization("compressed-tensors", "int4", None, codes)
+
+
+def _read_group_size(fields: ConfigFields, name: str) -> int:
+    size = fields.whole(name)
+    if size % _GROUP_UNIT:
+        raise fields.refusal(name, f"; it must be a multiple of {_GROUP_UNIT}; {_REMEDY}")
+    return size
 
 
 def _read_block(fields: ConfigFields, name: str) -> tuple[int, int] | None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.core.engine_config import EngineConfig
+from slora.core.engine_config import QUANTIZED_BITS, EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
@@ -51,7 +51,7 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
     numbers = shape.num_weights - gates + experts.numbers
     rows = sum(linear.out_width for linear in linears if linear.out_width > 1) + experts.rows
     is_quantized = config.quantization != "auto" or model.quantization is not None
-    layers = numbers + rows * _FLOAT_BYTES if is_quantized else numbers * element
+    layers = _measure_quantized(model, config, numbers, rows) if is_quantized else numbers * element
     layers += (gates + experts.router_numbers) * element
     matrices = head * element * (1 if model.tie_word_embeddings else 2)
     return ModelSize(
@@ -64,6 +64,18 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         head_flop=2.0 * head,
         is_quantized=is_quantized,
     )
+
+
+def _measure_quantized(model: ModelConfig, config: EngineConfig, numbers: int, rows: int) -> int:
+    """Bytes of quantized linears. numbers, rows: those of all linears together."""
+    codes = model.quantization.codes if model.quantization is not None else None
+    if codes is not None:
+        # Scales, and minimums if there are any, are at most float32.
+        num_groups = numbers // codes.group if codes.group is not None else rows
+        return numbers // 2 + num_groups * _FLOAT_BYTES * (2 if codes.has_zero_points else 1)
+    if config.quantization == "int4":
+        return numbers * QUANTIZED_BITS["int4"] // 8
+    return numbers + rows * _FLOAT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -426,10 +426,13 @@ def _check(question: Question) -> None:
             f"max_model_len is {config.max_model_len}, but this model's positions end at {spec.max_positions} "
             "(max_position_embeddings); give at most that"
         )
-    if config.quantization == "int4":
+    stored = spec.decoder.quantization if spec.decoder is not None else None
+    is_stored = stored is not None and stored.form == "int4"
+    if config.quantization == "int4" or is_stored:
+        remedy = "use the unquantized checkpoint, and set quantization" if is_stored else "set quantization"
         raise ConfigError(
-            f"weights in int4 are multiplied on CPUs only, and {question.device.name} is a GPU; set quantization to "
-            "auto or int8"
+            f"weights in int4 are multiplied on CPUs only, and {question.device.name} is a GPU; {remedy} to auto or "
+            "int8"
         )
     needs_fp8 = config.kv_format is KVFormat.FP8 or config.quantization == "fp8"
     if needs_fp8 and not question.device.has_fp8:

@@ -43,10 +43,11 @@ class WeightSource:
     scales: Tensor | None = None
     block: ScaleBlock | None = None
     packed_width: int | None = None  # K, if int8 numbers are stored four to an int32, each increased by 128.
+    has_codes: bool = False  # Whether codes of 4 bits are stored eight to an int32, see `stored_codes`.
 
     @property
     def dtype(self) -> torch.dtype:
-        if self.stored.block is not None:
+        if self.stored.block is not None or self.has_codes:
             return torch.uint8
         return torch.int8 if self.packed_width is not None else DTYPES[self.stored.dtype]
 

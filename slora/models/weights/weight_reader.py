@@ -21,8 +21,17 @@ from torch import Tensor
 
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
+from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
+from slora.models.weights.stored_codes import (
+    UNQUANTIZED,
+    GroupNumbers,
+    StoredCodesTarget,
+    allocate_stored_codes,
+    find_group_numbers,
+    unpack_words,
+)
 from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import (
     DTYPES,
@@ -71,6 +80,7 @@ class WeightReader:
     `vector` reads immediately. `matrix` and `linear` allocate memory that `read` fills.
 
     form: the dtype that `linear` quantizes to; None: no quantization. block: the ScaleBlock of all quantized tensors.
+    codes: how weights of 4 bits are stored; None: there are none.
 
     Raises ConfigError for a tensor that is missing, damaged or not supported.
     """
@@ -83,12 +93,14 @@ class WeightReader:
         *,
         form: torch.dtype | None = None,
         block: ScaleBlock | None = None,
+        codes: StoredCodes | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self._checkpoint = checkpoint
         self._form = form
         self._block = block
+        self._codes = codes
         self._blocks: list[RowBlock] = []
         self._known_names: set[str] = set()
 
@@ -117,8 +129,11 @@ class WeightReader:
     def linear(self, parts: Sequence[LinearPart]) -> Weight:
         """Allocates one weight in which parts of several tensors are stacked. All parts have the same columns.
 
-        The weight is quantized if `form` is set, or if all tensors are stored in one 8-bit dtype with a scale per row.
+        The weight is quantized if `form` is set, if all tensors are stored in one 8-bit dtype with a scale per row, or
+        if all are stored in 4 bits.
         """
+        if self._codes is not None and any(f"{part.name}_packed" in self._checkpoint for part in parts):
+            return self._coded_linear(parts, self._codes)
         sources = [self._part_source(part) for part in parts]
         columns = parts[0].columns
         sizes = [sum(map(len, part.rows)) for part in parts]
@@ -147,6 +162,51 @@ class WeightReader:
         for source, target, part in zip(sources, targets, parts, strict=True):
             self._fill(source, target, part.rows)
         return weight
+
+    def _coded_linear(self, parts: Sequence[LinearPart], stored: StoredCodes) -> CodedWeight:
+        columns = parts[0].columns
+        numbers = []
+        for part in parts:
+            _check_stored_groups(self._find_words(part), part, stored.group or BLOCK_COLUMNS)
+            group = stored.group or part.shape[1]
+            groups = range(columns.start // group, -(-columns.stop // group))
+            numbers.append(self._group_numbers(part, group, stored).cut(part.rows, groups))
+        weight = allocate_stored_codes(numbers, len(columns), self.device)
+        sizes = [len(part.scales) for part in numbers]
+        for part, codes in zip(parts, torch.split(weight.codes, sizes), strict=True):
+            source = WeightSource(self._find_words(part), has_codes=True)
+            self._fill(source, StoredCodesTarget(codes, columns), part.rows)
+        return weight
+
+    def _find_words(self, part: LinearPart) -> TensorPlace:
+        name, (num_rows, width) = f"{part.name}_packed", part.shape
+        if name not in self._checkpoint:
+            raise ConfigError(
+                f"{self._checkpoint.directory}: {part.name} is not stored in 4 bits, but linears that are multiplied "
+                f"together with it are; {UNQUANTIZED}"
+            )
+        self._known_names.add(f"{part.name}_shape")
+        words = self._find(name, (num_rows, -(-width // 8)))
+        if words.dtype != "I32":
+            raise _not_floating(words)
+        return words
+
+    def _group_numbers(self, part: LinearPart, group: int, stored: StoredCodes) -> GroupNumbers:
+        name, (num_rows, width) = part.name, part.shape
+        num_groups = width // group
+        place = self._find(f"{name}_scale", (num_rows, num_groups))
+        zeros = None
+        if stored.has_zero_points or f"{name}_zero_point" in self._checkpoint:
+            words = self._find(f"{name}_zero_point", (-(-num_rows // 8), num_groups))
+            zeros = unpack_words(self._read_int32(words).T).T[:num_rows]
+        if f"{name}_g_idx" in self._checkpoint:
+            order = self._find(f"{name}_g_idx", (width,))
+            if not torch.equal(self._read_int32(order), torch.arange(width, dtype=torch.int32) // group):
+                raise ConfigError(
+                    f"{order.path}: {order.name} groups columns that are not adjacent (activation order), which is not "
+                    f"served; {UNQUANTIZED}"
+                )
+        return find_group_numbers(place.name, place.path, self._read_now(place), zeros)
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
         """Whether tensor `name` is absent or has the same bytes as `other`. In both cases it is not needed."""
@@ -189,6 +249,11 @@ class WeightReader:
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
         if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
+            if self._codes is not None:
+                raise ConfigError(
+                    f"{self._checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are "
+                    f"served only unquantized; use a checkpoint that leaves them so, or {UNQUANTIZED}"
+                )
             return self._packed_source(name, *shape)
         stored = self._find(name, shape)
         if stored.dtype not in QUANTIZED:
@@ -216,13 +281,20 @@ class WeightReader:
             tensor = torch.empty(stored.num_bytes, dtype=torch.uint8)
         else:
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        with stored.path.open("rb") as file:
-            read_into(tensor, stored, file.fileno(), stored.offset)
+        _read_tensor(stored, tensor)
         return decode_gguf(stored, tensor)
+
+    def _read_int32(self, stored: TensorPlace) -> Tensor:
+        if stored.dtype != "I32":
+            raise ConfigError(f"{stored.path}: {stored.name} is {stored.dtype}; it must be I32")
+        tensor = torch.empty(stored.shape, dtype=torch.int32)
+        _read_tensor(stored, tensor)
+        return tensor
 
     def _fill(self, source: WeightSource, target: WeightTarget, parts: Iterable[range]) -> None:
         stored = source.stored
-        if stored.dtype not in DTYPES and source.packed_width is None and stored.block is None:
+        is_packed = source.packed_width is not None or source.has_codes or stored.block is not None
+        if stored.dtype not in DTYPES and not is_packed:
             raise _not_floating(stored)
         step = max(1, _BLOCK_BYTES // stored.row_bytes)
         if stored.paired_rows:
@@ -248,8 +320,8 @@ class WeightReader:
 
 def _not_floating(stored: TensorPlace) -> ConfigError:
     return ConfigError(
-        f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights, and 8-bit "
-        "weights with scales, are served"
+        f"{stored.path}: {stored.name} is {stored.dtype}; only floating-point weights, and "
+        "weights of 8 or 4 bits with scales, are served"
     )
 
 
@@ -261,6 +333,27 @@ def _check_groups(sources: Sequence[WeightSource], parts: Sequence[LinearPart]) 
                 f"{source.stored.path}: {part.name} has {ends[0]} columns, of which this process computes {ends[1]} to "
                 f"{ends[2] - 1}; int4 needs multiples of {BLOCK_COLUMNS}, so choose --quantization int8"
             )
+
+
+def _check_stored_groups(stored: TensorPlace, part: LinearPart, unit: int) -> None:
+    """unit: the columns of a group."""
+    width, columns = part.shape[1], part.columns
+    if width % unit:
+        raise ConfigError(
+            f"{stored.path}: {part.name} has {width} columns; weights that are stored in 4 bits need a multiple of "
+            f"{unit}: {UNQUANTIZED}"
+        )
+    if columns.start % unit or columns.stop % unit:
+        raise ConfigError(
+            f"{stored.path}: {part.name} has {width} columns, of which this process computes {columns.start} to "
+            f"{columns.stop - 1}; they are stored in groups of {unit}, which can't be cut: choose a smaller "
+            "--tensor-parallel-size"
+        )
+
+
+def _read_tensor(stored: TensorPlace, tensor: Tensor) -> None:
+    with stored.path.open("rb") as file:
+        read_into(tensor, stored, file.fileno(), stored.offset)
 
 
 def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:

@@ -32,10 +32,14 @@ from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.version import AdapterVersion
 from tests.slora.models.weights.test_quantization import STORED, write_stored
+from tests.slora.models.weights.test_stored_codes import FORMS as CODED_FORMS
+from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
+from tests.support.coded_checkpoints import write_coded_checkpoint
 from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Verdict
+from tests.support.peft_adapters import KINDS
 from tests.support.thread_group import ThreadGroup
 from tests.support.tiny_models import MODELS, VOCAB_SIZE, make_config
 
@@ -235,6 +239,28 @@ def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
     kit = kits("llama")
     stored, _ = write_stored(kit, tmp_path, name)
     check_against_one_rank(replace(kit, directory=stored), 4, 12 if soak else 4)
+
+
+@pytest.mark.parametrize("model", CODED_MODELS)
+@pytest.mark.parametrize("form", ["groups_of_32", pytest.param("zero_points", marks=pytest.mark.soak)])
+def test_a_checkpoint_of_4_bit_weights_is_divided_with_its_groups(
+    tmp_path: Path, model: str, form: str, *, soak: bool
+) -> None:
+    kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2, **CODED_MODELS[model])
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, CODED_FORMS[form])
+    check_against_one_rank(replace(kit, directory=stored), 2, 12 if soak else 4)
+
+
+def test_ranks_that_would_cut_a_group_of_4_bit_weights_are_refused(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path, "llama", {}, num_hidden_layers=1, **CODED_MODELS["llama"])
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, CODED_FORMS["groups_of_128"])
+    said = r"o_proj\.weight has 128 columns, of which this process computes \d+ to \d+.*groups of 128"
+    with (
+        pytest.raises(ConfigError, match=said),
+        divided_engine(replace(kit, directory=stored), 2),
+    ):
+        pass
 
 
 @pytest.mark.parametrize(

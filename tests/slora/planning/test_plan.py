@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from slora.core.cost_model import StepWork
@@ -22,6 +23,7 @@ from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from tests.slora.models.hub_configs import HUB
+from tests.support.coded_checkpoints import CodedForm
 from tests.support.driving import COSTS, make_source
 from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import Kits, ModelKit
@@ -202,6 +204,20 @@ def test_8_bit_floats_are_refused_on_a_device_without_them(llama_8b: Path) -> No
 def test_weights_of_4_bits_are_refused_on_gpus(llama_8b: Path) -> None:
     with pytest.raises(ConfigError, match="int4 are multiplied on CPUs only, and H100 is a GPU"):
         make_plan(ask_8b(llama_8b, "H100", quantization="int4"))
+
+
+def test_a_checkpoint_of_4_bit_weights_is_refused_on_gpus_and_measured(
+    llama_8b: Path, tmp_path: Path
+) -> None:
+    form = CodedForm("compressed-tensors", 128, torch.bfloat16)
+    config = read_json(llama_8b / "config.json")
+    write_json(tmp_path / "config.json", config | {"quantization_config": form.config()})
+    with pytest.raises(ConfigError, match="H100 is a GPU; use the unquantized checkpoint"):
+        make_plan(ask_8b(tmp_path, "H100"))
+    sizes = [measure_model(read_model_spec(path), EngineConfig(path)) for path in (llama_8b, tmp_path)]
+    # 16 bits for each number, and 4 with a scale of 32 bits for each 128.
+    saved = (16 - 4.25) / 8 * sizes[0].token_flop / 2
+    assert sizes[0].weight_bytes - sizes[1].weight_bytes == pytest.approx(saved, rel=0.01)
 
 
 def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(llama_8b: Path) -> None:

@@ -273,14 +273,14 @@ REFUSED = {
         r"quant_method is 'gptq'; supported are compressed-tensors, fp8",
     ),
     "marlin": ({**compressed("int8", "channel"), "format": "marlin-24"}, r"format is 'marlin-24'"),
-    "four_bits": (compressed("int8", "channel", num_bits=4), r"only symmetric 8-bit numbers are served"),
+    "two_bits": (compressed("int8", "channel", num_bits=2), r"only symmetric 8-bit numbers and 4-bit"),
     "asymmetric": (
         compressed("int8", "channel", symmetric=False),
-        r"only symmetric 8-bit numbers are served",
+        r"only symmetric 8-bit numbers and 4-bit integers are served",
     ),
     "groups": (
         compressed("int8", "group", group_size=32),
-        r"strategy is 'group'; supported are tensor, channel",
+        r"strategy is 'group'; supported for 8-bit numbers are tensor, channel",
     ),
     "e5m2": ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt is 'e5m2'; only e4m3 is served"),
     "sparse": (
