@@ -6,7 +6,7 @@ fbgemm_fp8. If such a checkpoint also quantizes activations, only its weights ar
 exact, and their scales are not used.
 
 Supported with 4 bits are integers with a scale for each group of columns or each row, and maybe a zero point. The
-format is compressed-tensors.
+formats are compressed-tensors, GPTQ and AWQ.
 
 All supported formats are numbers times scales, which need no library. Formats that need a library (codebooks,
 rotations) are refused by name.
@@ -14,6 +14,7 @@ rotations) are refused by name.
 This module does not import torch, like all modules that read config.json.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,18 +22,21 @@ from slora.models.config_fields import ConfigFields
 
 Form = Literal["int8", "fp8", "int4"]
 _REMEDY = "use the unquantized checkpoint, and set quantization to int8 or fp8 to round it while it is read"
-_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8")
+_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "gptq", "awq")
 # The formats of compressed-tensors for 8-bit numbers, stored one per byte or four per 32-bit word.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 # Groups of other sizes do not suit `slora_kernels.coded_weight`.
 _GROUP_UNIT = 32
+# gptq stores zero points less 1, and gptq_v2 as they are.
+CodeFormat = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredCodes:
     """How weights of 4 bits are stored."""
 
+    format: CodeFormat
     group: int | None  # Columns that share a scale. None: a row has one scale.
     has_zero_points: bool
 
@@ -55,8 +59,8 @@ def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
         return None
     inner = fields.within("quantization_config", fields.table("quantization_config"))
     method = inner.text("quant_method", "")
-    if method == "compressed-tensors":
-        return _read_compressed_tensors(inner)
+    if method in _READERS:
+        return _READERS[method](inner)
     if method not in _METHODS:
         raise inner.refusal("quant_method", f"; supported are {', '.join(_METHODS)}; {_REMEDY}")
     if inner.text("fmt", "e4m3") != "e4m3":
@@ -119,15 +123,51 @@ def _read_codes(group: ConfigFields, weights: ConfigFields) -> StoredQuantizatio
     strategy = weights.text("strategy", "group")
     if strategy not in ("group", "channel"):
         raise weights.refusal("strategy", f"; supported for 4-bit numbers are group and channel; {_REMEDY}")
-    size = _read_group_size(weights, "group_size") if strategy == "group" else None
-    codes = StoredCodes(size, has_zero_points=not weights.flag("symmetric", default=True))
+    size = _read_group_size(weights) if strategy == "group" else None
+    codes = StoredCodes(
+        "compressed-tensors", size, has_zero_points=not weights.flag("symmetric", default=True)
+    )
     return StoredQuantization("compressed-tensors", "int4", None, codes)
 
 
-def _read_group_size(fields: ConfigFields, name: str) -> int:
-    size = fields.whole(name)
+def _read_gptq(fields: ConfigFields) -> StoredQuantization:
+    group = _read_bits(fields)
+    kind = fields.text("checkpoint_format", "gptq")
+    if kind not in ("gptq", "gptq_v2"):
+        raise fields.refusal("checkpoint_format", f"; supported are gptq and gptq_v2; {_REMEDY}")
+    if fields.table("dynamic"):
+        raise fields.refusal("dynamic", f"; all linear layers must be quantized in the same way; {_REMEDY}")
+    if fields.text("pack_dtype", "int32") != "int32":
+        raise fields.refusal("pack_dtype", f"; only int32 is served; {_REMEDY}")
+    is_symmetric = fields.flag("sym")
+    codes = StoredCodes("gptq_v2" if kind == "gptq_v2" else "gptq", group, has_zero_points=not is_symmetric)
+    return StoredQuantization("gptq", "int4", None, codes)
+
+
+def _read_awq(fields: ConfigFields) -> StoredQuantization:
+    group = _read_bits(fields)
+    if fields.text("version", "gemm").lower() != "gemm":
+        raise fields.refusal("version", f"; only gemm is served; {_REMEDY}")
+    if fields.text("backend", "autoawq") != "autoawq":
+        raise fields.refusal("backend", f"; only autoawq is served; {_REMEDY}")
+    if not fields.flag("zero_point", default=True):
+        raise fields.refusal("zero_point", f"; AWQ is served only with zero points; {_REMEDY}")
+    return StoredQuantization("awq", "int4", None, StoredCodes("awq", group, has_zero_points=True))
+
+
+def _read_bits(fields: ConfigFields) -> int | None:
+    """Checks the number of bits. Returns the size of a group; None: a row has one scale."""
+    if fields.whole("bits") != 4:
+        raise fields.refusal("bits", f"; of this quant_method, only 4 bits are served; {_REMEDY}")
+    if fields.whole("group_size", least=-1) == -1:
+        return None
+    return _read_group_size(fields)
+
+
+def _read_group_size(fields: ConfigFields) -> int:
+    size = fields.whole("group_size")
     if size % _GROUP_UNIT:
-        raise fields.refusal(name, f"; it must be a multiple of {_GROUP_UNIT}; {_REMEDY}")
+        raise fields.refusal("group_size", f"; it must be a multiple of {_GROUP_UNIT}; {_REMEDY}")
     return size
 
 
@@ -138,3 +178,10 @@ def _read_block(fields: ConfigFields, name: str) -> tuple[int, int] | None:
     if rows % 1 or columns % 1:
         raise fields.refusal(name, "; it must have whole numbers")
     return int(rows), int(columns)
+
+
+_READERS: Mapping[str, Callable[[ConfigFields], StoredQuantization]] = {
+    "compressed-tensors": _read_compressed_tensors,
+    "gptq": _read_gptq,
+    "awq": _read_awq,
+}

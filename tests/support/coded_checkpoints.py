@@ -11,11 +11,12 @@ from torch import Tensor
 
 # The columns or rows of eight codes in a word, from its lowest bits on.
 IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
 class CodedForm:
-    """group: columns that share a scale; None: all of a row."""
+    """method: compressed-tensors, gptq, gptq_v2 or awq. group: columns that share a scale; None: all of a row."""
 
     method: str
     group: int | None
@@ -25,6 +26,18 @@ class CodedForm:
 
     def config(self) -> dict[str, Any]:
         """quantization_config."""
+        size = -1 if self.group is None else self.group
+        if self.method.startswith("gptq"):
+            return {
+                "quant_method": "gptq", "bits": 4, "group_size": size, "sym": self.is_symmetric, "desc_act": False,
+                "checkpoint_format": self.method, "damp_percent": 0.01, "true_sequential": True, "lm_head": False,
+                "pack_dtype": "int32", "dynamic": None, "meta": {"quantizer": ["some:1.0"]},
+            }  # fmt: skip
+        if self.method == "awq":
+            return {
+                "quant_method": "awq", "bits": 4, "group_size": size, "zero_point": True, "version": "gemm",
+                "modules_to_not_convert": None,
+            }  # fmt: skip
         weights = {
             "num_bits": 4, "type": "int", "symmetric": self.is_symmetric, "dynamic": False,
             "strategy": "channel" if self.group is None else "group", "group_size": self.group,
@@ -64,7 +77,9 @@ def round_to_codes(weight: Tensor, form: CodedForm) -> Codes:
     else:
         smallest, largest = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
         scales = ((largest - smallest) / 15).to(form.dtype)
-        zeros = (-smallest / scales.float()).round().long().clamp(0, 15)
+        # A zero point of 0 can't be stored by gptq.
+        least = 1 if form.method == "gptq" else 0
+        zeros = (-smallest / scales.float()).round().long().clamp(least, 15)
     codes = (groups / scales.float()[:, :, None]).round().long() + zeros[:, :, None]
     return Codes(codes.clamp(0, 15).view(rows, columns), zeros, scales)
 
@@ -84,6 +99,21 @@ def write_codes(path: str, weight: Tensor, form: CodedForm) -> dict[str, Tensor]
     """The tensors of the linear whose weight is called `path`."""
     stored = round_to_codes(weight, form)
     columns = weight.shape[1]
+    groups = torch.arange(columns, dtype=torch.int32) // (form.group or columns)
+    linear = path.removesuffix("weight")
+    if form.method.startswith("gptq"):
+        return {
+            f"{linear}qweight": pack_words(stored.codes).T.contiguous(),
+            f"{linear}qzeros": pack_words(stored.zeros.T - int(form.method == "gptq")),
+            f"{linear}scales": stored.scales.T.contiguous(),
+            f"{linear}g_idx": groups,
+        }
+    if form.method == "awq":
+        return {
+            f"{linear}qweight": pack_words(stored.codes.T, AWQ_ORDER),
+            f"{linear}qzeros": pack_words(stored.zeros.T, AWQ_ORDER),
+            f"{linear}scales": stored.scales.T.contiguous(),
+        }
     tensors = {
         f"{path}_packed": pack_words(stored.codes),
         f"{path}_scale": stored.scales,
@@ -92,7 +122,7 @@ def write_codes(path: str, weight: Tensor, form: CodedForm) -> dict[str, Tensor]
     if not form.is_symmetric:
         tensors[f"{path}_zero_point"] = pack_words(stored.zeros.T).T.contiguous()
     if form.has_order:
-        tensors[f"{path}_g_idx"] = torch.arange(columns, dtype=torch.int32) // (form.group or columns)
+        tensors[f"{path}_g_idx"] = groups
     return tensors
 
 

@@ -334,6 +334,12 @@ def _read_block(block: RowBlock, file: int, buffers: SimpleQueue[Tensor]) -> Non
         buffers.put(buffer)
 
 
+def read_tensor(stored: TensorPlace, tensor: Tensor) -> None:
+    """Fills a contiguous tensor in CPU memory with the whole stored tensor."""
+    with stored.path.open("rb") as file:
+        read_into(tensor, stored, file.fileno(), stored.offset)
+
+
 def read_into(rows: Tensor, stored: TensorPlace, file: int, offset: int) -> None:
     """Fills contiguous `rows` in CPU memory from byte `offset` of the file."""
     assert rows.is_contiguous(), rows.stride()

@@ -24,14 +24,7 @@ from slora.memory.host_memory import empty_tensor
 from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
-from slora.models.weights.stored_codes import (
-    UNQUANTIZED,
-    GroupNumbers,
-    StoredCodesTarget,
-    allocate_stored_codes,
-    find_group_numbers,
-    unpack_words,
-)
+from slora.models.weights.stored_codes import CodesReader, allocate_stored_codes
 from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import (
     DTYPES,
@@ -46,7 +39,7 @@ from slora.models.weights.weight_blocks import (
     decode_gguf,
     expand_scales,
     read_blocks,
-    read_into,
+    read_tensor,
 )
 from slora_adapters.process.progress_bar import show_progress
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
@@ -100,7 +93,7 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._form = form
         self._block = block
-        self._codes = codes
+        self._codes = None if codes is None else CodesReader(checkpoint, codes, self._find)
         self._blocks: list[RowBlock] = []
         self._known_names: set[str] = set()
 
@@ -132,7 +125,7 @@ class WeightReader:
         The weight is quantized if `form` is set, if all tensors are stored in one 8-bit dtype with a scale per row, or
         if all are stored in 4 bits.
         """
-        if self._codes is not None and any(f"{part.name}_packed" in self._checkpoint for part in parts):
+        if self._codes is not None and any(self._codes.holds(part.name) for part in parts):
             return self._coded_linear(parts, self._codes)
         sources = [self._part_source(part) for part in parts]
         columns = parts[0].columns
@@ -163,50 +156,18 @@ class WeightReader:
             self._fill(source, target, part.rows)
         return weight
 
-    def _coded_linear(self, parts: Sequence[LinearPart], stored: StoredCodes) -> CodedWeight:
+    def _coded_linear(self, parts: Sequence[LinearPart], codes: CodesReader) -> CodedWeight:
         columns = parts[0].columns
-        numbers = []
-        for part in parts:
-            _check_stored_groups(self._find_words(part), part, stored.group or BLOCK_COLUMNS)
-            group = stored.group or part.shape[1]
-            groups = range(columns.start // group, -(-columns.stop // group))
-            numbers.append(self._group_numbers(part, group, stored).cut(part.rows, groups))
+        sources = [
+            WeightSource(codes.find_words(part.name, part.shape, columns), has_codes=True) for part in parts
+        ]
+        numbers = [codes.read_numbers(part.name, part.shape, part.rows, columns) for part in parts]
         weight = allocate_stored_codes(numbers, len(columns), self.device)
-        sizes = [len(part.scales) for part in numbers]
-        for part, codes in zip(parts, torch.split(weight.codes, sizes), strict=True):
-            source = WeightSource(self._find_words(part), has_codes=True)
-            self._fill(source, StoredCodesTarget(codes, columns), part.rows)
+        own = torch.split(weight.codes, [len(part.scales) for part in numbers])
+        for source, part, rows in zip(sources, parts, own, strict=True):
+            target, ranges, unit = codes.make_target(rows, part.rows, columns)
+            self._fill(source, target, ranges, unit)
         return weight
-
-    def _find_words(self, part: LinearPart) -> TensorPlace:
-        name, (num_rows, width) = f"{part.name}_packed", part.shape
-        if name not in self._checkpoint:
-            raise ConfigError(
-                f"{self._checkpoint.directory}: {part.name} is not stored in 4 bits, but linears that are multiplied "
-                f"together with it are; {UNQUANTIZED}"
-            )
-        self._known_names.add(f"{part.name}_shape")
-        words = self._find(name, (num_rows, -(-width // 8)))
-        if words.dtype != "I32":
-            raise _not_floating(words)
-        return words
-
-    def _group_numbers(self, part: LinearPart, group: int, stored: StoredCodes) -> GroupNumbers:
-        name, (num_rows, width) = part.name, part.shape
-        num_groups = width // group
-        place = self._find(f"{name}_scale", (num_rows, num_groups))
-        zeros = None
-        if stored.has_zero_points or f"{name}_zero_point" in self._checkpoint:
-            words = self._find(f"{name}_zero_point", (-(-num_rows // 8), num_groups))
-            zeros = unpack_words(self._read_int32(words).T).T[:num_rows]
-        if f"{name}_g_idx" in self._checkpoint:
-            order = self._find(f"{name}_g_idx", (width,))
-            if not torch.equal(self._read_int32(order), torch.arange(width, dtype=torch.int32) // group):
-                raise ConfigError(
-                    f"{order.path}: {order.name} groups columns that are not adjacent (activation order), which is not "
-                    f"served; {UNQUANTIZED}"
-                )
-        return find_group_numbers(place.name, place.path, self._read_now(place), zeros)
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
         """Whether tensor `name` is absent or has the same bytes as `other`. In both cases it is not needed."""
@@ -248,12 +209,9 @@ class WeightReader:
         return WeightSource(stack.item(index))
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
+        if self._codes is not None:
+            self._codes.refuse_matrix(name)
         if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
-            if self._codes is not None:
-                raise ConfigError(
-                    f"{self._checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are "
-                    f"served only unquantized; use a checkpoint that leaves them so, or {UNQUANTIZED}"
-                )
             return self._packed_source(name, *shape)
         stored = self._find(name, shape)
         if stored.dtype not in QUANTIZED:
@@ -281,25 +239,20 @@ class WeightReader:
             tensor = torch.empty(stored.num_bytes, dtype=torch.uint8)
         else:
             tensor = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
-        _read_tensor(stored, tensor)
+        read_tensor(stored, tensor)
         return decode_gguf(stored, tensor)
 
-    def _read_int32(self, stored: TensorPlace) -> Tensor:
-        if stored.dtype != "I32":
-            raise ConfigError(f"{stored.path}: {stored.name} is {stored.dtype}; it must be I32")
-        tensor = torch.empty(stored.shape, dtype=torch.int32)
-        _read_tensor(stored, tensor)
-        return tensor
-
-    def _fill(self, source: WeightSource, target: WeightTarget, parts: Iterable[range]) -> None:
+    def _fill(
+        self, source: WeightSource, target: WeightTarget, parts: Iterable[range], unit: int = 1
+    ) -> None:
+        """unit: rows that a block has a multiple of."""
         stored = source.stored
         is_packed = source.packed_width is not None or source.has_codes or stored.block is not None
         if stored.dtype not in DTYPES and not is_packed:
             raise _not_floating(stored)
-        step = max(1, _BLOCK_BYTES // stored.row_bytes)
-        if stored.paired_rows:
-            # Ranks hold whole heads, so all ranges begin and end with a head.
-            step = -(-step // stored.paired_rows) * stored.paired_rows
+        # Ranks hold whole heads, so all ranges begin and end with a head.
+        unit = stored.paired_rows or unit
+        step = -(-max(1, _BLOCK_BYTES // stored.row_bytes) // unit) * unit
         target_row = 0
         for rows in parts:
             for row in range(rows.start, rows.stop, step):
@@ -309,7 +262,11 @@ class WeightReader:
 
     def _refuse_unknown_tensors(self) -> None:
         unknown = [
-            name for name in self._checkpoint if name not in self._known_names and not _HARMLESS.search(name)
+            name
+            for name in self._checkpoint
+            if name not in self._known_names
+            and not _HARMLESS.search(name)
+            and not (self._codes is not None and self._codes.is_empty_bias(name))
         ]
         if unknown:
             raise ConfigError(
@@ -333,27 +290,6 @@ def _check_groups(sources: Sequence[WeightSource], parts: Sequence[LinearPart]) 
                 f"{source.stored.path}: {part.name} has {ends[0]} columns, of which this process computes {ends[1]} to "
                 f"{ends[2] - 1}; int4 needs multiples of {BLOCK_COLUMNS}, so choose --quantization int8"
             )
-
-
-def _check_stored_groups(stored: TensorPlace, part: LinearPart, unit: int) -> None:
-    """unit: the columns of a group."""
-    width, columns = part.shape[1], part.columns
-    if width % unit:
-        raise ConfigError(
-            f"{stored.path}: {part.name} has {width} columns; weights that are stored in 4 bits need a multiple of "
-            f"{unit}: {UNQUANTIZED}"
-        )
-    if columns.start % unit or columns.stop % unit:
-        raise ConfigError(
-            f"{stored.path}: {part.name} has {width} columns, of which this process computes {columns.start} to "
-            f"{columns.stop - 1}; they are stored in groups of {unit}, which can't be cut: choose a smaller "
-            "--tensor-parallel-size"
-        )
-
-
-def _read_tensor(stored: TensorPlace, tensor: Tensor) -> None:
-    with stored.path.open("rb") as file:
-        read_into(tensor, stored, file.fileno(), stored.offset)
 
 
 def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:

@@ -241,8 +241,9 @@ def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
     check_against_one_rank(replace(kit, directory=stored), 4, 12 if soak else 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", CODED_MODELS)
-@pytest.mark.parametrize("form", ["groups_of_32", pytest.param("zero_points", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", [name for name, form in CODED_FORMS.items() if form.group != 128])
 def test_a_checkpoint_of_4_bit_weights_is_divided_with_its_groups(
     tmp_path: Path, model: str, form: str, *, soak: bool
 ) -> None:

@@ -268,9 +268,9 @@ def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
 
 
 REFUSED = {
-    "gptq": (
-        {"quant_method": "gptq", "bits": 4},
-        r"quant_method is 'gptq'; supported are compressed-tensors, fp8",
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        r"quant_method is 'bitsandbytes'; supported are compressed-tensors, fp8, fbgemm_fp8, gptq, awq",
     ),
     "marlin": ({**compressed("int8", "channel"), "format": "marlin-24"}, r"format is 'marlin-24'"),
     "two_bits": (compressed("int8", "channel", num_bits=2), r"only symmetric 8-bit numbers and 4-bit"),

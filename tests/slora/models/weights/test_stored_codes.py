@@ -38,6 +38,10 @@ FORMS = {
     "rows": CodedForm(METHOD, None, torch.float32),
     "zero_points": CodedForm(METHOD, 64, torch.bfloat16, is_symmetric=False),
     "zero_points_of_rows": CodedForm(METHOD, None, torch.float16, is_symmetric=False),
+    "gptq": CodedForm("gptq", 64, torch.float16),
+    "gptq_zero_points": CodedForm("gptq", 32, torch.float16, is_symmetric=False),
+    "gptq_v2": CodedForm("gptq_v2", None, torch.bfloat16, is_symmetric=False),
+    "awq": CodedForm("awq", 128, torch.float16, is_symmetric=False),
 }
 CPU = torch.device("cpu")
 
@@ -105,7 +109,7 @@ def read_weight(
     columns: range | None = None,
 ) -> CodedWeight:
     """Reads the weights in the given order as one. columns: those of this rank."""
-    codes = StoredCodes(form.group, has_zero_points=not form.is_symmetric)
+    codes = StoredCodes(form.method, form.group, has_zero_points=not form.is_symmetric)  # type: ignore[arg-type]
     reader = WeightReader(Checkpoint(directory), torch.float32, CPU, codes=codes)
     columns = range(width) if columns is None else columns
     weight = reader.linear(
@@ -132,9 +136,12 @@ def test_numbers_are_those_that_are_stored_bit_by_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
     monkeypatch.setattr("slora.models.weights.weight_reader._BLOCK_BYTES", 400)
-    exact = write_linears(tmp_path, FORMS[form], 256, a=13, b=40, c=1)
-    weight = read_weight(tmp_path, FORMS[form], [("a", 13), ("b", 40), ("c", 1)], 256)
+    # Words of GPTQ and AWQ have codes or zero points of eight rows.
+    rows = {"a": 13, "b": 40, "c": 1} if FORMS[form].method == METHOD else {"a": 16, "b": 40, "c": 8}
+    exact = write_linears(tmp_path, FORMS[form], 256, **rows)
+    weight = read_weight(tmp_path, FORMS[form], [*rows.items()], 256)
     assert weight.codes.numel() == exact.numel() // 2
+    assert all(part.is_contiguous() for part in (weight.codes, weight.scales, weight.minimums))
     if FORMS[form].is_symmetric:
         assert not weight.minimums.numel()
         is_half = FORMS[form].dtype == torch.float16
@@ -191,7 +198,7 @@ def test_columns_in_activation_order_are_refused(tmp_path: Path) -> None:
 DAMAGES = {
     "infinite": ("a.weight_scale", torch.full((8, 4), torch.inf), "not finite"),
     "other_groups": ("a.weight_scale", torch.ones(8, 2), r"shape \[8, 2\]; config.json requires \[8, 4\]"),
-    "float64": ("a.weight_scale", torch.ones(8, 4).double(), "scales are read in F16, BF16 or F32"),
+    "float64": ("a.weight_scale", torch.ones(8, 4).double(), "scales are read in F16, BF16, F32"),
     "codes": ("a.weight_packed", torch.zeros(8, 16, dtype=torch.int64), "weight_packed is I64"),
     "zero_points": ("a.weight_zero_point", torch.zeros(1, 4), "weight_zero_point is F32; it must be I32"),
     "no_zero_points": ("a.weight_zero_point", None, "has no tensor 'a.weight_zero_point'"),
@@ -207,6 +214,49 @@ def test_tensors_that_do_not_belong_together_are_refused(tmp_path: Path, name: s
     del tensors[key]
     save_file(tensors | ({} if tensor is None else {key: tensor}), tmp_path / "model.safetensors")
     with pytest.raises(ConfigError, match=said):
+        read_weight(tmp_path, form, [("a", 8)], 128)
+
+
+def test_rows_are_chosen_in_any_order(tmp_path: Path) -> None:
+    """As of phi3, whose q, k and v are stored as one matrix of which a rank holds parts."""
+    for form in FORMS.values():
+        exact = write_linears(tmp_path, form, 256, a=64)
+        codes = StoredCodes(form.method, form.group, has_zero_points=not form.is_symmetric)  # type: ignore[arg-type]
+        reader = WeightReader(Checkpoint(tmp_path), torch.float32, CPU, codes=codes)
+        rows = (range(40, 56), range(3, 7))
+        weight = reader.linear([LinearPart("a.weight", (64, 256), rows, range(128, 256))])
+        reader.read()
+        assert isinstance(weight, CodedWeight)
+        assert torch.equal(weight.decode(), torch.cat([exact[40:56], exact[3:7]])[:, 128:])
+
+
+def test_gptq_refuses_activation_order_and_ambiguous_zero_points(tmp_path: Path) -> None:
+    form = FORMS["gptq"]
+    write_linears(tmp_path, form, 128, a=8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"a.g_idx": tensors["a.g_idx"].flip(0)}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ConfigError, match=r"a\.g_idx groups columns that are not adjacent \(activation order\)"
+    ):
+        read_weight(tmp_path, form, [("a", 8)], 128)
+    save_file(
+        tensors | {"a.qzeros": torch.full((2, 1), -1, dtype=torch.int32)}, tmp_path / "model.safetensors"
+    )
+    with pytest.raises(ConfigError, match=r"a\.qzeros has zero points of 15, which some programs read as 16"):
+        read_weight(tmp_path, replace(form, is_symmetric=False), [("a", 8)], 128)
+    save_file(tensors | {"a.qzeros": torch.zeros(2, 1, dtype=torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"a\.qzeros has zero points other than 8, but .* symmetric"):
+        read_weight(tmp_path, form, [("a", 8)], 128)
+
+
+def test_a_bias_of_zeros_that_a_model_does_not_have_is_skipped(tmp_path: Path) -> None:
+    form = FORMS["gptq"]
+    exact = write_linears(tmp_path, form, 128, a=8)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {"a.bias": torch.zeros(8)}, tmp_path / "model.safetensors")
+    assert torch.equal(read_weight(tmp_path, form, [("a", 8)], 128).decode(), exact)
+    save_file(tensors | {"a.bias": torch.ones(8)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"has 1 tensors that its config.json does not describe.*a\.bias"):
         read_weight(tmp_path, form, [("a", 8)], 128)
 
 
@@ -246,6 +296,7 @@ def change_group(**changes: Any) -> dict[str, Any]:
     return config
 
 
+GPTQ, AWQ = FORMS["gptq"].config(), FORMS["awq"].config()
 REFUSED = {
     "small_groups": (change(group_size=16), r"group_size is 16; it must be a multiple of 32"),
     "no_group_size": (change(group_size=None), r"group_size is None; it must be a positive whole number"),
@@ -257,6 +308,21 @@ REFUSED = {
         r"input_activations is .*only activations that are not quantized are served",
     ),
     "format": ({**change(), "format": "int-quantized"}, r"format is 'int-quantized'; 4-bit numbers are"),
+    "gptq_bits": ({**GPTQ, "bits": 8}, r"bits is 8; of this quant_method, only 4 bits are served"),
+    "gptq_groups": ({**GPTQ, "group_size": 16}, r"group_size is 16; it must be a multiple of 32"),
+    "gptq_format": (
+        {**GPTQ, "checkpoint_format": "marlin"},
+        r"checkpoint_format is 'marlin'; supported are gptq",
+    ),
+    "gptq_layers": ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, r"dynamic is .*quantized in the same way"),
+    "gptq_words": ({**GPTQ, "pack_dtype": "int16"}, r"pack_dtype is 'int16'; only int32 is served"),
+    "awq_bits": ({**AWQ, "bits": 3}, r"bits is 3; of this quant_method, only 4 bits are served"),
+    "awq_version": ({**AWQ, "version": "gemv"}, r"version is 'gemv'; only gemm is served"),
+    "awq_backend": ({**AWQ, "backend": "llm-awq"}, r"backend is 'llm-awq'; only autoawq is served"),
+    "awq_symmetric": (
+        {**AWQ, "zero_point": False},
+        r"zero_point is False; AWQ is served only with zero points",
+    ),
     "sparse": ({**change(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
 }
 
