@@ -123,5 +123,5 @@ def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
         )
         # By default, autocast_adapter_dtype converts 16-bit adapters to float32, which only training needs.
         return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
-    except (OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError, LookupError) as error:
         raise NotComparable(f"transformers and peft can't load {adapter} on {model}: {error}") from error

@@ -1,6 +1,7 @@
 """Memory, open files and the port are compared with the settings."""
 
 import json
+import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
+import torch
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
@@ -33,6 +35,7 @@ from slora_kernels.machine_limits import MachineLimits
 from tests.api.doctor.test_doctor import CPU, DEMO
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
+from tests.support.coded_checkpoints import CodedForm, write_coded_checkpoint
 
 T = TypeVar("T")
 
@@ -107,6 +110,16 @@ def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
     for form, most in (("int8", 0.6), ("int4", 0.45)):
         quantized = replace(SETTINGS, engine=replace(SETTINGS.engine, quantization=form))
         assert find_model(quantized).num_bytes < most * found.num_bytes
+
+
+def test_weights_of_4_bits_are_measured_as_they_are_stored(tmp_path: Path) -> None:
+    form = CodedForm("gptq", 64, torch.float16)
+    stored, _ = write_coded_checkpoint(DEMO / "model", tmp_path, form)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / "model" / name, stored)
+    found = find_model(SETTINGS).num_bytes
+    coded = find_model(replace(SETTINGS, engine=EngineConfig(stored))).num_bytes
+    assert 0.125 * found < coded < 0.3 * found
 
 
 def test_too_few_open_files_are_a_warning_and_fail_if_answers_do_not_fit(

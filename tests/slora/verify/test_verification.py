@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from peft import LoraConfig
 from safetensors.numpy import load_file
 
@@ -16,6 +17,7 @@ from slora.models.model_spec import read_model_spec
 from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import TOLERANCES, Verification, VerificationRequest, verify_adapter
 from slora_api.cli.main import main
+from tests.support.coded_checkpoints import CodedForm, write_coded_checkpoint
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
 from tests.support.tiny_models import LONGROPE, make_model, write_model
@@ -243,3 +245,27 @@ def test_an_adapter_that_peft_cannot_load_is_not_compared(
     assert main(["adapter", "verify", str(directory), "--model", str(kit.directory), "--device", "cpu"]) == 2
     page = capsys.readouterr().out
     assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page
+
+
+def test_a_checkpoint_whose_library_is_missing_is_not_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Born from a bug: transformers' ImportError was a traceback. slora reads such checkpoints itself."""
+    kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    widths = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
+    kit = make_kit(tmp_path, "llama", kinds, vocab_size=400, num_hidden_layers=1, **widths)
+    form = CodedForm("awq", 32, torch.float16, is_symmetric=False)
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, form)
+    write_tokenizer(stored, byte_level(vocab_size=400))
+    command = [
+        "adapter",
+        "verify",
+        str(kit.adapters["r8_on_q_and_v"]),
+        "--model",
+        str(stored),
+        "--device",
+        "cpu",
+    ]
+    assert main(command) == 2
+    page = capsys.readouterr().out
+    assert "not_comparable: transformers and peft can't load" in page and "AWQ" in page

@@ -14,7 +14,7 @@ from torch import Tensor
 from slora import LLM, SamplingParams
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
-from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import KINDS
@@ -113,7 +113,7 @@ WIDE = {
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("model", WIDE)
-@pytest.mark.parametrize("kernels", [name for name in ENGINE_KERNELS if name != "triton"])
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("size", (1, pytest.param(2, marks=pytest.mark.soak)))
 def test_answers_are_those_of_weights_rounded_to_4_bits(
     tmp_path: Path, report: Callable[[str], None], model: str, kernels: str, size: int
@@ -126,7 +126,8 @@ def test_answers_are_those_of_weights_rounded_to_4_bits(
     kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2, **WIDE[model])
     rewrite(kit.directory, tmp_path / "exact", dequantize)
-    work = answer(kit, kit.directory, quantization="int4", kernels=kernels, tensor_parallel_size=size)
+    settings = {"kernels": kernels, "tensor_parallel_size": size, "device": "cpu"}
+    work = answer(kit, kit.directory, quantization="int4", **settings)
     verdict = judge(kit, tmp_path / "exact", work)
     report(f"parity of weights in int4 with {kernels} kernels: {verdict}")
     assert verdict.equal, verdict

@@ -13,13 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slora import LLM, SamplingParams
+from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
+from slora.models.model import load_model
+from slora.models.model_spec import read_model_spec
 from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.coded_weight import CodedWeight
 from tests.support.coded_checkpoints import CodedForm, round_to_codes, write_coded_checkpoint, write_codes
-from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import KINDS
@@ -71,7 +74,7 @@ def judge(kit: ModelKit, stored: Path, exact: Path, **settings: Any) -> Verdict:
     kinds = [None, *kit.adapters] * 3
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 17, 40, 75)))] for _ in kinds]
     limits = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
-    llm = LLM(stored, pool_bytes=kit.pool_bytes(400), **limits, **settings)
+    llm = LLM(stored, device="cpu", pool_bytes=kit.pool_bytes(400), **limits, **settings)
     sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
     outputs = llm.generate(prompts, sampling, [kit.path(kind) for kind in kinds])
     oracle, verdict = Oracle(exact, kit.adapters), Verdict()
@@ -85,7 +88,7 @@ def judge(kit: ModelKit, stored: Path, exact: Path, **settings: Any) -> Verdict:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", WIDE)
-@pytest.mark.parametrize("kernels", [name for name in ENGINE_KERNELS if name != "triton"])
+@pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
     kits: Callable[[str], ModelKit],
     tmp_path: Path,
@@ -263,7 +266,7 @@ def test_a_bias_of_zeros_that_a_model_does_not_have_is_skipped(tmp_path: Path) -
 def test_linears_of_one_product_are_all_stored_in_4_bits_or_none(kit: ModelKit, tmp_path: Path) -> None:
     stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS["rows"], kept="k_proj")
     with pytest.raises(ConfigError, match=r"k_proj\.weight is not stored in 4 bits, but.*unquantized"):
-        LLM(stored)
+        LLM(stored, device="cpu")
 
 
 def test_a_head_of_4_bits_is_refused(kit: ModelKit, tmp_path: Path) -> None:
@@ -272,15 +275,28 @@ def test_a_head_of_4_bits_is_refused(kit: ModelKit, tmp_path: Path) -> None:
     head = write_codes("lm_head.weight", tensors.pop("lm_head.weight"), FORMS["rows"])
     save_file(tensors | head, stored / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lm_head\.weight is stored in 4 bits, but embeddings, heads and"):
-        LLM(stored)
+        LLM(stored, device="cpu")
 
 
 def test_weights_of_4_bits_are_not_rounded_again(kit: ModelKit, tmp_path: Path) -> None:
     stored, exact = write_coded_checkpoint(kit.directory, tmp_path, FORMS["groups_of_32"])
     with pytest.raises(ConfigError, match="quantization is int8, but this checkpoint is stored as int4"):
-        LLM(stored, quantization="int8")
+        LLM(stored, device="cpu", quantization="int8")
     verdict = judge(kit, stored, exact, kernels=KERNELS, quantization="int4")
     assert verdict.equal, verdict
+
+
+def test_a_gpu_refuses_them_before_anything_is_read(kit: ModelKit, tmp_path: Path) -> None:
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS["awq"])
+    said = "int4 are multiplied on CPUs only; use the unquantized checkpoint with --quantization int8 or fp8"
+    with pytest.raises(ConfigError, match=said):
+        load_model(
+            EngineConfig(stored),
+            read_model_spec(stored),
+            torch.bfloat16,
+            torch.device("cuda"),
+            max_model_len=64,
+        )
 
 
 def change(**changes: Any) -> dict[str, Any]:
@@ -333,4 +349,4 @@ def test_an_unsupported_form_is_refused_by_name(kit: ModelKit, tmp_path: Path, n
     fields = json.loads((kit.directory / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
     with pytest.raises(ConfigError, match=rf"quantization_config.*{said}"):
-        LLM(tmp_path)
+        LLM(tmp_path, device="cpu")
