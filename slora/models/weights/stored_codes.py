@@ -190,7 +190,7 @@ class CodesReader:
         zeros = self._locate(name, layout.zeros, (-(-shape[0] // 8), shape[1]))
         words = _read_int32(zeros)
         # Words have adjacent rows in all formats.
-        codes = unpack_words(words if layout.is_transposed else words.T, layout.places).T[: shape[0]]
+        codes = _unpack_words(words if layout.is_transposed else words.T, layout.places).T[: shape[0]]
         if layout.added and bool((codes == _LARGEST).any()):
             raise ConfigError(
                 f"{zeros.path}: {zeros.name} has zero points of 15, which some programs read as 16 and others as 0; "
@@ -260,7 +260,7 @@ def allocate_stored_codes(numbers: Sequence[GroupNumbers], width: int, device: t
     return CodedWeight(codes, scales.to(device), minimums.to(device), table)
 
 
-def unpack_words(words: Tensor, places: Sequence[int] = _IN_ORDER) -> Tensor:
+def _unpack_words(words: Tensor, places: Sequence[int] = _IN_ORDER) -> Tensor:
     """The codes of int32 [..., n]: uint8 [..., 8 * n]. places: those of eight adjacent codes, the lowest bits first."""
     return (
         (words[..., None] >> torch.tensor([4 * place for place in places]) & 15).to(torch.uint8).flatten(-2)
