@@ -347,6 +347,7 @@ REFUSED = {
 def test_an_unsupported_form_is_refused_by_name(kit: ModelKit, tmp_path: Path, name: str) -> None:
     config, said = REFUSED[name]
     fields = json.loads((kit.directory / "config.json").read_text(encoding="utf-8"))
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": config}))
+    content = json.dumps(fields | {"quantization_config": config})
+    (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"quantization_config.*{said}"):
         LLM(tmp_path, device="cpu")
