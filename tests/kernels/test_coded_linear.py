@@ -50,6 +50,19 @@ def test_codes_are_unpacked_in_the_order_of_the_columns() -> None:
     assert torch.equal(weight.rows(1, 2).decode(), codes[1:].float())
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize("scale_dtype", (torch.float16, torch.float32))
+@pytest.mark.parametrize("has_minimums", (False, True))
+def test_squares_of_rows_are_added_up_without_decoding(
+    shape: tuple[int, int, int, int], table: str, scale_dtype: torch.dtype, *, has_minimums: bool
+) -> None:
+    _, width, group, rows = shape
+    weight = make_coded(rows, width, group, table, scale_dtype=scale_dtype, has_minimums=has_minimums)
+    expected = weight.decode().double().square().sum(1)
+    torch.testing.assert_close(weight.sum_squares().double(), expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)

@@ -123,11 +123,9 @@ def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:
     """The sum of the squares of each row of a weight [N, K], float32 [N]."""
     if isinstance(weight, QuantizedWeight):
         return sum_squares(weight.values) * weight.scales.square()
-    num_rows, width = weight.shape
-    step = max(1, _SQUARED_ELEMENTS // max(1, width))
     if isinstance(weight, CodedWeight):
-        parts = (weight.rows(first, first + step).decode() for first in range(0, num_rows, step))
-        return torch.cat([part.square().sum(1) for part in parts])
+        return weight.sum_squares()
+    step = max(1, _SQUARED_ELEMENTS // max(1, weight.shape[1]))
     return torch.cat([part.float().square().sum(1) for part in torch.split(weight, step)])
 
 

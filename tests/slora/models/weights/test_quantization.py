@@ -17,12 +17,12 @@ from slora.models.model_spec import read_model_spec
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.peft_adapters import KINDS
+from tests.support.peft_adapters import DORA_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.trained_model import ask_trained_model
 
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
+ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")} | {"dora": DORA_KINDS["dora"]}
 # Prompts, the adapter kind of each prompt, and the answers.
 Work = tuple[list[list[int]], list[str | None], list[list[int]]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)

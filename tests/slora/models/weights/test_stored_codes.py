@@ -25,10 +25,10 @@ from tests.support.coded_checkpoints import CodedForm, round_to_codes, write_cod
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.peft_adapters import KINDS
+from tests.support.peft_adapters import DORA_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE
 
-ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")}
+ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")} | {"dora": DORA_KINDS["dora"]}
 # Their input widths are multiples of 128.
 WIDE = {
     "llama": {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "attention_bias": True},
