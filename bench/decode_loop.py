@@ -8,9 +8,10 @@ It also compares forms of the base model's weights. Their steps take turns, beca
 
     python -m bench.decode_loop --quantizations auto int8 int4 --size large --batch 1 --adapters 0
 
-Or adapters with DoRA and plain ones of the same ranks:
+Or adapters with DoRA, or with output heads of their own, and plain ones of the same ranks:
 
     python -m bench.decode_loop --kinds lora dora --batch 16 --adapters 8
+    python -m bench.decode_loop --kinds lora head --batch 16 --adapters 2
 """
 
 import argparse
@@ -78,7 +79,7 @@ def main() -> None:
     parser.add_argument(
         "--quantizations", nargs="+", default=["auto"], choices=["auto", "int8", "fp8", "int4"]
     )
-    parser.add_argument("--kinds", nargs="+", default=["lora"], choices=["lora", "dora"])
+    parser.add_argument("--kinds", nargs="+", default=["lora"], choices=["lora", "dora", "head"])
     parser.add_argument("--size", default="small", choices=list(_SIZES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
@@ -93,7 +94,7 @@ def main() -> None:
         }
         for kind, paths in adapters.items():
             for index, path in enumerate(paths):
-                write_adapter(path, index, dtype, _SIZES[options.size], use_dora=kind == "dora")
+                write_adapter(path, index, dtype, _SIZES[options.size], kind=kind)
         settings = {
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,

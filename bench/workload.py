@@ -83,19 +83,22 @@ def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) ->
 
 
 def write_adapter(
-    directory: Path, index: int, dtype: torch.dtype, size: ModelSize = SMALL, *, use_dora: bool = False
+    directory: Path, index: int, dtype: torch.dtype, size: ModelSize = SMALL, *, kind: str = "lora"
 ) -> None:
     """A peft adapter of rank RANKS[index % 4]."""
     directory.mkdir(parents=True)
     rank = RANKS[index % len(RANKS)]
-    for name, content in make_adapter(rank, dtype, size, seed=1 + index, use_dora=use_dora).items():
+    for name, content in make_adapter(rank, dtype, size, seed=1 + index, kind=kind).items():
         (directory / name).write_bytes(content)
 
 
 def make_adapter(
-    rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int, use_dora: bool = False
+    rank: int, dtype: torch.dtype, size: ModelSize, *, seed: int, kind: str = "lora"
 ) -> dict[str, bytes]:
-    """The files of a peft adapter on all seven linears, neither A nor B zero."""
+    """The files of a peft adapter on all seven linears, neither A nor B zero.
+
+    kind: "lora", "dora", or "head", which has an output head of its own, too.
+    """
     torch.manual_seed(seed)
     config = {
         "peft_type": "LORA",
@@ -105,7 +108,8 @@ def make_adapter(
         "lora_alpha": rank,
         "target_modules": sorted(name.split(".")[1] for name in size.widths),
         "bias": "none",
-        "use_dora": use_dora,
+        "use_dora": kind == "dora",
+        "modules_to_save": ["lm_head"] if kind == "head" else None,
         "lora_dropout": 0.0,
         "inference_mode": True,
     }
@@ -115,10 +119,12 @@ def make_adapter(
             prefix = f"base_model.model.model.layers.{layer}.{name}"
             tensors[f"{prefix}.lora_A.weight"] = _normal(rank, in_width).to(dtype)
             tensors[f"{prefix}.lora_B.weight"] = _normal(out_width, rank).to(dtype)
-            if use_dora:
+            if kind == "dora":
                 # About the norms of the model's own rows.
                 norm = 0.02 * in_width**0.5
                 tensors[f"{prefix}.lora_magnitude_vector"] = (norm + _normal(out_width)).float()
+    if kind == "head":
+        tensors["base_model.model.lm_head.weight"] = _normal(size.vocab, size.hidden).to(dtype)
     return {
         "adapter_config.json": json.dumps(config, indent=2).encode(),
         "adapter_model.safetensors": save(tensors, metadata={"format": "pt"}),

@@ -5,6 +5,7 @@ tables. A tile is a run of consecutive tokens that use the same slot. A sequence
 row of page ids.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,6 +84,21 @@ class AdapterTables:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """Where the rows lie that an adapter has in place of some rows of the embedding or of the head.
+
+    pages: uint8 [num_pages, page_bytes], the pool. page_ids: those of the adapter, in order. first_id, first_row: the
+    first segments of the token ids, int32 [count] in ascending order, and of the rows.
+    """
+
+    pages: Tensor
+    page_ids: list[int]
+    count: int
+    first_id: int
+    first_row: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoraTiles:
     """The LoRA work of one step, shared by all layers. Tokens without an adapter are in no tile.
 
@@ -97,6 +113,8 @@ class LoraTiles:
     other tokens.
     num_groups: `LoraTargets.num_groups` of the slots in use together. Sites of later groups have no LoRA work.
     has_affine: whether an adapter of the slots in use has scales and offsets of output columns.
+    runs: the tiles as (slot, first token, number of tokens) on the host, if an adapter replaces rows of the embedding
+    or of the head; otherwise empty.
     """
 
     tiles: Tensor
@@ -106,6 +124,7 @@ class LoraTiles:
     num_decodes: int = 0
     num_groups: int = _ALL_GROUPS
     has_affine: bool = False
+    runs: Sequence[Sequence[int]] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ and the output head come last, as two groups of one module each.
 DoRA and trained biases change a module's output column by column: the output is multiplied by a scale, and an offset is
 added (`Affine`). Two rows of float32 behind the module's B hold them.
 
+An adapter may replace rows of the embedding and of the head: those of some tokens, or all. They come after everything
+else: for each of the two, the token ids (int32, ascending), then a row of the hidden size for each id.
+
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
 crosses a page boundary. A kernel looks up one page id per segment, whatever the rank. Nothing is padded to a maximum
 rank.
@@ -128,6 +131,7 @@ class ModelShape:
     groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
     head_has_bias: whether the head has a bias.
+    ties_head: whether the config ties the head to the embedding.
 
     A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
     embedding, or the head. Modules and sites are numbered layer by layer. The embedding and the head come last.
@@ -147,6 +151,7 @@ class ModelShape:
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"
     head_has_bias: bool = False
+    ties_head: bool = False
 
     def __post_init__(self) -> None:
         members = [linear for group in self.groups for linear in group]
@@ -398,7 +403,8 @@ class LoraTargets:
     embedding, head: whether the input embedding or the output head is adapted.
     kv: whether K or V of any layer changes.
     affine: whether a module has a scale and an offset for each of its output columns.
-    rescales: whether one of these scales is not 1.
+    rows: whether rows of the embedding or of the head are replaced.
+    stands_alone: whether the adapter can't be part of a sum, because it scales outputs or replaces rows.
     """
 
     max_group_rank: int
@@ -407,7 +413,8 @@ class LoraTargets:
     head: bool
     kv: bool
     affine: bool = False
-    rescales: bool = False
+    rows: bool = False
+    stands_alone: bool = False
 
 
 class Affine(NamedTuple):
@@ -430,6 +437,8 @@ class AdapterLayout:
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
     affine: int32 [num_modules, 4], (whether the module has scales and offsets, first segment of the scales,
         `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
+    rows: int32 [2, 3], (number of replaced rows, first segment of their token ids, first segment of the rows) of the
+        embedding and of the head.
     num_groups: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
@@ -437,6 +446,7 @@ class AdapterLayout:
     groups: Int32Array
     modules: Int32Array
     affine: Int32Array
+    rows: Int32Array
     num_segments: int
     num_groups: int
     changes_kv: bool
@@ -447,7 +457,10 @@ class AdapterLayout:
 
     @property
     def targets(self) -> LoraTargets:
-        embedding, head = (bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0])
+        embedding, head = (
+            bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0] | self.rows[:, 0]
+        )
+        has_rows = bool(self.rows[:, 0].any())
         return LoraTargets(
             int(self.groups[:, 0].max()),
             self.num_groups,
@@ -455,22 +468,26 @@ class AdapterLayout:
             head=head,
             kv=self.changes_kv,
             affine=bool(self.affine[:, 0].any()),
-            rescales=bool(self.affine[:, 2].any()),
+            rows=has_rows,
+            stands_alone=has_rows or bool(self.affine[:, 2].any()),
         )
 
 
-# The bytes of a scale or an offset.
+# The bytes of a scale or an offset, and of a token id.
 AFFINE_BYTES = 4
 # Scales or offsets in a segment.
 AFFINE_SEGMENT = SEGMENT_BYTES // AFFINE_BYTES
 
 
 def lay_out_adapter(
-    shape: ModelShape, ranks: Sequence[int], affine: Mapping[int, Affine] = MappingProxyType({})
+    shape: ModelShape,
+    ranks: Sequence[int],
+    affine: Mapping[int, Affine] = MappingProxyType({}),
+    num_rows: tuple[int, int] = (0, 0),
 ) -> AdapterLayout:
     """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m has no A and B.
 
-    affine: the modules with scales and offsets.
+    affine: the modules with scales and offsets. num_rows: replaced rows of the embedding and of the head.
     """
     groups = np.zeros((shape.num_sites, 2), np.int32)
     modules = np.zeros((shape.num_modules, 3), np.int32)
@@ -489,12 +506,20 @@ def lay_out_adapter(
             if m in affine:
                 columns[m] = True, segment, *affine[m]
                 segment += 2 * affine_segments(width)
+    rows = np.zeros((2, 3), np.int32)
+    for index, count in enumerate(num_rows):
+        first_row = segment + affine_segments(count)
+        rows[index] = count, segment, first_row
+        segment = first_row + count * shape.row_segments(shape.hidden_size)
     adapted = {m for m in range(shape.num_modules) if ranks[m] or m in affine}
+    adapted |= {
+        m for m, count in zip((shape.embedding_module, shape.head_module), num_rows, strict=True) if count
+    }
     used = (site for site in shape.sites[:-2] if not adapted.isdisjoint(site.module_ids))
     num_groups = max((site.kind + 1 for site in used), default=0)
-    return AdapterLayout(groups, modules, columns, segment, num_groups, shape.changes_kv(adapted))
+    return AdapterLayout(groups, modules, columns, rows, segment, num_groups, shape.changes_kv(adapted))
 
 
 def affine_segments(width: int) -> int:
-    """Number of segments of the scales, or of the offsets, of `width` columns."""
+    """Number of segments of `width` scales, offsets or token ids."""
     return -(-width // AFFINE_SEGMENT)

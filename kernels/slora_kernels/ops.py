@@ -16,6 +16,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
     TileLimits,
+    TokenRows,
 )
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LoraSite
@@ -181,6 +182,9 @@ class Kernels(Protocol):
 
         Modules without scales and offsets do not change. The result is rounded once.
         """
+
+    def token_logits(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        """hidden [n, H] times the rows that an adapter has in place of rows of the head -> [n, rows.count]."""
 
     def write_delta(
         self,

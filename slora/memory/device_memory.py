@@ -20,7 +20,7 @@ from slora.memory.host_memory import HostPages, empty_tensor
 from slora.memory.residency import AdapterLoad
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.version import AdapterVersion
-from slora_kernels.batch import AdapterTables, KVGeometry
+from slora_kernels.batch import AdapterTables, KVGeometry, TokenRows
 from slora_kernels.host_copies import upload
 from slora_kernels.layout import AdapterLayout, ModelShape
 from slora_kernels.torch.lora_matmuls import write_rows
@@ -101,6 +101,8 @@ class DeviceMemory:
         self._slots: dict[int, _SlotContent] = {}
         # Loaded adapters with magnitudes or biases that have no final scales and offsets yet, by slot.
         self._unfinished: dict[int, LoadedAdapter] = {}
+        # Loaded adapters with rows of the embedding or of the head, by slot.
+        self._with_rows: dict[int, LoadedAdapter] = {}
 
     def load(self, load: AdapterLoad) -> None:
         """Copies a slice of rank 0's part of an adapter. See `load_slice`."""
@@ -114,6 +116,7 @@ class DeviceMemory:
         end = part.first_page + part.num_pages
         before = self._slots.pop(part.slot, None)
         self._unfinished.pop(part.slot, None)
+        self._with_rows.pop(part.slot, None)
         if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
             raise RuntimeError(
                 f"pages of {part.version} from {part.first_page} on were loaded into slot "
@@ -123,8 +126,11 @@ class DeviceMemory:
         is_last = end == len(part.pages)
         if is_last:
             self._write_tables(part)
-            if part.layout.targets.affine:
-                self._unfinished[part.slot] = LoadedAdapter(part.pages, part.layout, part.scales)
+            loaded, targets = LoadedAdapter(part.pages, part.layout, part.scales), part.layout.targets
+            if targets.affine:
+                self._unfinished[part.slot] = loaded
+            if targets.rows:
+                self._with_rows[part.slot] = loaded
         self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
 
     def write(self, pages: list[int], content: Tensor) -> None:
@@ -176,6 +182,13 @@ class DeviceMemory:
         """Whether the slot holds all pages of the adapter that got the slot in this generation."""
         content = self._slots.get(slot)
         return content is not None and content.is_complete and content.generation == generation
+
+    def find_rows(self, slot: int, place: int) -> TokenRows | None:
+        """Returns the rows of a slot's adapter for the embedding (place 0) or for the head (place 1)."""
+        adapter = self._with_rows.get(slot)
+        if adapter is None or not adapter.layout.rows[place, 0]:
+            return None
+        return TokenRows(self.pages, adapter.pages, *adapter.layout.rows[place].tolist())
 
     def find_unfinished(self, slots: Collection[int]) -> dict[int, LoadedAdapter]:
         """Returns the adapters of these slots that need `finish`, in the order of the slots."""

@@ -91,11 +91,17 @@ class Decoder:
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
-        logits = multiply(hidden, self._lm_head)
-        deltas.add(logits, hidden, self._shape.head_site)
-        if self._collectives.size > 1:
-            # The vocabulary of the last rank may be padded.
-            logits = self._collectives.gather_columns(logits)[:, : self.config.vocab_size].contiguous()
+        vocab_size, own = self.config.vocab_size, deltas.multiply_own_rows(hidden)
+        if sum(len(part.places) for part in own if part.rows.count == vocab_size) == len(hidden):
+            logits = hidden.new_empty(len(hidden), vocab_size)
+        else:
+            logits = multiply(hidden, self._lm_head)
+            deltas.add(logits, hidden, self._shape.head_site)
+            if self._collectives.size > 1:
+                # The vocabulary of the last rank may be padded.
+                logits = self._collectives.gather_columns(logits)[:, :vocab_size].contiguous()
+        for part in own:
+            part.replace(logits)
         softcap = self.config.final_softcap
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
@@ -125,6 +131,8 @@ class Decoder:
             deltas.add_embedding(hidden, ids, self._shape.embedding_site)
         if self._collectives.size > 1:
             hidden = self._collectives.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
+        if batch.adapts_embedding:
+            deltas.replace_embeddings(hidden, batch.token_ids)
         return hidden
 
 

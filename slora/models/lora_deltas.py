@@ -7,16 +7,21 @@ matmul hides. With prefill chunks, the matmul is bound by arithmetic and LoRA by
 parallel.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
-from slora_kernels.batch import LoraStep, LoraTiles
+from slora_kernels.batch import LoraStep, LoraTiles, TokenRows
+from slora_kernels.host_copies import upload
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
+from slora_kernels.torch.token_rows import replace_embeddings, replace_logits
 
 _Result = TypeVar("_Result")
 
@@ -55,6 +60,19 @@ class SideStream:
         torch.cuda.current_stream(self._device).wait_event(self._done)
 
 
+@dataclass(frozen=True, slots=True)
+class OwnLogits:
+    """Logits of the tokens in `rows` that replace those of the base model's head, for the hidden states at `places`."""
+
+    places: Tensor  # int64 [n].
+    rows: TokenRows
+    values: Tensor  # [n, rows.count].
+
+    def replace(self, logits: Tensor) -> None:
+        """logits: [N, vocab_size], of all hidden states."""
+        replace_logits(logits, self.values, self.places, self.rows)
+
+
 class LoraDeltas:
     """The LoRA work of one step.
 
@@ -70,7 +88,7 @@ class LoraDeltas:
         kernels: Kernels,
         side: SideStream | None = None,
     ) -> None:
-        self._pages = memory.pages
+        self._memory, self._pages = memory, memory.pages
         self._kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
@@ -162,3 +180,26 @@ class LoraDeltas:
                 self._kernels.expand(out, shrunk, self._pages, site, step)
             if step.tiles.has_affine:
                 self._kernels.apply_affine(out, self._pages, site, step)
+
+    def replace_embeddings(self, out: Tensor, token_ids: Tensor, factor: float | Tensor = 1.0) -> None:
+        """Overwrites the rows of out [T, H] whose tokens have rows of their own. factor: as in `add_embedding`."""
+        for step in self._steps:
+            for slot, first, count in step.tiles.runs:
+                rows = self._memory.find_rows(slot, 0)
+                if rows is not None:
+                    span = slice(first, first + count)
+                    replace_embeddings(out[span], token_ids[span], rows, factor)
+
+    def multiply_own_rows(self, hidden: Tensor) -> list[OwnLogits]:
+        """Multiplies hidden states [N, H] by the rows that their adapters have in place of rows of the head."""
+        places: defaultdict[int, list[int]] = defaultdict(list)
+        for step in self._steps:
+            for slot, first, count in step.tiles.runs:
+                places[slot] += range(first, first + count)
+        own = []
+        for slot, indexes in places.items():
+            rows = self._memory.find_rows(slot, 1)
+            if rows is not None:
+                at = upload(np.array(indexes), hidden.device)
+                own.append(OwnLogits(at, rows, self._kernels.token_logits(hidden[at], rows)))
+        return own

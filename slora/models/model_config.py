@@ -104,7 +104,12 @@ class ModelConfig:
             shape = fuse_groups(shape, *_FUSED_PATHS)
         if self.experts is not None:
             shape = mix_experts(shape, self.experts.layers, self.experts.shared_width)
-        return replace(shape, layers_path=f"{self.root}.layers", embedding_path=f"{self.root}.embed_tokens")
+        return replace(
+            shape,
+            layers_path=f"{self.root}.layers",
+            embedding_path=f"{self.root}.embed_tokens",
+            ties_head=self.tie_word_embeddings,
+        )
 
     def _mark_bias(self, linear: LinearShape) -> LinearShape:
         name = linear.path.rpartition(".")[2]

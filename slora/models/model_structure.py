@@ -176,6 +176,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             layers_path=layers_path,
             embedding_path=_path_of(model, model.get_input_embeddings()),
             head_path=_path_of(model, model.get_output_embeddings()),
+            ties_head=bool(getattr(config, "tie_word_embeddings", False)),
             head_has_bias=model.get_output_embeddings().bias is not None,
         ),
         attention_paths=tuple(call.module for call in calls),

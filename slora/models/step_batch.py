@@ -46,8 +46,8 @@ class TileLayer(NamedTuple):
     Whether a row is a decode row depends only on its own chunk. The result of a row is therefore bit-identical in every
     batch.
 
-    max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters. has_affine: whether one of
-    them has `affine`.
+    max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters. has_affine, has_rows:
+    whether one of them has `affine` or `rows`.
     """
 
     tiles: list[Tile]
@@ -55,6 +55,7 @@ class TileLayer(NamedTuple):
     max_group_rank: int
     num_groups: int
     has_affine: bool
+    has_rows: bool
 
 
 def cut_token_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLayer]:
@@ -121,13 +122,14 @@ def _count_layers(chunks: Collection[Chunk]) -> int:
     return max((len(chunk.slots) for chunk in chunks), default=0)
 
 
-def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int, bool]:
-    """`max_group_rank`, `num_groups` and `affine` of the layer's adapters together."""
+def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int, bool, bool]:
+    """`max_group_rank`, `num_groups`, `affine` and `rows` of the layer's adapters together."""
     residents = (_resident(chunk, layer) for chunk in chunks)
     targets = [resident.targets for resident in residents if resident]
     rank = max((of_adapter.max_group_rank for of_adapter in targets), default=0)
     num_groups = max((of_adapter.num_groups for of_adapter in targets), default=0)
-    return rank, num_groups, any(of_adapter.affine for of_adapter in targets)
+    has_affine, has_rows = (any(flags) for flags in ([t.affine for t in targets], [t.rows for t in targets]))
+    return rank, num_groups, has_affine, has_rows
 
 
 def _changes_head(chunk: Chunk, layer: int) -> bool:
@@ -210,6 +212,7 @@ class LayerArrays:
     num_decodes: int
     num_groups: int
     has_affine: bool
+    has_rows: bool
 
     @property
     def slots(self) -> set[int]:
@@ -228,6 +231,7 @@ class LayerArrays:
             self.num_decodes,
             self.num_groups,
             self.has_affine,
+            self.arrays[0].tolist() if self.has_rows else (),
         )
 
 
@@ -391,7 +395,8 @@ def tile_prompt_rows(sequence: Sequence, num_rows: int, tile_tokens: int) -> tup
         if resident.targets.head:
             tiles = cut_rows((slot, weight), num_rows, tile_tokens)
             targets = resident.targets
-            layers.append(TileLayer(tiles, 0, targets.max_group_rank, targets.num_groups, targets.affine))
+            greatest = targets.max_group_rank, targets.num_groups, targets.affine, targets.rows
+            layers.append(TileLayer(tiles, 0, *greatest))
     return _lay_out(layers)
 
 
@@ -405,6 +410,7 @@ def _lay_out(layers: Iterable[TileLayer]) -> tuple[LayerArrays, ...]:
             layer.num_decodes,
             layer.num_groups,
             layer.has_affine,
+            layer.has_rows,
         )
         for layer in layers
         if layer.tiles

@@ -119,6 +119,8 @@ class _HeadHooks:
         if self._replacement is not None:
             hidden, deltas = self._replacement
             deltas.add(_rows(logits), _rows(hidden), self._site)
+            for part in deltas.multiply_own_rows(_rows(hidden)):
+                part.replace(_rows(logits))
 
 
 class _LastHiddenState:
@@ -333,9 +335,9 @@ def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
         if not current.is_set or not current.step.adapts_embedding:
             return
         # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
-        current.step.deltas.add_embedding(
-            _rows(output), inputs[0].view(-1), site, getattr(module, "embed_scale", 1.0)
-        )
+        deltas, ids, scale = current.step.deltas, inputs[0].view(-1), getattr(module, "embed_scale", 1.0)
+        deltas.add_embedding(_rows(output), ids, site, scale)
+        deltas.replace_embeddings(_rows(output), ids, scale)
 
     return add
 

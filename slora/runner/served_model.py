@@ -53,7 +53,8 @@ class ServedModel:
         self._collectives = collectives
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
-        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * num_modules, affine)
+        rows = (spec.vocab_size, spec.vocab_size)
+        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * num_modules, affine, rows)
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
 
     def make_memory(

@@ -394,11 +394,11 @@ class Lifecycle:
         if len(adapters) == 1 and adapters[0].weight == 1:
             return
         for version, weight in adapters:
-            if self._adapters.find_targets(version).rescales:
+            if self._adapters.find_targets(version).stands_alone:
                 raise RequestRefused(
-                    f"adapter {version.digest[:12]} was trained with DoRA, which scales the outputs of the base "
-                    f"model, so it is served alone and with the weight 1; this request has {len(adapters)} adapters "
-                    f"and gives it the weight {weight:g}; name it as the model instead",
+                    f"adapter {version.digest[:12]} has DoRA, or rows of the embedding or the head of its own, so it "
+                    f"is served alone and with the weight 1; this request has {len(adapters)} adapters and gives it "
+                    f"the weight {weight:g}; name it as the model instead",
                     "adapters",
                 )
 

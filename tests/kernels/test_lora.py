@@ -3,7 +3,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slora_kernels.batch import LoraTiles
+from slora_kernels.batch import LoraTiles, TokenRows
 from slora_kernels.layout import LoraSite, llama_shape
 from slora_kernels.ops import Kernels
 from slora_kernels.torch import reference
@@ -248,6 +248,26 @@ def test_scales_and_offsets_of_columns_match_the_twin(
         for rows in ([7, 8, 9, 30], [0, *range(17, 30)]):
             assert torch.equal(out[rows], before[rows])
         assert not torch.equal(out[10:17], before[10:17])
+
+
+@DTYPES
+@pytest.mark.parametrize("count", (1, 63, 300))
+def test_logits_of_rows_in_scattered_pages_match_their_products(
+    kernels: Kernels, device: str, dtype: torch.dtype, count: int
+) -> None:
+    shape = llama_shape(1, 72, 6, 2, 16, 200, 300, dtype.itemsize)
+    # The rows of A of this adapter stand for rows of a head.
+    scene = build_adapters(shape, dtype, [[0] * 8 + [count]], block_tokens=8, device=device)
+    (_, first), pages = scene.tables.groups[0, -1].tolist(), scene.tables.page_table[0].tolist()
+    rows = TokenRows(scene.pages, pages, count, 0, first)
+    values = reference.read_rows(scene.pages, pages, first, count, 72, dtype)
+    for tokens in (1, 5, 70):
+        hidden = torch.randn(tokens, 72, generator=torch.Generator().manual_seed(tokens)).to(dtype).to(device)
+        logits = kernels.token_logits(hidden, rows)
+        check_close(logits, hidden.double() @ values.double().T, units=2)
+        if kernels.name != "triton" or device != "cpu":
+            alone = kernels.token_logits(hidden[-1:], rows)
+            assert device != "cpu" or torch.equal(alone, logits[-1:])
 
 
 def test_adapters_without_a_rank_anywhere_change_nothing(kernels: Kernels, device: str) -> None:

@@ -73,7 +73,7 @@ class Oracle:
         self._rope_switch = find_rope_switch(self._base.config)
         self._adapted: PeftModel | None = None
         self._chosen: str | None = None
-        # Trained biases replace those of the base model, so such an adapter needs a model of its own.
+        # Trained biases and rows replace those of the base model, so such an adapter has a model of its own.
         self._apart: dict[str, PeftModel] = {}
         for name, path in adapters.items():
             self._load(name, path)
@@ -183,7 +183,7 @@ class Oracle:
     def _load(self, name: str, path: Path) -> None:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         with quiet_peft():
-            if config["bias"] != "none":
+            if config["bias"] != "none" or config["modules_to_save"] or config["trainable_token_indices"]:
                 own = copy.deepcopy(self._base)
                 self._apart[name] = PeftModel.from_pretrained(own, path, adapter_name=name)
             elif self._adapted is None:

@@ -115,6 +115,29 @@ BIAS_KINDS: dict[str, dict[str, object]] = {
         "target_modules": ["k_proj", "v_proj"],
     },
 }
+# Kinds with rows of the embedding or of the head: those of some tokens, or all.
+ROW_KINDS: dict[str, dict[str, object]] = {
+    "tokens": {"r": 4, "target_modules": ["q_proj", "down_proj"], "trainable_token_indices": [90, 3, 17]},
+    "tokens_of_head": {"r": 4, "target_modules": ["v_proj"], "trainable_token_indices": {"lm_head": [5, 1]}},
+    "tokens_of_both": {
+        "r": 3,
+        "target_modules": ["o_proj"],
+        "trainable_token_indices": {"embed_tokens": [7, 8, 9], "lm_head": [2, 100]},
+    },
+    "same_tokens_of_both": {
+        "r": 3,
+        "target_modules": ["o_proj"],
+        "trainable_token_indices": {"embed_tokens": [11, 4], "lm_head": [11, 4]},
+    },
+    "whole_head": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "whole_embedding": {"r": 4, "target_modules": ["up_proj"], "modules_to_save": ["embed_tokens"]},
+    "whole_both_with_dora": {
+        "r": 4,
+        "use_dora": True,
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+    },
+}
 DORA_EMBEDDING_KINDS: dict[str, dict[str, object]] = {
     "dora_on_embedding_and_head": {
         "r": 4,
@@ -162,11 +185,11 @@ def make_adapter(
             noise = torch.randn(parameter.shape, generator=random)
             if "lora_magnitude_vector" in name:
                 parameter.mul_(1 + 0.3 * noise)
-            elif name.endswith(".bias") and parameter.requires_grad:
-                parameter.add_(noise * std)
             elif "lora_" in name:
                 parameter.copy_(noise * std)
                 parameter.data = parameter.data.to(dtype)
+            elif parameter.requires_grad:  # Biases, and rows of embeddings and heads.
+                parameter.add_(noise * std)
     # The README takes more time than all other files.
     model.create_or_update_model_card = lambda *_: None
     with quiet_peft():

@@ -79,6 +79,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "groups": entry.layout.groups.tobytes(),
         "modules": entry.layout.modules.tobytes(),
         "affine": entry.layout.affine.tobytes(),
+        "rows": entry.layout.rows.tobytes(),
         "scales": entry.scales.tobytes(),
         "paces": dict(paces),
     }
@@ -89,9 +90,10 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     groups = np.frombuffer(bytearray(message["groups"]), np.int32).reshape(-1, 2)
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     affine = np.frombuffer(bytearray(message["affine"]), np.int32).reshape(-1, 4)
+    rows = np.frombuffer(bytearray(message["rows"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(
-        groups, modules, affine, message["num_segments"], message["num_groups"], message["changes_kv"]
+        groups, modules, affine, rows, message["num_segments"], message["num_groups"], message["changes_kv"]
     )
     content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
     return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))

@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,30 @@ class LoraPair(Generic[AnyFactor]):
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows(Generic[AnyFactor]):
+    """Trained rows [n, hidden] that replace those of the embedding or of the head."""
+
+    tensor: AnyFactor
+    token_ids: tuple[int, ...] | None  # One for each row; None if the rows are those of the whole vocabulary.
+
+
+class Vocabulary(NamedTuple, Generic[AnyFactor]):
+    """The replaced rows of an adapter. With a tied head, both may be of one tensor."""
+
+    embedding: TokenRows[AnyFactor] | None = None
+    head: TokenRows[AnyFactor] | None = None
+
+    @property
+    def tensors(self) -> list[AnyFactor]:
+        return list({rows.tensor.name: rows.tensor for rows in self if rows is not None}.values())
+
+    @property
+    def num_rows(self) -> tuple[int, int]:
+        embedding, head = (0 if rows is None else rows.tensor.shape[0] for rows in self)
+        return embedding, head
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterExtras:
     """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
 
@@ -99,6 +123,7 @@ class Adapter:
     biases: Mapping[
         ModuleId, StoredTensor
     ]  # Trained biases [out width] that replace those of the base model.
+    vocabulary: Vocabulary[StoredTensor]
     digest: str
     extras: AdapterExtras
     # Whether the uploaded file also has copies of the base model's embedding or head, or factors of the part that reads
@@ -123,11 +148,12 @@ class Adapter:
 
     @property
     def tensors(self) -> list[StoredTensor]:
-        return [*(tensor for pair in self.pairs.values() for tensor in pair.tensors), *self.biases.values()]
+        factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
+        return [*factors, *self.biases.values(), *self.vocabulary.tensors]
 
     def lay_out(self, shape: ModelShape) -> AdapterLayout:
         """Computes the layout of the adapter in pages, for a base model or a rank's part of it."""
-        return lay_out_pairs(self.pairs, self.biases, shape)
+        return lay_out_tensors(self.pairs, self.biases, self.vocabulary, shape)
 
     def ranks(self, shape: ModelShape) -> list[int]:
         """Returns the rank of each module of the base model, as `lay_out_adapter` expects; 0 for modules that are not
@@ -136,15 +162,18 @@ class Adapter:
         return list_ranks(self.pairs, shape)
 
 
-def lay_out_pairs(
-    pairs: Mapping[ModuleId, LoraPair[AnyFactor]], biases: Mapping[ModuleId, AnyFactor], shape: ModelShape
+def lay_out_tensors(
+    pairs: Mapping[ModuleId, LoraPair[AnyFactor]],
+    biases: Mapping[ModuleId, AnyFactor],
+    vocabulary: Vocabulary[AnyFactor],
+    shape: ModelShape,
 ) -> AdapterLayout:
     """Computes the layout of an adapter in pages, for a base model or a rank's part of it."""
     affine = {module_id: Affine(has_magnitude=False, replaces_bias=True) for module_id in biases}
     for module_id, pair in pairs.items():
         if pair.magnitude is not None or pair.b_bias is not None:
             affine[module_id] = Affine(pair.magnitude is not None, module_id in biases)
-    return lay_out_adapter(shape, list_ranks(pairs, shape), affine)
+    return lay_out_adapter(shape, list_ranks(pairs, shape), affine, vocabulary.num_rows)
 
 
 def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> list[int]:
@@ -376,6 +405,9 @@ def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...
     """Returns the ids of the tokens with the largest columns of A. A token that did not occur in training has a zero
     column.
     """
+    rows = adapter.vocabulary.embedding
+    if rows is not None and rows.token_ids is not None:
+        return rows.token_ids[:_NUM_EMBEDDED_TOKENS]
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()

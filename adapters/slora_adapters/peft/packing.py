@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.adapter import Adapter, LoraPair, ModuleId
+from slora_adapters.peft.adapter import Adapter, LoraPair, ModuleId, TokenRows, Vocabulary
 from slora_adapters.peft.tensor_file import (
     STORAGE,
     Factor,
@@ -62,7 +62,7 @@ def pack_into(
     adapter: Adapter, partition: Partition, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
     """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
-    packer = Packer(adapter.pairs, adapter.biases, partition, dtype, layout, buffer)
+    packer = Packer(adapter.pairs, adapter.biases, adapter.vocabulary, partition, dtype, layout, buffer)
     for tensor in adapter.tensors:
         packer.write(tensor, 0, tensor.values)
     return PackedAdapter(layout, packer.scales, buffer, partition.size)
@@ -84,6 +84,7 @@ class Packer:
         self,
         pairs: Mapping[ModuleId, LoraPair[Any]],
         biases: Mapping[ModuleId, Factor],
+        vocabulary: Vocabulary[Any],
         partition: Partition,
         dtype: str,
         layout: AdapterLayout,
@@ -105,6 +106,10 @@ class Packer:
         self._columns: dict[str, list[_ColumnDestination]] = {
             vector.name: [] for vector in (*vectors, *biases.values()) if vector is not None
         }
+        self._rows: defaultdict[str, list[_RowDestination]] = defaultdict(list)
+        for index, token_rows in enumerate(vocabulary):
+            if token_rows is not None:
+                self._place_rows(token_rows, layout.rows[index].tolist(), partition, layout, buffer)
         for site in shape.sites:
             for module_id, width in enumerate(site.widths, site.first_module):
                 pair = pairs.get(module_id)
@@ -135,10 +140,34 @@ class Packer:
             for column in self._columns[tensor.name]:
                 column.write(first_row, numbers)
             return
-        _check_overflow(tensor, values, self._paths[tensor.name], self._dtype)
+        _check_overflow(tensor, values, self._paths.get(tensor.name, tensor.name), self._dtype)
         served = convert(values, tensor.dtype, self._dtype)
         for destination in self._destinations[tensor.name]:
             destination.write(first_row, served)
+        for rows in self._rows[tensor.name]:
+            rows.write(first_row, served)
+
+    def _place_rows(
+        self,
+        token_rows: TokenRows[Any],
+        place: list[int],
+        partition: Partition,
+        layout: AdapterLayout,
+        buffer: ByteArray,
+    ) -> None:
+        """Writes the token ids of replaced rows, and notes where the rows are written. All ranks hold all rows."""
+        count, first_id, first_row = place
+        ids = np.arange(count) if token_rows.token_ids is None else np.array(token_rows.token_ids)
+        order = ids.argsort()
+        row_segments = partition.shape.row_segments(partition.shape.hidden_size)
+        for rank in range(partition.size):
+            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
+            own_ids = memory[_segments(first_id, first_row - first_id)].view(np.int32)
+            own_ids[:count], own_ids[count:] = ids[order], 0
+            rows = memory[_segments(first_row, count * row_segments)].view(STORAGE[self._dtype])
+            self._rows[token_rows.tensor.name].append(
+                _RowDestination(rows.reshape(count, -1), order.argsort())
+            )
 
     def _place_columns(
         self,
@@ -191,6 +220,18 @@ class _ColumnDestination:
                 place = slice(width + begin - part.start, width + stop - part.start)
                 self.row[place] += values[begin - first : stop - first] * np.float32(self.factor)
             width += len(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _RowDestination:
+    """Where one rank's copy of replaced rows is written."""
+
+    rows: npt.NDArray[Any]  # [n, hidden and padding]
+    places: npt.NDArray[np.int64]  # the place of each row of the tensor
+
+    def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
+        places = self.places[first_row : first_row + len(values)]
+        self.rows[places, : values.shape[1]], self.rows[places, values.shape[1] :] = values, 0
 
 
 @dataclass(frozen=True, slots=True)

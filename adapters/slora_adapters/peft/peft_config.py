@@ -62,10 +62,12 @@ _READ = frozenset(
         "layers_to_transform",
         "lora_alpha",
         "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
+        "trainable_token_indices",
         "use_dora",
         "use_rslora",
     }
@@ -73,9 +75,7 @@ _READ = frozenset(
 
 # Variants that this server does not compute, with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
-    "modules_to_save": "whole modules were trained; this server applies low-rank deltas only",
     "target_parameters": "parameters are adapted instead of linear layers",
-    "trainable_token_indices": "token embeddings were trained",
     "megatron_config": "the adapter was trained on Megatron's parallel layers",
     "layer_replication": "layers of the base model run several times",
     "alora_invocation_tokens": "aLoRA activates the adapter in the middle of a prompt",
@@ -120,13 +120,25 @@ class PeftConfig:
     use_dora: bool = False
     lora_bias: bool = False  # B has a trained bias.
     bias: str = "none"  # Which biases of the base model were trained.
+    modules_to_save: tuple[str, ...] = ()
+    # The tokens whose rows were trained, by the name of the module. PEFT's list stands for the embedding: None.
+    token_indices: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Returns the same fields under PEFT's names, in a normal form: equal configs give equal JSON."""
-        variants = {"use_dora": self.use_dora, "lora_bias": self.lora_bias, "bias": self.bias}
+        tokens: object = {name: list(ids) for name, ids in self.token_indices}
+        if self.token_indices and self.token_indices[0][0] is None:
+            tokens = list(self.token_indices[0][1])
+        variants = {
+            "use_dora": self.use_dora,
+            "lora_bias": self.lora_bias,
+            "bias": self.bias,
+            "modules_to_save": list(self.modules_to_save),
+            "trainable_token_indices": tokens,
+        }
         # A digest covers these fields, so adapters without variants must keep the JSON that they had before there were
         # variants.
-        return {name: value for name, value in variants.items() if value not in (False, "none")} | {
+        return {name: value for name, value in variants.items() if value and value != "none"} | {
             "peft_type": "LORA",
             "r": self.rank,
             "lora_alpha": self.alpha,
@@ -169,6 +181,8 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         use_dora=reader.flag("use_dora"),
         lora_bias=reader.flag("lora_bias"),
         bias=reader.bias(),
+        modules_to_save=reader.saved_modules(),
+        token_indices=reader.token_indices(),
     )
     reasons += _refuse_bad_combination(config)
     return (None if reader.broken else config), reasons
@@ -255,6 +269,35 @@ class _FieldReader:
             return value
         self.refuse("bias", f"bias is {abbreviate(value)}; it must be one of {', '.join(_BIASES)}")
         return "none"
+
+    def saved_modules(self) -> tuple[str, ...]:
+        names = self.names("modules_to_save")
+        if isinstance(names, str):
+            self.refuse("modules_to_save", "modules_to_save is a text; it must be a list of names")
+            return ()
+        return names
+
+    def token_indices(self) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
+        key = "trainable_token_indices"
+        value = self.fields.get(key) or []
+        tables: dict[str | None, object] = (
+            value if isinstance(value, dict) else {None: value} if value else {}
+        )
+        found = []
+        for name, ids in tables.items():
+            if (
+                not isinstance(ids, list)
+                or not ids
+                or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+            ):
+                self.refuse(
+                    key, f"{key} is {abbreviate(value)}; it must list token ids, or list them by module"
+                )
+            elif len(set(ids)) < len(ids):
+                self.refuse(key, f"{key} names a token of {name or 'the embedding'} twice")
+            else:
+                found.append((name, tuple(ids)))
+        return tuple(found)
 
     def rank(self) -> int:
         return self.rank_value("r", self.fields.get("r"))

@@ -25,6 +25,7 @@ from slora_adapters.peft.validation import (
     check_values,
     find_image_part,
     find_other_names,
+    is_saved,
     list_spellings,
     parse_copy_name,
     rename_module,
@@ -268,6 +269,8 @@ def _assemble(
     copies = find_copies(tensors, shape)
     if config.bias != "none":
         copies = frozenset(name for name in copies if not _is_bias(name))
+    saved = {f"{path}.weight" for path in (shape.embedding_path, shape.head_path) if is_saved(path, config)}
+    copies = frozenset(name for name in copies if parse_copy_name(name, shape) not in saved)
     image_parts = {name: part for name in tensors if (part := find_image_part(name)) is not None}
     own = {name: tensor for name, tensor in tensors.items() if name not in copies and name not in image_parts}
     found, pair_reasons = validate(config, targets, own, shape, limits)
@@ -288,6 +291,8 @@ def _assemble(
     counts = (
         (len(magnitudes), "the DoRA magnitudes of {} modules"),
         (len(b_biases), "the biases of lora_B of {} modules"),
+        (found.vocabulary.num_rows[0], "{} rows of the embedding"),
+        (found.vocabulary.num_rows[1], "{} rows of the head"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
     )
     variants = (text.format(count) for count, text in counts if count)

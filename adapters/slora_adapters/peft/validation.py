@@ -13,7 +13,14 @@ from functools import cache
 from typing import Generic, Literal, NamedTuple
 
 from slora_adapters.errors import Reason
-from slora_adapters.peft.adapter import AdapterLimits, AnyFactor, LoraPair, ModuleId
+from slora_adapters.peft.adapter import (
+    AdapterLimits,
+    AnyFactor,
+    LoraPair,
+    ModuleId,
+    TokenRows,
+    Vocabulary,
+)
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finite, largest_magnitude_bits
@@ -29,6 +36,9 @@ _MAGNITUDE = re.compile(
 )
 _B_BIAS = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_B(?:\.default)?\.bias", re.DOTALL)
 _BIAS = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.bias", re.DOTALL)
+_TOKEN_ROWS = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.token_adapter\.trainable_tokens_delta(?:\.default)?", re.DOTALL
+)
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
@@ -131,7 +141,7 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("lora_magnitude_vector", "use_dora", "a DoRA magnitude of a module that the base model does not have"),
     ("lora_embedding_", "embeddings", "an adapter on an embedding that the base model does not have"),
     ("modules_to_save", "modules_to_save", "a fully trained module"),
-    ("trainable_tokens", "trainable_token_indices", "trained token embeddings"),
+    ("trainable_tokens", "trainable_token_indices", "rows of a module that is neither embedding nor head"),
     (".bias", "bias", "a bias of a module whose bias can't be replaced"),
     *(
         (part, "unknown_tensor", f"of the part that reads images (exclude it: exclude_modules='.*{part}.*')")
@@ -145,6 +155,7 @@ class ModuleTensors(NamedTuple, Generic[AnyFactor]):
 
     pairs: dict[ModuleId, LoraPair[AnyFactor]]
     biases: dict[ModuleId, AnyFactor]
+    vocabulary: Vocabulary[AnyFactor]
 
 
 def validate(
@@ -159,7 +170,10 @@ def validate(
 
     The result is complete only if there is no reason to refuse the adapter.
     """
-    found, reasons = _sort_tensors(tensors, shape)
+    vocabulary, row_names, reasons = _find_vocabulary(config, targets, tensors, shape)
+    others = {name: tensor for name, tensor in tensors.items() if name not in row_names}
+    found, faults = _sort_tensors(others, shape)
+    reasons += faults
     present = frozenset(module_id for module_id, part in found if part != "bias")
     reasons += _compare_with_targets(present, frozenset(targets), shape)
     pairs: dict[ModuleId, LoraPair[AnyFactor]] = {}
@@ -180,7 +194,123 @@ def validate(
             pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias)
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
-    return ModuleTensors(pairs, biases), reasons
+    return ModuleTensors(pairs, biases, vocabulary), reasons
+
+
+def names_module(name: str, path: str) -> bool:
+    """Whether a name in modules_to_save or trainable_token_indices stands for the module at `path`."""
+    return path == name or path.endswith(f".{name}")
+
+
+def is_saved(path: str, config: PeftConfig) -> bool:
+    """Whether modules_to_save names the module at `path`."""
+    return any(names_module(name, path) for name in config.modules_to_save)
+
+
+def _find_vocabulary(
+    config: PeftConfig,
+    targets: Mapping[ModuleId, Target],
+    tensors: Mapping[str, AnyFactor],
+    shape: ModelShape,
+) -> tuple[Vocabulary[AnyFactor], set[str], list[Reason]]:
+    """Returns the replaced rows of embedding and head, the names of their tensors, and reasons to refuse them."""
+    paths = {shape.embedding_path: shape.embedding_module, shape.head_path: shape.head_module}
+    reasons = [*_refuse_other_modules(config, shape)]
+    found: dict[str, AnyFactor] = {}
+    row_names = set()
+    for name, tensor in tensors.items():
+        match = _TOKEN_ROWS.fullmatch(name)
+        path = (
+            match["path"]
+            if match is not None
+            else (parse_copy_name(name, shape) or "").removesuffix(".weight")
+        )
+        if path in paths and (match is not None or is_saved(path, config)):
+            row_names.add(name)
+            found[path] = tensor
+    trained = {
+        path: ids for path in paths for name, ids in config.token_indices if _stands_for(name, path, shape)
+    }
+    by_path: dict[str, TokenRows[AnyFactor]] = {}
+    for path, module_id in paths.items():
+        rows, ids = found.get(path), trained.get(path)
+        if rows is None and _is_tied(path, trained, shape):
+            continue
+        faults = [*_check_rows(path, rows, ids, config, shape, is_target=module_id in targets)]
+        reasons += faults
+        if rows is not None and not faults:
+            by_path[path] = TokenRows(rows, ids)
+    embedding, head = by_path.get(shape.embedding_path), by_path.get(shape.head_path)
+    if embedding is not None and _is_tied(shape.head_path, trained, shape):
+        head = embedding
+    return Vocabulary(embedding, head), row_names, reasons
+
+
+def _refuse_other_modules(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:
+    paths = (shape.embedding_path, shape.head_path)
+    fields = {
+        "modules_to_save": config.modules_to_save,
+        "trainable_token_indices": [name for name, _ in config.token_indices if name is not None],
+    }
+    for field, names in fields.items():
+        for name in names:
+            if not any(names_module(name, path) for path in paths):
+                message = f"{field} names {name[:80]!r}; this server serves it for {' and '.join(paths)} only"
+                yield Reason(field, message)
+
+
+def _check_rows(
+    path: str,
+    tensor: Factor | None,
+    ids: tuple[int, ...] | None,
+    config: PeftConfig,
+    shape: ModelShape,
+    *,
+    is_target: bool,
+) -> Iterable[Reason]:
+    """Yields reasons to refuse the rows that replace those of the embedding or of the head.
+
+    ids: the trained tokens, if trainable_token_indices names the module.
+    """
+    is_whole = is_saved(path, config)
+    field = "modules_to_save" if is_whole else "trainable_token_indices"
+    if tensor is None:
+        if is_whole or ids is not None:
+            yield Reason("missing_tensors", f"{field} names {path}, but there is no tensor for it")
+        return
+    name = f"tensor {tensor.name[:120]!r}"
+    expected = (shape.vocab_size if ids is None else len(ids), shape.hidden_size)
+    if ids is None and not is_whole:
+        yield Reason(field, f"{name} has rows of {path}, which {field} does not name")
+    elif ids is not None and is_whole:
+        yield Reason(
+            field, f"modules_to_save and trainable_token_indices both name {path}; PEFT allows one of them"
+        )
+    elif is_target:
+        yield Reason(field, f"{path} has rows of its own and a LoRA pair; train one of them")
+    elif path == shape.head_path and shape.head_has_bias:
+        yield Reason(field, f"{path} of the base model has a bias, and rows of such a head can't be replaced")
+    elif tensor.shape != expected:
+        message = (
+            f"{name} has shape {list(tensor.shape)}; the config and the base model require {list(expected)}"
+        )
+        yield Reason("shape_mismatch", message)
+    elif ids is not None and max(ids) >= shape.vocab_size:
+        message = f"{field} names token {max(ids)}, but the base model has {shape.vocab_size} tokens"
+        yield Reason(field, message)
+
+
+def _stands_for(name: str | None, path: str, shape: ModelShape) -> bool:
+    return path == shape.embedding_path if name is None else names_module(name, path)
+
+
+def _is_tied(path: str, trained: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
+    """Whether PEFT uses the embedding's trained rows for the head: the base ties them, and the config does not name
+    other tokens for the head.
+    """
+    ids = trained.get(shape.embedding_path)
+    is_head = path == shape.head_path and shape.ties_head
+    return is_head and ids is not None and trained.get(shape.head_path, ids) == ids
 
 
 def _check_vector(

@@ -22,6 +22,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
     TileLimits,
+    TokenRows,
 )
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
 from slora_kernels.cpu.attention_plan import AttentionPlan
@@ -33,6 +34,7 @@ from slora_kernels.cpu.job_fields import (
     operand_dtype,
     pack_field,
     pack_fields,
+    pack_pages,
     pack_row,
     pack_rows,
 )
@@ -45,6 +47,7 @@ from slora_kernels.cpu.machine_code import (
     FLOAT8,
     INT8,
     RMS_NORM,
+    TOKEN_LOGITS,
     Worker,
     find_attend_worker,
     find_lora_worker,
@@ -60,10 +63,11 @@ from slora_kernels.cpu.worker_sizes import (
     CODED_ITEM_ROWS,
     HAS_TILES,
     ITEM_ROWS,
+    LOGIT_ROWS,
     NUM_ITEMS,
     TILE_TOKENS,
 )
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.grouped_matmuls import grouped_linear, multiply_groups
 from slora_kernels.torch.lora_embedding import shrink_embedding
@@ -291,6 +295,20 @@ class CpuKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         self._run(AFFINE, out.dtype, plan.make_affine_job(out, pages, site), num_elements=out.numel())
+
+    def token_logits(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        out = torch.empty(len(hidden), rows.count, dtype=hidden.dtype)
+        table, element_bytes = torch.tensor(rows.page_ids, dtype=torch.int32), hidden.element_size()
+        scratch = self._reserve(TILE_TOKENS * LOGIT_ROWS)
+        for first in range(0, len(hidden), TILE_TOKENS):
+            x, target = (matrix[first : first + TILE_TOKENS] for matrix in (hidden, out))
+            job = pack_fields(
+                *(x, target, pack_pages(rows.pages, element_bytes), table, rows.first_row, rows.count),
+                *(hidden.shape[1], SEGMENT_BYTES // element_bytes, scratch),
+            )
+            job = begin_job(-(-rows.count // LOGIT_ROWS), *job)
+            self._run(TOKEN_LOGITS, hidden.dtype, job, num_elements=rows.count * hidden.shape[1])
+        return out
 
     def expand(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite, step: LoraStep

@@ -42,6 +42,7 @@ ACT_MUL = Worker("elementwise", "act_mul_worker")
 ARGMAX = Worker("argmax", "argmax_worker")
 LORA = Worker("lora", "lora_worker")
 AFFINE = Worker("lora", "affine_worker")
+TOKEN_LOGITS = Worker("lora", "token_logits_worker")
 LORA_TILES = Worker("tile_lora", "lora_tiles_worker", ("bfloat16",), needs_tiles=True)
 ROTATE = Worker("elementwise", "rotate_and_write_kv_worker")
 ROTATE_FP8 = Worker("elementwise", "rotate_and_write_fp8_worker")
@@ -60,6 +61,7 @@ CODED_LINEAR = Worker("tile_linear", "coded_linear_worker", ("bfloat16",), needs
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
     *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
+    TOKEN_LOGITS,
 )
 
 
@@ -86,7 +88,7 @@ def list_model_workers(dtype: str, kv_format: KVFormat, head_dim: int = TERMS) -
         find_rotate_worker(kv_format),
         find_attend_worker(dtype, kv_format, head_dim),
     )
-    return (*linears, RMS_NORM, ACT_MUL, ARGMAX, AFFINE, *own)
+    return (*linears, RMS_NORM, ACT_MUL, ARGMAX, AFFINE, TOKEN_LOGITS, *own)
 
 
 def name_library(isa: str) -> str:

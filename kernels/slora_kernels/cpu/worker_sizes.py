@@ -40,6 +40,8 @@ PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 TILE_TOKENS = 64
 # Columns of sums in `workers.tile_lora` that are computed before they are added to the output.
 SUM_COLUMNS = 64
+# Rows of an adapter's head that one item multiplies.
+LOGIT_ROWS = 64
 # Elements of the last segment of a row of A, if the row is no whole number of terms.
 TAIL_COLUMNS = 128
 

@@ -22,6 +22,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
     TileLimits,
+    TokenRows,
 )
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.gpu.act_mul import bind_act_mul
@@ -46,6 +47,7 @@ from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.quantized_matmuls import coded_linear
+from slora_kernels.torch.token_rows import token_logits
 
 
 class TritonKernels:
@@ -193,6 +195,9 @@ class TritonKernels:
 
     def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         self._launch(bind_lora_affine(out, pages, step.tables, site, step.tiles))
+
+    def token_logits(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        return token_logits(hidden, rows)
 
     def write_delta(
         self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep

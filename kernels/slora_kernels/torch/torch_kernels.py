@@ -27,6 +27,7 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
     TileLimits,
+    TokenRows,
 )
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LARGEST_E4M3, LoraSite
@@ -46,6 +47,7 @@ from slora_kernels.torch.lora_matmuls import (
 from slora_kernels.torch.quantized_matmuls import coded_linear, quantized_linear
 from slora_kernels.torch.row_blocks import multiply_batches
 from slora_kernels.torch.token_masks import mask_logits
+from slora_kernels.torch.token_rows import token_logits
 from slora_kernels.torch.token_sampling import sample_tokens
 
 # Context tokens per iteration: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
@@ -431,6 +433,9 @@ class TorchKernels:
         self, token_ids: Tensor, pages: Tensor, site: LoraSite, step: LoraStep, dtype: torch.dtype
     ) -> Tensor:
         return shrink_embedding(token_ids, pages, site, step, dtype)
+
+    def token_logits(self, hidden: Tensor, rows: TokenRows) -> Tensor:
+        return token_logits(hidden, rows)
 
     def write_delta(
         self, delta: Tensor, shrunk: Tensor, pages: Tensor, site: LoraSite, step: LoraStep

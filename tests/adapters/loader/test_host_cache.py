@@ -15,8 +15,8 @@ ARENA_PAGES = 12
 
 
 def _layout(num_segments: int) -> AdapterLayout:
-    groups, modules, affine = (np.zeros(size, np.int32) for size in ((6, 2), (9, 3), (9, 4)))
-    return AdapterLayout(groups, modules, affine, num_segments, 4, True)
+    tables = [np.zeros(size, np.int32) for size in ((6, 2), (9, 3), (9, 4), (2, 3))]
+    return AdapterLayout(*tables, num_segments, 4, True)
 
 
 def _version(number: int) -> AdapterVersion:

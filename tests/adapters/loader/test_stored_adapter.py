@@ -121,6 +121,30 @@ def test_magnitudes_and_biases_of_each_rank_do_not_depend_on_piece_sizes(
         assert np.array_equal(floats[segment + 1, :width], expected_bias)
 
 
+@pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])
+def test_rows_of_tokens_are_stored_in_the_order_of_their_ids_on_each_rank(batch_bytes: int) -> None:
+    random, tensors = np.random.default_rng(0), make_tensors()
+    prefix = "base_model.model."
+    trained = random.standard_normal((3, SHAPE.hidden_size), np.float32)
+    head = random.standard_normal((SHAPE.vocab_size, SHAPE.hidden_size), np.float32)
+    tensors[f"{prefix}model.embed_tokens.token_adapter.trainable_tokens_delta"] = trained
+    tensors[f"{prefix}lm_head.weight"] = head
+    config = make_config(trainable_token_indices=[40, 2, 11], modules_to_save=["lm_head"])
+    members = make_members(config, tensors)
+    adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
+    packed = pack(adapter, SHAPE, "float32", 2)
+    stored = StoredAdapter(LocalBlob(members), adapter.digest, SHAPE, AdapterLimits(), 2)
+    region = np.full(packed.num_bytes, 0xA5, np.uint8)
+    stored.pour(region, "float32", make_buffers(batch_bytes))
+    assert np.array_equal(region, packed.buffer)
+    expected = (([2, 11, 40], trained[[1, 2, 0]]), (list(range(SHAPE.vocab_size)), head))
+    for rank, (place, (ids, rows)) in itertools.product(range(2), enumerate(expected)):
+        count, first_id, first_row = packed.layout.rows[place].tolist()
+        floats = packed.part(rank).view(np.float32).reshape(-1, AFFINE_SEGMENT)
+        assert floats[first_id].view(np.int32)[: len(ids)].tolist() == ids and count == len(ids)
+        assert np.array_equal(floats[first_row : first_row + count, : SHAPE.hidden_size], rows)
+
+
 def test_a_load_holds_a_few_batches_however_large_the_adapter() -> None:
     members = make_members()
     blob = CountingBlob(members)

@@ -7,9 +7,7 @@ from slora_adapters.peft.peft_config import KNOWN_FIELDS, parse_peft_config
 from tests.adapters.hand_made import make_config, make_members, reason_codes
 
 REFUSED = {
-    "modules_to_save": ["lm_head"],
     "target_parameters": ["mlp.experts.gate_up_proj"],
-    "trainable_token_indices": [1, 2],
     "megatron_config": {"a": 1},
     "layer_replication": [[0, 2], [1, 2]],
     "alora_invocation_tokens": [7],

@@ -376,6 +376,14 @@ def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
             "a bias of a norm": (make.with_tensor("base_model.model.model.norm.bias", some[0]),
                 "a bias of a module whose bias can't be replaced"),
         },
+        "trainable_token_indices": {
+            "rows of tokens": (
+                make.with_tensor("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", some),
+                "has rows of model.embed_tokens, which trainable_token_indices does not name"),
+            "rows of another module": (
+                make.with_tensor("base_model.model.model.norm.token_adapter.trainable_tokens_delta", some),
+                "is rows of a module that is neither embedding nor head"),
+        },
         "embeddings": {
             "a matrix of embeddings": (make.with_tensor("base_model.model.model.embed_tokens.weight", some),
                 "resized embeddings are not served"),
@@ -438,7 +446,13 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
         "biases of an unknown kind": ({"bias": "some"}, "bias is 'some'; it must be one of none, all, lora_only"),
         "DoRA that is a text": ({"use_dora": "yes"}, "use_dora is 'yes'"),
         "a bias of B that is a number": ({"lora_bias": 2}, "lora_bias is 2"),
-        "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is set"),
+        "a whole norm": ({"modules_to_save": ["norm"]},
+            "modules_to_save names 'norm'; this server serves it for model.embed_tokens and lm_head only"),
+        "whole modules as a text": ({"modules_to_save": "lm_head"}, "modules_to_save is a text"),
+        "tokens of another module": ({"trainable_token_indices": {"norm": [1]}}, "names 'norm'; this server"),
+        "tokens as a text": ({"trainable_token_indices": "1"}, "trainable_token_indices is '1'; it must list"),
+        "a token below zero": ({"trainable_token_indices": [-1]}, "trainable_token_indices is [-1]; it must list"),
+        "a token twice": ({"trainable_token_indices": [3, 1, 3]}, "names a token of the embedding twice"),
         "layers run several times": ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
         "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
         "a method that is an object": ({"peft_type": {"x": 1}}, "peft_type is {'x': 1}"),
@@ -454,6 +468,10 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
         },
         "missing_tensors": {
             "DoRA without magnitudes": ({"use_dora": True}, "q_proj has no lora_magnitude_vector"),
+            "a whole head that is missing": ({"modules_to_save": ["lm_head"]},
+                "modules_to_save names lm_head, but there is no tensor for it"),
+            "rows of tokens that are missing": ({"trainable_token_indices": [1, 2]},
+                "trainable_token_indices names model.embed_tokens, but there is no tensor"),
             "a bias of B that is missing": ({"lora_bias": True}, "q_proj has no lora_B.bias"),
         },
         "lora_bias": {

@@ -9,6 +9,7 @@ block of output columns (expand) of one tile. Threads start expand items when al
 """
 
 from slora_kernels.cpu.worker_sizes import (
+    LOGIT_ROWS,
     PACKED_COLUMNS,
     PACKED_PITCH,
 )
@@ -339,3 +340,30 @@ def affine_worker(job: Job) -> None:
                     apply_affine_row(out[token, start:end], scales, offsets, weight)
             out_column += width
         tile = take_item(job)
+
+
+# Fields of a job of logits by rows of an adapter. LOGITS has a column for each row.
+HIDDEN, LOGITS, ROW_PAGES, ROW_TABLE, FIRST_SEGMENT, NUM_ROWS, ROW_WIDTH, ROW_SEGMENT_SIZE, ROW_SUMS = range(
+    9
+)
+
+
+def token_logits_worker(job: Job) -> None:
+    """Multiplies hidden states by rows of an adapter. Each item of the job is a block of rows."""
+    hidden, logits = read_model_matrix(job, HIDDEN), read_model_matrix(job, LOGITS)
+    pages, table = read_model_matrix(job, ROW_PAGES), read_int32_matrix(job, ROW_TABLE)[0]
+    width, segment_size = read_int(job, ROW_WIDTH), read_int(job, ROW_SEGMENT_SIZE)
+    first, num_rows = read_int(job, FIRST_SEGMENT), read_int(job, NUM_ROWS)
+    scratch = read_float_matrix(job, ROW_SUMS)[take_thread_index(job)]
+    row_segments, tokens = (width + segment_size - 1) // segment_size, hidden.shape[0]
+    block = take_item(job)
+    while block < count_items(job):
+        start = block * LOGIT_ROWS
+        count = min(LOGIT_ROWS, num_rows - start)
+        numbers = scratch[: tokens * count]
+        clear(numbers)
+        sums = as_matrix(numbers, count)
+        shrink_rows(sums, hidden, pages, table, first + start * row_segments, segment_size, width)
+        for token in range(tokens):
+            copy_narrowed(logits[token, start : start + count], sums[token])
+        block = take_item(job)
