@@ -6,10 +6,10 @@ fbgemm_fp8. If such a checkpoint also quantizes activations, only its weights ar
 exact, and their scales are not used.
 
 Supported with 4 bits are integers with a scale for each group of columns or each row, and maybe a zero point. The
-formats are compressed-tensors, GPTQ and AWQ.
+formats are compressed-tensors, GPTQ and AWQ. bitsandbytes has tables of 16 numbers (nf4, fp4) instead of integers.
 
-All supported formats are numbers times scales, which need no library. Formats that need a library (codebooks,
-rotations) are refused by name.
+All supported formats are numbers times scales, which need no library. Formats that need a library (codebooks of
+vectors, rotations) are refused by name.
 
 This module does not import torch, like all modules that read config.json.
 """
@@ -22,14 +22,16 @@ from slora.models.config_fields import ConfigFields
 
 Form = Literal["int8", "fp8", "int4"]
 _REMEDY = "use the unquantized checkpoint, and set quantization to int8 or fp8 to round it while it is read"
-_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "gptq", "awq")
+_METHODS = ("compressed-tensors", "fp8", "fbgemm_fp8", "gptq", "awq", "bitsandbytes")
 # The formats of compressed-tensors for 8-bit numbers, stored one per byte or four per 32-bit word.
 _FORMATS = ("int-quantized", "float-quantized", "naive-quantized", "pack-quantized")
 _FORMS: dict[object, Form] = {"int": "int8", "float": "fp8"}
 # Groups of other sizes do not suit `slora_kernels.coded_weight`.
 _GROUP_UNIT = 32
-# gptq stores zero points less 1, and gptq_v2 as they are.
-CodeFormat = Literal["compressed-tensors", "gptq", "gptq_v2", "awq"]
+# gptq stores zero points less 1, and gptq_v2 as they are. nf4 and fp4 are those of bitsandbytes.
+CodeFormat = Literal["compressed-tensors", "gptq", "gptq_v2", "awq", "nf4", "fp4"]
+# bitsandbytes writes the size of a block beside each weight. This is the size that it chooses itself.
+_USUAL_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,8 @@ class StoredCodes:
     """How weights of 4 bits are stored."""
 
     format: CodeFormat
-    group: int | None  # Columns that share a scale. None: a row has one scale.
+    # Columns that share a scale. None: a row has one scale. For nf4 and fp4, the usual number.
+    group: int | None
     has_zero_points: bool
 
 
@@ -155,6 +158,22 @@ def _read_awq(fields: ConfigFields) -> StoredQuantization:
     return StoredQuantization("awq", "int4", None, StoredCodes("awq", group, has_zero_points=True))
 
 
+def _read_bitsandbytes(fields: ConfigFields) -> StoredQuantization:
+    if fields.flag("load_in_8bit"):
+        raise fields.refusal(
+            "load_in_8bit",
+            "; LLM.int8 rounds activations too, and only 4 bits of bitsandbytes are served; use the unquantized "
+            "checkpoint, and set quantization to int8",
+        )
+    if not fields.flag("load_in_4bit"):
+        raise fields.refusal("load_in_4bit", f"; only 4 bits of bitsandbytes are served; {_REMEDY}")
+    kind = fields.text("bnb_4bit_quant_type", "fp4")
+    if kind not in ("nf4", "fp4"):
+        raise fields.refusal("bnb_4bit_quant_type", f"; supported are nf4 and fp4; {_REMEDY}")
+    codes = StoredCodes("nf4" if kind == "nf4" else "fp4", _USUAL_BLOCK, has_zero_points=False)
+    return StoredQuantization("bitsandbytes", "int4", None, codes)
+
+
 def _read_bits(fields: ConfigFields) -> int | None:
     """Checks the number of bits. Returns the size of a group; None: a row has one scale."""
     if fields.whole("bits") != 4:
@@ -184,4 +203,5 @@ _READERS: Mapping[str, Callable[[ConfigFields], StoredQuantization]] = {
     "compressed-tensors": _read_compressed_tensors,
     "gptq": _read_gptq,
     "awq": _read_awq,
+    "bitsandbytes": _read_bitsandbytes,
 }

@@ -16,17 +16,27 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class CodedForm:
-    """method: compressed-tensors, gptq, gptq_v2 or awq. group: columns that share a scale; None: all of a row."""
+    """method: compressed-tensors, gptq, gptq_v2, awq, nf4 or fp4. group: columns that share a scale; None: a row."""
 
     method: str
     group: int | None
     dtype: torch.dtype
     is_symmetric: bool = True
     has_order: bool = False  # Whether the group of each column is stored.
+    is_nested: bool = False  # Whether the scales of nf4 and fp4 are stored in 8 bits.
+    storage: torch.dtype = torch.uint8  # In which the codes of nf4 and fp4 are stored.
 
     def config(self) -> dict[str, Any]:
         """quantization_config."""
         size = -1 if self.group is None else self.group
+        if self.method in ("nf4", "fp4"):
+            return {
+                "quant_method": "bitsandbytes", "_load_in_4bit": True, "_load_in_8bit": False, "load_in_4bit": True,
+                "load_in_8bit": False, "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_type": self.method,
+                "bnb_4bit_use_double_quant": self.is_nested, "llm_int8_enable_fp32_cpu_offload": False,
+                "bnb_4bit_quant_storage": str(self.storage).removeprefix("torch."), "llm_int8_threshold": 6.0,
+                "llm_int8_has_fp16_weight": False, "llm_int8_skip_modules": ["lm_head"],
+            }  # fmt: skip
         if self.method.startswith("gptq"):
             return {
                 "quant_method": "gptq", "bits": 4, "group_size": size, "sym": self.is_symmetric, "desc_act": False,
@@ -52,6 +62,79 @@ class CodedForm:
             "ignore": ["lm_head"], "kv_cache_scheme": None, "quantization_status": "compressed",
             "sparsity_config": {}, "transform_config": {}, "version": "0.20.0",
         }  # fmt: skip
+
+
+def find_normal_quantiles() -> Tensor:
+    """The 16 numbers of nf4: quantiles of the normal distribution, eight above zero, divided by the largest."""
+    above, below = (torch.special.ndtri(torch.linspace(0.9677083, 0.5, n)[:-1].double()) for n in (9, 8))
+    quantiles = torch.cat((above, -below, torch.zeros(1))).float().sort().values
+    return quantiles / quantiles.max()
+
+
+FP4 = torch.tensor([0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3]) / 12
+TABLES = {"nf4": find_normal_quantiles(), "fp4": FP4}
+# The blocks of which double quantization rounds the scales to the numbers of a map.
+NESTED_BLOCK = 256
+NESTED_MAP = torch.linspace(-1, 1, 256) ** 3
+
+
+@dataclass(frozen=True)
+class BlockCodes:
+    """A weight as bitsandbytes rounds it: the codes of its flattened numbers, int64 [N * K]."""
+
+    codes: Tensor
+    table: Tensor
+    scales: Tensor  # float32 [blocks]
+    tensors: dict[str, Tensor]  # How the scales are stored, by the end of the name.
+    offset: float | None
+
+    def decode(self, shape: torch.Size) -> Tensor:
+        return (self.table[self.codes].view(len(self.scales), -1) * self.scales[:, None]).view(shape)
+
+
+def find_nearest(numbers: Tensor, table: Tensor) -> Tensor:
+    return torch.cat([(part[:, None] - table).abs().argmin(1) for part in numbers.flatten().split(1 << 14)])
+
+
+def round_to_blocks(weight: Tensor, form: CodedForm) -> BlockCodes:
+    assert form.group is not None
+    blocks, table = weight.float().view(-1, form.group), TABLES[form.method]
+    scales, offset = blocks.abs().amax(1), None
+    tensors = {"absmax": scales}
+    if form.is_nested:
+        offset = float(scales.mean())
+        parts = (scales - offset).split(NESTED_BLOCK)
+        largest = torch.stack([part.abs().max() for part in parts])
+        codes = [find_nearest(part / most, NESTED_MAP) for part, most in zip(parts, largest, strict=True)]
+        scales = torch.cat(
+            [NESTED_MAP[part] * most + offset for part, most in zip(codes, largest, strict=True)]
+        )
+        tensors = {
+            "absmax": torch.cat(codes).to(torch.uint8),
+            "nested_absmax": largest,
+            "nested_quant_map": NESTED_MAP,
+        }
+    return BlockCodes(find_nearest(blocks / scales[:, None], table), table, scales, tensors, offset)
+
+
+def write_blocks(path: str, weight: Tensor, form: CodedForm) -> dict[str, Tensor]:
+    stored = round_to_blocks(weight, form)
+    state = {
+        "quant_type": form.method, "blocksize": form.group, "dtype": "bfloat16", "shape": list(weight.shape),
+    }  # fmt: skip
+    if stored.offset is not None:
+        state |= {
+            "nested_blocksize": NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": stored.offset,
+        }  # fmt: skip
+    codes = (stored.codes[::2] * 16 + stored.codes[1::2]).to(torch.uint8)
+    return {
+        path: codes.view(form.storage).view(-1, 1),
+        **{f"{path}.{end}": tensor.clone() for end, tensor in stored.tensors.items()},
+        f"{path}.quant_map": stored.table.clone(),
+        f"{path}.quant_state.bitsandbytes__{form.method}": torch.tensor(
+            list(json.dumps(state).encode()), dtype=torch.uint8
+        ),
+    }
 
 
 @dataclass(frozen=True)
@@ -84,6 +167,13 @@ def round_to_codes(weight: Tensor, form: CodedForm) -> Codes:
     return Codes(codes.clamp(0, 15).view(rows, columns), zeros, scales)
 
 
+def dequantize(weight: Tensor, form: CodedForm) -> Tensor:
+    """float32 [N, K]: the numbers that a checkpoint of this form has for the weight."""
+    if form.method in TABLES:
+        return round_to_blocks(weight, form).decode(weight.shape)
+    return round_to_codes(weight, form).decode()
+
+
 def pack_words(codes: Tensor, order: tuple[int, ...] = IN_ORDER) -> Tensor:
     """int32 [R, ceil(C / 8)] of codes [R, C]."""
     rows, columns = codes.shape
@@ -97,6 +187,8 @@ def pack_words(codes: Tensor, order: tuple[int, ...] = IN_ORDER) -> Tensor:
 
 def write_codes(path: str, weight: Tensor, form: CodedForm) -> dict[str, Tensor]:
     """The tensors of the linear whose weight is called `path`."""
+    if form.method in TABLES:
+        return write_blocks(path, weight, form)
     stored = round_to_codes(weight, form)
     columns = weight.shape[1]
     groups = torch.arange(columns, dtype=torch.int32) // (form.group or columns)
@@ -137,7 +229,7 @@ def write_coded_checkpoint(source: Path, root: Path, form: CodedForm, kept: str 
     for name, tensor in load_file(source / "model.safetensors").items():
         if name.endswith("_proj.weight") and kept not in name:
             written[stored] |= write_codes(name, tensor, form)
-            written[exact][name] = round_to_codes(tensor, form).decode()
+            written[exact][name] = dequantize(tensor, form)
         else:
             written[stored][name] = written[exact][name] = tensor
     for directory, tensors in written.items():

@@ -7,6 +7,7 @@ is exact in float32 if 15 times the scale is, as it always is for scales in 16 b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ from slora.memory.host_memory import empty_tensor
 from slora.models.stored_quantization import CodeFormat, StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.tensor_place import TensorPlace
-from slora.models.weights.weight_blocks import read_tensor
+from slora.models.weights.weight_blocks import WeightTarget, read_tensor
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
 
 _MIDDLE = 8
 _LARGEST = 15
 _IN_ORDER = (0, 1, 2, 3, 4, 5, 6, 7)
 _FLOATS = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
-_REMEDY = "use the unquantized checkpoint, and set quantization to int8 or int4"
+REMEDY = "use the unquantized checkpoint, and set quantization to int8 or int4"
+# Locates a tensor of the checkpoint by name and shape.
+FindTensor = Callable[[str, tuple[int, ...]], TensorPlace]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +74,58 @@ class GroupNumbers:
         return GroupNumbers(cut(self.scales), None if self.minimums is None else cut(self.minimums))
 
 
-class CodesReader:
-    """Finds the tensors of linears that are stored in 4 bits.
+class CodesReader(Protocol):
+    """Finds the tensors of linears that are stored in 4 bits. A linear is named as its unquantized weight would be."""
 
-    find: locates a tensor of the checkpoint by name and shape. A linear is named as its unquantized weight would be.
-    """
+    table: Tensor  # float32 [16], the number of each code.
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        stored: StoredCodes,
-        find: Callable[[str, tuple[int, ...]], TensorPlace],
-    ) -> None:
+    def holds(self, name: str) -> bool:
+        """Whether the linear is stored in 4 bits."""
+
+    def find_codes(self, name: str, shape: tuple[int, int], columns: range) -> TensorPlace:
+        """Locates the codes. columns: those that this process computes."""
+
+    def read_numbers(
+        self, name: str, shape: tuple[int, int], rows: Sequence[range], columns: range
+    ) -> GroupNumbers:
+        """Reads scales and zero points of these rows and columns, after `find_codes`."""
+
+    def make_target(
+        self, codes: Tensor, rows: Sequence[range], columns: range
+    ) -> tuple[WeightTarget, Sequence[range], int]:
+        """Returns the target of a tensor's blocks, the ranges of the tensor's first axis to read, and what their sizes
+        are a multiple of.
+
+        codes: those of a `CodedWeight` for these rows and columns of the linear.
+        """
+
+
+def refuse_matrix(checkpoint: Checkpoint, codes: CodesReader, name: str) -> None:
+    """Raises ConfigError if an embedding, a head or a router is stored in 4 bits."""
+    if codes.holds(name):
+        raise ConfigError(
+            f"{checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are served only "
+            f"unquantized; use a checkpoint that leaves them so, or {REMEDY}"
+        )
+
+
+def is_empty_bias(checkpoint: Checkpoint, codes: CodesReader, name: str) -> bool:
+    """Whether a tensor is a bias of zeros. Some programs write one for each linear that they quantize."""
+    if not (name.endswith(".bias") and codes.holds(f"{name.removesuffix('bias')}weight")):
+        return False
+    place = checkpoint.find(name)
+    if place.dtype not in _FLOATS:
+        return False
+    bias = torch.empty(place.shape, dtype=_FLOATS[place.dtype])
+    read_tensor(place, bias)
+    return not bias.any()
+
+
+class WordsReader:
+    """Reads weights of which eight codes are in each 32-bit word."""
+
+    def __init__(self, checkpoint: Checkpoint, stored: StoredCodes, find: FindTensor) -> None:
+        self.table = torch.arange(16.0) - _MIDDLE
         self._checkpoint = checkpoint
         self._stored = stored
         self._layout = _LAYOUTS[stored.format]
@@ -91,33 +134,8 @@ class CodesReader:
     def holds(self, name: str) -> bool:
         return _name(name, self._layout.codes) in self._checkpoint
 
-    def refuse_matrix(self, name: str) -> None:
-        """Raises ConfigError if an embedding, a head or a router is stored in 4 bits."""
-        if self.holds(name):
-            raise ConfigError(
-                f"{self._checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are "
-                f"served only unquantized; use a checkpoint that leaves them so, or {_REMEDY}"
-            )
-
-    def is_empty_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros. Some programs write one for each linear that they quantize."""
-        if not (name.endswith(".bias") and self.holds(f"{name.removesuffix('bias')}weight")):
-            return False
-        place = self._checkpoint.find(name)
-        if place.dtype not in _FLOATS:
-            return False
-        bias = torch.empty(place.shape, dtype=_FLOATS[place.dtype])
-        read_tensor(place, bias)
-        return not bias.any()
-
-    def find_words(self, name: str, shape: tuple[int, int], columns: range) -> TensorPlace:
-        """Locates the codes. columns: those that this process computes."""
-        if not self.holds(name):
-            raise ConfigError(
-                f"{self._checkpoint.directory}: {name} is not stored in 4 bits, but linears that are multiplied "
-                f"together with it are; {_REMEDY}"
-            )
-        self._check_columns(name, shape, columns)
+    def find_codes(self, name: str, shape: tuple[int, int], columns: range) -> TensorPlace:
+        check_columns(f"{self._checkpoint.directory}: {name}", shape[1], columns, self._stored.group)
         num_rows, width = shape
         words = (-(-num_rows // 8), width) if self._layout.has_words_of_rows else (num_rows, width // 8)
         place = self._locate(name, self._layout.codes, words)
@@ -130,7 +148,6 @@ class CodesReader:
     def read_numbers(
         self, name: str, shape: tuple[int, int], rows: Sequence[range], columns: range
     ) -> GroupNumbers:
-        """Reads scales and zero points of these rows and columns, after `find_words`."""
         num_rows, width = shape
         group = self._stored.group or width
         self._check_order(name, width, group)
@@ -139,30 +156,12 @@ class CodesReader:
 
     def make_target(
         self, codes: Tensor, rows: Sequence[range], columns: range
-    ) -> tuple["StoredCodesTarget | TransposedCodesTarget", Sequence[range], int]:
-        """Returns the target of a tensor's blocks, the ranges of the tensor's first axis to read, and what their sizes
-        are a multiple of.
-
-        codes: those of a `CodedWeight` for these rows and columns of the linear.
-        """
+    ) -> tuple[WeightTarget, Sequence[range], int]:
         if not self._layout.is_transposed:
             return StoredCodesTarget(codes, columns), rows, 1
         size = self._layout.count_columns()
         target = TransposedCodesTarget(codes, rows, self._layout)
         return target, [range(columns.start // size, columns.stop // size)], BLOCK_COLUMNS // size
-
-    def _check_columns(self, name: str, shape: tuple[int, int], columns: range) -> None:
-        unit, width = self._stored.group or BLOCK_COLUMNS, shape[1]
-        where = f"{self._checkpoint.directory}: {name} has {width} columns"
-        if width % unit:
-            raise ConfigError(
-                f"{where}; weights that are stored in 4 bits need a multiple of {unit}: {_REMEDY}"
-            )
-        if columns.start % unit or columns.stop % unit:
-            raise ConfigError(
-                f"{where}, of which this process computes {columns.start} to {columns.stop - 1}; they are stored in "
-                f"groups of {unit}, which can't be cut: choose a smaller --tensor-parallel-size"
-            )
 
     def _check_order(self, name: str, width: int, group: int) -> None:
         if _name(name, self._layout.groups) not in self._checkpoint:
@@ -171,7 +170,7 @@ class CodesReader:
         if not torch.equal(_read_int32(place), torch.arange(width, dtype=torch.int32) // group):
             raise ConfigError(
                 f"{place.path}: {place.name} groups columns that are not adjacent (activation order), which is not "
-                f"served; {_REMEDY}"
+                f"served; {REMEDY}"
             )
 
     def _read_scales(self, name: str, shape: tuple[int, int]) -> tuple[TensorPlace, Tensor, Tensor | None]:
@@ -194,18 +193,30 @@ class CodesReader:
         if layout.added and bool((codes == _LARGEST).any()):
             raise ConfigError(
                 f"{zeros.path}: {zeros.name} has zero points of 15, which some programs read as 16 and others as 0; "
-                f"{_REMEDY}"
+                f"{REMEDY}"
             )
         codes = codes + layout.added
         if not self._stored.has_zero_points and bool((codes != _MIDDLE).any()):
             raise ConfigError(
                 f"{zeros.path}: {zeros.name} has zero points other than {_MIDDLE}, but quantization_config says that "
-                f"the weights are symmetric; {_REMEDY}"
+                f"the weights are symmetric; {REMEDY}"
             )
         return place, scales, codes
 
     def _locate(self, name: str, end: str, shape: tuple[int, int]) -> TensorPlace:
         return self._find(_name(name, end), shape[::-1] if self._layout.is_transposed else shape)
+
+
+def check_columns(linear: str, width: int, columns: range, group: int | None) -> None:
+    """Raises ConfigError if a process would hold a part of a group. group: None if a row has one scale."""
+    unit, where = group or BLOCK_COLUMNS, f"{linear} has {width} columns"
+    if width % unit:
+        raise ConfigError(f"{where}; weights that are stored in 4 bits need a multiple of {unit}: {REMEDY}")
+    if columns.start % unit or columns.stop % unit:
+        raise ConfigError(
+            f"{where}, of which this process computes {columns.start} to {columns.stop - 1}; they are stored in "
+            f"groups of {unit}, which can't be cut: choose a smaller --tensor-parallel-size"
+        )
 
 
 def _name(weight: str, end: str) -> str:
@@ -235,12 +246,14 @@ def _multiply(place: TensorPlace, scales: Tensor, zeros: Tensor | None) -> Group
     if bool((inexact & (zeros != _MIDDLE)).any()):
         raise ConfigError(
             f"{place.path}: {place.name} has float32 scales whose products with zero points are not exact in float32; "
-            f"{_REMEDY}"
+            f"{REMEDY}"
         )
     return GroupNumbers(wide, (_MIDDLE - zeros.float()) * wide)
 
 
-def allocate_stored_codes(numbers: Sequence[GroupNumbers], width: int, device: torch.device) -> CodedWeight:
+def allocate_stored_codes(
+    numbers: Sequence[GroupNumbers], width: int, table: Tensor, device: torch.device
+) -> CodedWeight:
     """A weight with `width` columns, whose rows follow each other as in `numbers`. Its codes are not filled yet."""
     scales = torch.cat([part.scales.float() for part in numbers])
     if any(part.minimums is not None for part in numbers):
@@ -256,8 +269,7 @@ def allocate_stored_codes(numbers: Sequence[GroupNumbers], width: int, device: t
             scales = scales.half()
         minimums = scales.new_empty(0, 0)
     codes = empty_tensor((len(scales), width // 2), torch.uint8, device)
-    table = torch.arange(16.0, device=device) - _MIDDLE
-    return CodedWeight(codes, scales.to(device), minimums.to(device), table)
+    return CodedWeight(codes, scales.to(device), minimums.to(device), table.to(device))
 
 
 def _unpack_words(words: Tensor, places: Sequence[int] = _IN_ORDER) -> Tensor:
@@ -267,11 +279,15 @@ def _unpack_words(words: Tensor, places: Sequence[int] = _IN_ORDER) -> Tensor:
     )
 
 
-def _join_columns(rows: Tensor) -> Tensor:
-    """Codes as `CodedWeight` has them, of contiguous bytes [n, K / 2] with two adjacent columns each."""
+def _join_columns(rows: Tensor, *, is_first_high: bool = False) -> Tensor:
+    """Codes as `CodedWeight` has them, of contiguous bytes [n, K / 2] with two adjacent columns each.
+
+    is_first_high: whether the first of the two columns is in the high bits.
+    """
     halves = rows.view(len(rows), -1, 2, BLOCK_COLUMNS // 4)
     first, second = halves[:, :, 0], halves[:, :, 1]
-    return torch.stack(((first & 15) | second << 4, first >> 4 | (second & 240)), dim=-1).flatten(1)
+    pairs = (first & 15) | second << 4, first >> 4 | (second & 240)
+    return torch.stack(pairs[::-1] if is_first_high else pairs, dim=-1).flatten(1)
 
 
 def _join_words_of_rows(words: Tensor, places: Sequence[int]) -> Tensor:
@@ -284,20 +300,22 @@ def _join_words_of_rows(words: Tensor, places: Sequence[int]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class StoredCodesTarget:
-    """Copies words [N, K / 8] into the codes of a `CodedWeight`.
+    """Copies words [N, K / 8] or bytes [N, K / 2] into the codes of a `CodedWeight`.
 
     codes: rows of `CodedWeight.codes`. columns: those of the stored tensor that the rows hold, whole blocks of 32.
     """
 
     codes: Tensor
     columns: range
+    is_first_high: bool = False  # Whether the high bits of a byte have the first of its two columns.
 
     def direct_memory(self, dtype: torch.dtype) -> Tensor | None:
         return None
 
     def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
-        """rows: the bytes of the words. They are little-endian, so a byte has two adjacent columns."""
-        held = _join_columns(rows)[:, self.columns.start // 2 : self.columns.stop // 2]
+        """rows: bytes with two adjacent columns each. Those of words are such, as words are little-endian."""
+        joined = _join_columns(rows, is_first_high=self.is_first_high)
+        held = joined[:, self.columns.start // 2 : self.columns.stop // 2]
         self.codes[first_row : first_row + len(rows)].copy_(held)
         return True
 

@@ -22,9 +22,18 @@ from torch import Tensor
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
 from slora.models.stored_quantization import StoredCodes
+from slora.models.weights.bitsandbytes_codes import TABLES, BlocksReader
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
-from slora.models.weights.stored_codes import CodesReader, allocate_stored_codes
+from slora.models.weights.stored_codes import (
+    REMEDY,
+    CodesReader,
+    FindTensor,
+    WordsReader,
+    allocate_stored_codes,
+    is_empty_bias,
+    refuse_matrix,
+)
 from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import (
     DTYPES,
@@ -93,7 +102,7 @@ class WeightReader:
         self._checkpoint = checkpoint
         self._form = form
         self._block = block
-        self._codes = None if codes is None else CodesReader(checkpoint, codes, self._find)
+        self._codes = None if codes is None else _open_codes(checkpoint, codes, self._find)
         self._blocks: list[RowBlock] = []
         self._known_names: set[str] = set()
 
@@ -158,16 +167,31 @@ class WeightReader:
 
     def _coded_linear(self, parts: Sequence[LinearPart], codes: CodesReader) -> CodedWeight:
         columns = parts[0].columns
+        self._check_forms(parts, codes)
         sources = [
-            WeightSource(codes.find_words(part.name, part.shape, columns), has_codes=True) for part in parts
+            WeightSource(codes.find_codes(part.name, part.shape, columns), has_codes=True) for part in parts
         ]
         numbers = [codes.read_numbers(part.name, part.shape, part.rows, columns) for part in parts]
-        weight = allocate_stored_codes(numbers, len(columns), self.device)
+        for part, other in zip(parts, numbers, strict=True):
+            if other.scales.shape[1] != numbers[0].scales.shape[1]:
+                raise ConfigError(
+                    f"{self._checkpoint.directory}: {parts[0].name} and {part.name} are multiplied together, but they "
+                    f"are stored in groups of other sizes; {REMEDY}"
+                )
+        weight = allocate_stored_codes(numbers, len(columns), codes.table, self.device)
         own = torch.split(weight.codes, [len(part.scales) for part in numbers])
         for source, part, rows in zip(sources, parts, own, strict=True):
             target, ranges, unit = codes.make_target(rows, part.rows, columns)
             self._fill(source, target, ranges, unit)
         return weight
+
+    def _check_forms(self, parts: Sequence[LinearPart], codes: CodesReader) -> None:
+        for part in parts:
+            if not codes.holds(part.name):
+                raise ConfigError(
+                    f"{self._checkpoint.directory}: {part.name} is not stored in 4 bits, but linears that are "
+                    f"multiplied together with it are; {REMEDY}"
+                )
 
     def is_absent_or_same(self, name: str, other: str) -> bool:
         """Whether tensor `name` is absent or has the same bytes as `other`. In both cases it is not needed."""
@@ -210,7 +234,7 @@ class WeightReader:
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
         if self._codes is not None:
-            self._codes.refuse_matrix(name)
+            refuse_matrix(self._checkpoint, self._codes, name)
         if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
             return self._packed_source(name, *shape)
         stored = self._find(name, shape)
@@ -266,13 +290,19 @@ class WeightReader:
             for name in self._checkpoint
             if name not in self._known_names
             and not _HARMLESS.search(name)
-            and not (self._codes is not None and self._codes.is_empty_bias(name))
+            and not (self._codes is not None and is_empty_bias(self._checkpoint, self._codes, name))
         ]
         if unknown:
             raise ConfigError(
                 f"{self._checkpoint.directory} has {len(unknown)} tensors that its config.json does not describe, such "
                 f"as {unknown[0]!r}; without them, slora would serve a different model"
             )
+
+
+def _open_codes(checkpoint: Checkpoint, stored: StoredCodes, find: FindTensor) -> CodesReader:
+    if stored.format in TABLES:
+        return BlocksReader(checkpoint, stored.format, find)
+    return WordsReader(checkpoint, stored, find)
 
 
 def _not_floating(stored: TensorPlace) -> ConfigError:

@@ -311,7 +311,7 @@ REFUSED = {
     ),
     "quantized": (
         {"quantization_config": {"bits": 4}},
-        "quantization_config.quant_method is None; supported are compressed-tensors, fp8, fbgemm_fp8, gptq, awq; use",
+        "quantization_config.quant_method is None; supported are compressed-tensors, fp8, .*, bitsandbytes; use",
     ),
     "dynamic": (
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},

@@ -269,9 +269,9 @@ def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
 
 
 REFUSED = {
-    "bitsandbytes": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True},
-        r"quant_method is 'bitsandbytes'; supported are compressed-tensors, fp8, fbgemm_fp8, gptq, awq",
+    "quanto": (
+        {"quant_method": "quanto", "weights": "int4"},
+        r"quant_method is 'quanto'; supported are compressed-tensors, fp8, fbgemm_fp8, gptq, awq, bitsandbytes",
     ),
     "marlin": ({**compressed("int8", "channel"), "format": "marlin-24"}, r"format is 'marlin-24'"),
     "two_bits": (compressed("int8", "channel", num_bits=2), r"only symmetric 8-bit numbers and 4-bit"),

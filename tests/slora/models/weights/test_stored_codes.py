@@ -21,7 +21,7 @@ from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.coded_weight import CodedWeight
-from tests.support.coded_checkpoints import CodedForm, round_to_codes, write_coded_checkpoint, write_codes
+from tests.support.coded_checkpoints import CodedForm, dequantize, write_coded_checkpoint, write_codes
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -45,6 +45,9 @@ FORMS = {
     "gptq_zero_points": CodedForm("gptq", 32, torch.float16, is_symmetric=False),
     "gptq_v2": CodedForm("gptq_v2", None, torch.bfloat16, is_symmetric=False),
     "awq": CodedForm("awq", 128, torch.float16, is_symmetric=False),
+    "nf4": CodedForm("nf4", 64, torch.float32, is_nested=True),
+    "nf4_as_bfloat16": CodedForm("nf4", 32, torch.float32, storage=torch.bfloat16),
+    "fp4": CodedForm("fp4", 128, torch.float32),
 }
 CPU = torch.device("cpu")
 
@@ -131,7 +134,7 @@ def write_linears(directory: Path, form: CodedForm, width: int, **rows: int) -> 
     for name, weight in weights.items():
         tensors |= write_codes(f"{name}.weight", weight, form)
     save_file(tensors, directory / "model.safetensors")
-    return torch.cat([round_to_codes(weight, form).decode() for weight in weights.values()])
+    return torch.cat([dequantize(weight, form) for weight in weights.values()])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -140,7 +143,8 @@ def test_numbers_are_those_that_are_stored_bit_by_bit(
 ) -> None:
     monkeypatch.setattr("slora.models.weights.weight_reader._BLOCK_BYTES", 400)
     # Words of GPTQ and AWQ have codes or zero points of eight rows.
-    rows = {"a": 13, "b": 40, "c": 1} if FORMS[form].method == METHOD else {"a": 16, "b": 40, "c": 8}
+    has_eights = FORMS[form].method in ("gptq", "gptq_v2", "awq")
+    rows = {"a": 16, "b": 40, "c": 8} if has_eights else {"a": 13, "b": 40, "c": 1}
     exact = write_linears(tmp_path, FORMS[form], 256, **rows)
     weight = read_weight(tmp_path, FORMS[form], [*rows.items()], 256)
     assert weight.codes.numel() == exact.numel() // 2
