@@ -97,12 +97,14 @@ def test_a_linear_of_four_bits_matches_its_twin(
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("table", ("integers", "any"))
 @pytest.mark.parametrize("has_minimums", (False, True))
 def test_a_row_is_the_same_bits_alone_and_among_any_number(
-    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int, int, int], has_minimums: bool
+    kernels: Kernels, dtype: torch.dtype, shape: tuple[int, int, int, int], table: str, has_minimums: bool
 ) -> None:
+    """Tiles multiply the one table, and not the other."""
     _, width, group, rows = shape
-    weight = make_coded(rows, width, group, "integers", scale_dtype=torch.float16, has_minimums=has_minimums)
+    weight = make_coded(rows, width, group, table, scale_dtype=torch.float16, has_minimums=has_minimums)
     x = torch.randn(131, width).to(dtype)
     among_all = multiply(kernels, x, weight, None)
     for count in (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 64, 100):

@@ -52,6 +52,8 @@ T = TypeVar("T")
 
 _TIMEOUT = httpx.Timeout(2.0)
 _UNQUANTIZED = ("F64", "F32", "F16", "BF16")
+# The end of the names of bitsandbytes' scales. They may be stored in 8 bits, and its codes in any dtype.
+_BLOCK_SCALES = ".absmax"
 _LOWER = "lower --pool-bytes, --swap-bytes or --host-cache-bytes, or choose a smaller model"
 _PROBE = "probe"
 _NETWORK = (
@@ -216,7 +218,10 @@ def find_model(settings: Settings) -> Model:
     for name in checkpoint:
         tensor = checkpoint.find(name)
         num_tensors += 1
-        if tensor.block is None and tensor.dtype not in _UNQUANTIZED:
+        has_codes = f"{name}{_BLOCK_SCALES}" in checkpoint
+        if name.endswith(_BLOCK_SCALES):
+            num_bytes += math.prod(tensor.shape) * ELEMENT_BYTES["float32"]
+        elif has_codes or (tensor.block is None and tensor.dtype not in _UNQUANTIZED):
             num_bytes += tensor.num_bytes
         elif settings.engine.quantization != "auto" and name.endswith("proj.weight"):
             num_bytes += math.prod(tensor.shape) * QUANTIZED_BITS[settings.engine.quantization] // 8

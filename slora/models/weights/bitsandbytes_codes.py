@@ -127,9 +127,10 @@ class BlocksReader:
         """Reads the size of a block, and how scales are stored. Raises ConfigError if a field is not as expected."""
         state_name = _name_state(name, self._form)
         if state_name not in self._checkpoint:
+            other = next(form for form in TABLES if form != self._form)
             raise ConfigError(
-                f"{self._checkpoint.directory}: {name} is not stored in {self._form}, which is the bnb_4bit_quant_type "
-                f"of quantization_config; {REMEDY}"
+                f"{self._checkpoint.directory}: {name} is stored in {other}, but quantization_config says "
+                f"{self._form} (bnb_4bit_quant_type); correct it in config.json, or {REMEDY}"
             )
         place = self._checkpoint.find(state_name)
         state = self._parse_state(place)

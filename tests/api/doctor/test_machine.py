@@ -112,8 +112,15 @@ def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
         assert find_model(quantized).num_bytes < most * found.num_bytes
 
 
-def test_weights_of_4_bits_are_measured_as_they_are_stored(tmp_path: Path) -> None:
-    form = CodedForm("gptq", 64, torch.float16)
+@pytest.mark.parametrize(
+    "form",
+    [
+        CodedForm("gptq", 64, torch.float16),
+        CodedForm("nf4", 64, torch.float32, is_nested=True),
+        CodedForm("nf4", 64, torch.float32, storage=torch.bfloat16),
+    ],
+)
+def test_weights_of_4_bits_are_measured_as_they_are_stored(tmp_path: Path, form: CodedForm) -> None:
     stored, _ = write_coded_checkpoint(DEMO / "model", tmp_path, form)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(DEMO / "model" / name, stored)

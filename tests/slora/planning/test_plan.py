@@ -206,17 +206,23 @@ def test_weights_of_4_bits_are_refused_on_gpus(llama_8b: Path) -> None:
         make_plan(ask_8b(llama_8b, "H100", quantization="int4"))
 
 
+@pytest.mark.parametrize(
+    ("form", "num_bits"),
+    [
+        # 4 bits for each number, and a scale of 32 bits for each group.
+        (CodedForm("compressed-tensors", 128, torch.bfloat16), 4.25),
+        (CodedForm("nf4", 64, torch.float32, is_nested=True), 4.5),
+    ],
+)
 def test_a_checkpoint_of_4_bit_weights_is_refused_on_gpus_and_measured(
-    llama_8b: Path, tmp_path: Path
+    llama_8b: Path, tmp_path: Path, form: CodedForm, num_bits: float
 ) -> None:
-    form = CodedForm("compressed-tensors", 128, torch.bfloat16)
     config = read_json(llama_8b / "config.json")
     write_json(tmp_path / "config.json", config | {"quantization_config": form.config()})
     with pytest.raises(ConfigError, match="H100 is a GPU; use the unquantized checkpoint"):
         make_plan(ask_8b(tmp_path, "H100"))
     sizes = [measure_model(read_model_spec(path), EngineConfig(path)) for path in (llama_8b, tmp_path)]
-    # 16 bits for each number, and 4 with a scale of 32 bits for each 128.
-    saved = (16 - 4.25) / 8 * sizes[0].token_flop / 2
+    saved = (16 - num_bits) / 8 * sizes[0].token_flop / 2
     assert sizes[0].weight_bytes - sizes[1].weight_bytes == pytest.approx(saved, rel=0.01)
 
 

@@ -267,16 +267,20 @@ def test_a_bias_of_zeros_that_a_model_does_not_have_is_skipped(tmp_path: Path) -
         read_weight(tmp_path, form, [("a", 8)], 128)
 
 
-def test_linears_of_one_product_are_all_stored_in_4_bits_or_none(kit: ModelKit, tmp_path: Path) -> None:
-    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS["rows"], kept="k_proj")
+@pytest.mark.parametrize("form", ["rows", "nf4"])
+def test_linears_of_one_product_are_all_stored_in_4_bits_or_none(
+    kit: ModelKit, tmp_path: Path, form: str
+) -> None:
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form], kept="k_proj")
     with pytest.raises(ConfigError, match=r"k_proj\.weight is not stored in 4 bits, but.*unquantized"):
         LLM(stored, device="cpu")
 
 
-def test_a_head_of_4_bits_is_refused(kit: ModelKit, tmp_path: Path) -> None:
-    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS["rows"])
+@pytest.mark.parametrize("form", ["rows", "nf4"])
+def test_a_head_of_4_bits_is_refused(kit: ModelKit, tmp_path: Path, form: str) -> None:
+    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form])
     tensors = load_file(stored / "model.safetensors")
-    head = write_codes("lm_head.weight", tensors.pop("lm_head.weight"), FORMS["rows"])
+    head = write_codes("lm_head.weight", tensors.pop("lm_head.weight"), FORMS[form])
     save_file(tensors | head, stored / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=r"lm_head\.weight is stored in 4 bits, but embeddings, heads and"):
         LLM(stored, device="cpu")
@@ -316,7 +320,7 @@ def change_group(**changes: Any) -> dict[str, Any]:
     return config
 
 
-GPTQ, AWQ = FORMS["gptq"].config(), FORMS["awq"].config()
+GPTQ, AWQ, NF4 = (FORMS[name].config() for name in ("gptq", "awq", "nf4"))
 REFUSED = {
     "small_groups": (change(group_size=16), r"group_size is 16; it must be a multiple of 32"),
     "no_group_size": (change(group_size=None), r"group_size is None; it must be a positive whole number"),
@@ -342,6 +346,15 @@ REFUSED = {
     "awq_symmetric": (
         {**AWQ, "zero_point": False},
         r"zero_point is False; AWQ is served only with zero points",
+    ),
+    "bnb_8_bits": (
+        {**NF4, "load_in_4bit": False, "load_in_8bit": True},
+        r"load_in_8bit is True; LLM.int8 rounds activations too, .*unquantized checkpoint, .*to int8",
+    ),
+    "bnb_bits": ({**NF4, "load_in_4bit": False}, r"load_in_4bit is False; only 4 bits of bitsandbytes"),
+    "bnb_type": (
+        {**NF4, "bnb_4bit_quant_type": "af4"},
+        r"bnb_4bit_quant_type is 'af4'; supported are nf4 and fp4",
     ),
     "sparse": ({**change(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
 }
