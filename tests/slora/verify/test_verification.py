@@ -247,14 +247,20 @@ def test_an_adapter_that_peft_cannot_load_is_not_compared(
     assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page
 
 
+@pytest.mark.parametrize(
+    ("form", "library"),
+    [
+        (CodedForm("awq", 32, torch.float16, is_symmetric=False), "AWQ"),
+        (CodedForm("nf4", 64, torch.float32), "bitsandbytes"),
+    ],
+)
 def test_a_checkpoint_whose_library_is_missing_is_not_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], form: CodedForm, library: str
 ) -> None:
     """Born from a bug: transformers' ImportError was a traceback. slora reads such checkpoints itself."""
     kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
     widths = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 32}
     kit = make_kit(tmp_path, "llama", kinds, vocab_size=400, num_hidden_layers=1, **widths)
-    form = CodedForm("awq", 32, torch.float16, is_symmetric=False)
     stored, _ = write_coded_checkpoint(kit.directory, tmp_path, form)
     write_tokenizer(stored, byte_level(vocab_size=400))
     command = [
@@ -268,4 +274,4 @@ def test_a_checkpoint_whose_library_is_missing_is_not_compared(
     ]
     assert main(command) == 2
     page = capsys.readouterr().out
-    assert "not_comparable: transformers and peft can't load" in page and "AWQ" in page
+    assert "not_comparable: transformers and peft can't load" in page and library in page
