@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
-from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits, lay_out_tensors
+from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets
@@ -63,7 +63,7 @@ class StoredAdapter:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {_describe(reasons)}")
-        self.layout: AdapterLayout = lay_out_tensors(*self._tensors, self._partition.rank_shape)
+        self.layout: AdapterLayout = self._tensors.lay_out(self._partition.rank_shape)
 
     def pour(
         self,
@@ -83,7 +83,7 @@ class StoredAdapter:
         error, no thread writes to `region` any more.
         """
         digest = AdapterHash(self._config)
-        packer = Packer(*self._tensors, self._partition, dtype, self.layout, region)
+        packer = Packer(self._tensors, self._partition, dtype, self.layout, region)
         try:
             self._read(digest, packer, list(buffers), on_read)
         except AdapterInvalid as error:

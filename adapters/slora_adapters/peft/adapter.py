@@ -104,6 +104,27 @@ class Vocabulary(NamedTuple, Generic[AnyFactor]):
         return embedding, head
 
 
+class AdapterTensors(NamedTuple, Generic[AnyFactor]):
+    """The tensors of an adapter."""
+
+    pairs: Mapping[ModuleId, LoraPair[AnyFactor]]
+    # Trained biases [out width] that replace those of the base model.
+    biases: Mapping[ModuleId, AnyFactor]
+    vocabulary: Vocabulary[AnyFactor]
+
+    def list_all(self) -> list[AnyFactor]:
+        factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
+        return [*factors, *self.biases.values(), *self.vocabulary.tensors]
+
+    def lay_out(self, shape: ModelShape) -> AdapterLayout:
+        """Computes the layout of the adapter in pages, for a base model or a rank's part of it."""
+        affine = {module_id: Affine(has_magnitude=False, replaces_bias=True) for module_id in self.biases}
+        for module_id, pair in self.pairs.items():
+            if pair.magnitude is not None or pair.b_bias is not None:
+                affine[module_id] = Affine(pair.magnitude is not None, module_id in self.biases)
+        return lay_out_adapter(shape, list_ranks(self.pairs, shape), affine, self.vocabulary.num_rows)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterExtras:
     """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
@@ -119,11 +140,7 @@ class Adapter:
     """A validated adapter. `digest` identifies its arithmetic, and does not cover `extras`."""
 
     config: PeftConfig
-    pairs: Mapping[ModuleId, LoraPair[StoredTensor]]
-    biases: Mapping[
-        ModuleId, StoredTensor
-    ]  # Trained biases [out width] that replace those of the base model.
-    vocabulary: Vocabulary[StoredTensor]
+    tensors: AdapterTensors[StoredTensor]
     digest: str
     extras: AdapterExtras
     # Whether the uploaded file also has copies of the base model's embedding or head, or factors of the part that reads
@@ -144,36 +161,17 @@ class Adapter:
 
     @property
     def tensor_bytes(self) -> int:
-        return sum(tensor.values.nbytes for tensor in self.tensors)
+        return sum(tensor.values.nbytes for tensor in self.tensors.list_all())
 
     @property
-    def tensors(self) -> list[StoredTensor]:
-        factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
-        return [*factors, *self.biases.values(), *self.vocabulary.tensors]
-
-    def lay_out(self, shape: ModelShape) -> AdapterLayout:
-        """Computes the layout of the adapter in pages, for a base model or a rank's part of it."""
-        return lay_out_tensors(self.pairs, self.biases, self.vocabulary, shape)
+    def pairs(self) -> Mapping[ModuleId, LoraPair[StoredTensor]]:
+        return self.tensors.pairs
 
     def ranks(self, shape: ModelShape) -> list[int]:
         """Returns the rank of each module of the base model, as `lay_out_adapter` expects; 0 for modules that are not
         adapted.
         """
         return list_ranks(self.pairs, shape)
-
-
-def lay_out_tensors(
-    pairs: Mapping[ModuleId, LoraPair[AnyFactor]],
-    biases: Mapping[ModuleId, AnyFactor],
-    vocabulary: Vocabulary[AnyFactor],
-    shape: ModelShape,
-) -> AdapterLayout:
-    """Computes the layout of an adapter in pages, for a base model or a rank's part of it."""
-    affine = {module_id: Affine(has_magnitude=False, replaces_bias=True) for module_id in biases}
-    for module_id, pair in pairs.items():
-        if pair.magnitude is not None or pair.b_bias is not None:
-            affine[module_id] = Affine(pair.magnitude is not None, module_id in biases)
-    return lay_out_adapter(shape, list_ranks(pairs, shape), affine, vocabulary.num_rows)
 
 
 def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> list[int]:
@@ -275,7 +273,7 @@ def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certi
         for name, pairs in by_name.items()
         if (found := [pair for pair in pairs if pair is not None])
     }
-    pool_bytes = adapter.lay_out(shape).num_bytes
+    pool_bytes = adapter.tensors.lay_out(shape).num_bytes
     return Certificate(modules, shape.num_modules, pool_bytes, base_name)
 
 
@@ -332,7 +330,7 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     config = json.dumps(adapter.config.to_json(), indent=1).encode()
     if adapter.has_unused or not adapter.is_sorted:
         with (scratch / TENSORS_NAME).open("xb") as file:
-            file.writelines(tensor_file_parts(adapter.tensors))
+            file.writelines(tensor_file_parts(adapter.tensors.list_all()))
         return {CONFIG_NAME: config, TENSORS_NAME: scratch / TENSORS_NAME}
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
 
@@ -405,7 +403,7 @@ def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...
     """Returns the ids of the tokens with the largest columns of A. A token that did not occur in training has a zero
     column.
     """
-    rows = adapter.vocabulary.embedding
+    rows = adapter.tensors.vocabulary.embedding
     if rows is not None and rows.token_ids is not None:
         return rows.token_ids[:_NUM_EMBEDDED_TOKENS]
     pair = adapter.pairs.get(shape.embedding_module)

@@ -9,7 +9,6 @@ layout, and the same scales.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.adapter import Adapter, LoraPair, ModuleId, TokenRows, Vocabulary
+from slora_adapters.peft.adapter import Adapter, AdapterTensors, LoraPair, ModuleId, TokenRows
 from slora_adapters.peft.tensor_file import (
     STORAGE,
     Factor,
@@ -54,7 +53,7 @@ class PackedAdapter:
 def pack(adapter: Adapter, shape: ModelShape, dtype: str, num_ranks: int = 1) -> PackedAdapter:
     """Packs into new memory. See `pack_into`."""
     partition = Partition(shape, num_ranks)
-    layout = adapter.lay_out(partition.rank_shape)
+    layout = adapter.tensors.lay_out(partition.rank_shape)
     return pack_into(adapter, partition, dtype, layout, np.empty(num_ranks * layout.num_bytes, np.uint8))
 
 
@@ -62,8 +61,8 @@ def pack_into(
     adapter: Adapter, partition: Partition, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
     """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
-    packer = Packer(adapter.pairs, adapter.biases, adapter.vocabulary, partition, dtype, layout, buffer)
-    for tensor in adapter.tensors:
+    packer = Packer(adapter.tensors, partition, dtype, layout, buffer)
+    for tensor in adapter.tensors.list_all():
         packer.write(tensor, 0, tensor.values)
     return PackedAdapter(layout, packer.scales, buffer, partition.size)
 
@@ -82,15 +81,13 @@ class Packer:
 
     def __init__(
         self,
-        pairs: Mapping[ModuleId, LoraPair[Any]],
-        biases: Mapping[ModuleId, Factor],
-        vocabulary: Vocabulary[Any],
+        tensors: AdapterTensors[Any],
         partition: Partition,
         dtype: str,
         layout: AdapterLayout,
         buffer: ByteArray,
     ) -> None:
-        shape = partition.rank_shape
+        shape, (pairs, biases, vocabulary) = partition.rank_shape, tensors
         if STORAGE[dtype].itemsize != shape.element_bytes:
             raise ValueError(
                 f"an element of {dtype} takes {STORAGE[dtype].itemsize} bytes, but the model shape "

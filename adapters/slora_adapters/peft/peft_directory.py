@@ -299,7 +299,7 @@ def _assemble(
     extras = replace(extras, uses=(*extras.uses, *variants))
     return Adapter(
         config,
-        *found,
+        found,
         adapter_digest(config, own),
         extras,
         has_unused=bool(copies or image_parts),

@@ -10,11 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Generic, Literal, NamedTuple
+from typing import Literal
 
 from slora_adapters.errors import Reason
 from slora_adapters.peft.adapter import (
     AdapterLimits,
+    AdapterTensors,
     AnyFactor,
     LoraPair,
     ModuleId,
@@ -150,21 +151,13 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
 )
 
 
-class ModuleTensors(NamedTuple, Generic[AnyFactor]):
-    """The tensors of an adapter by module. biases: those of the base model that were trained."""
-
-    pairs: dict[ModuleId, LoraPair[AnyFactor]]
-    biases: dict[ModuleId, AnyFactor]
-    vocabulary: Vocabulary[AnyFactor]
-
-
 def validate(
     config: PeftConfig,
     targets: Mapping[ModuleId, Target],
     tensors: Mapping[str, AnyFactor],
     shape: ModelShape,
     limits: AdapterLimits,
-) -> tuple[ModuleTensors[AnyFactor], list[Reason]]:
+) -> tuple[AdapterTensors[AnyFactor], list[Reason]]:
     """Returns the adapter's tensors, and the reasons to refuse the adapter. `resolve_targets` finds reasons in the
     config, and `check_values` finds reasons in the values.
 
@@ -194,7 +187,7 @@ def validate(
             pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias)
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
-    return ModuleTensors(pairs, biases, vocabulary), reasons
+    return AdapterTensors(pairs, biases, vocabulary), reasons
 
 
 def names_module(name: str, path: str) -> bool:

@@ -7,7 +7,6 @@ is exact in float32 if 15 times the scale is, as it always is for scales in 16 b
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -74,55 +73,28 @@ class GroupNumbers:
         return GroupNumbers(cut(self.scales), None if self.minimums is None else cut(self.minimums))
 
 
-class CodesReader(Protocol):
-    """Finds the tensors of linears that are stored in 4 bits. A linear is named as its unquantized weight would be."""
-
-    table: Tensor  # float32 [16], the number of each code.
-
-    def holds(self, name: str) -> bool:
-        """Whether the linear is stored in 4 bits."""
-
-    def find_codes(self, name: str, shape: tuple[int, int], columns: range) -> TensorPlace:
-        """Locates the codes. columns: those that this process computes."""
-
-    def read_numbers(
-        self, name: str, shape: tuple[int, int], rows: Sequence[range], columns: range
-    ) -> GroupNumbers:
-        """Reads scales and zero points of these rows and columns, after `find_codes`."""
-
-    def make_target(
-        self, codes: Tensor, rows: Sequence[range], columns: range
-    ) -> tuple[WeightTarget, Sequence[range], int]:
-        """Returns the target of a tensor's blocks, the ranges of the tensor's first axis to read, and what their sizes
-        are a multiple of.
-
-        codes: those of a `CodedWeight` for these rows and columns of the linear.
-        """
+def refuse_matrix(checkpoint: Checkpoint, name: str) -> ConfigError:
+    """The error for an embedding, a head or a router that is stored in 4 bits."""
+    return ConfigError(
+        f"{checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are served only "
+        f"unquantized; use a checkpoint that leaves them so, or {REMEDY}"
+    )
 
 
-def refuse_matrix(checkpoint: Checkpoint, codes: CodesReader, name: str) -> None:
-    """Raises ConfigError if an embedding, a head or a router is stored in 4 bits."""
-    if codes.holds(name):
-        raise ConfigError(
-            f"{checkpoint.directory}: {name} is stored in 4 bits, but embeddings, heads and routers are served only "
-            f"unquantized; use a checkpoint that leaves them so, or {REMEDY}"
-        )
-
-
-def is_empty_bias(checkpoint: Checkpoint, codes: CodesReader, name: str) -> bool:
-    """Whether a tensor is a bias of zeros. Some programs write one for each linear that they quantize."""
-    if not (name.endswith(".bias") and codes.holds(f"{name.removesuffix('bias')}weight")):
-        return False
-    place = checkpoint.find(name)
+def is_zero(place: TensorPlace) -> bool:
+    """Whether all numbers of a stored tensor are 0."""
     if place.dtype not in _FLOATS:
         return False
-    bias = torch.empty(place.shape, dtype=_FLOATS[place.dtype])
-    read_tensor(place, bias)
-    return not bias.any()
+    tensor = torch.empty(place.shape, dtype=_FLOATS[place.dtype])
+    read_tensor(place, tensor)
+    return not tensor.any()
 
 
 class WordsReader:
-    """Reads weights of which eight codes are in each 32-bit word."""
+    """Reads linears of which eight codes are in each 32-bit word. A linear is named as its unquantized weight would be.
+
+    table: float32 [16], the number of each code. `BlocksReader` has the same methods for the format of bitsandbytes.
+    """
 
     def __init__(self, checkpoint: Checkpoint, stored: StoredCodes, find: FindTensor) -> None:
         self.table = torch.arange(16.0) - _MIDDLE
@@ -132,9 +104,11 @@ class WordsReader:
         self._find = find
 
     def holds(self, name: str) -> bool:
+        """Whether the linear is stored in 4 bits."""
         return _name(name, self._layout.codes) in self._checkpoint
 
     def find_codes(self, name: str, shape: tuple[int, int], columns: range) -> TensorPlace:
+        """Locates the codes. columns: those that this process computes."""
         check_columns(f"{self._checkpoint.directory}: {name}", shape[1], columns, self._stored.group)
         num_rows, width = shape
         words = (-(-num_rows // 8), width) if self._layout.has_words_of_rows else (num_rows, width // 8)
@@ -148,6 +122,7 @@ class WordsReader:
     def read_numbers(
         self, name: str, shape: tuple[int, int], rows: Sequence[range], columns: range
     ) -> GroupNumbers:
+        """Reads scales and zero points of these rows and columns, after `find_codes`."""
         num_rows, width = shape
         group = self._stored.group or width
         self._check_order(name, width, group)
@@ -157,6 +132,11 @@ class WordsReader:
     def make_target(
         self, codes: Tensor, rows: Sequence[range], columns: range
     ) -> tuple[WeightTarget, Sequence[range], int]:
+        """Returns the target of a tensor's blocks, the ranges of the tensor's first axis to read, and what their sizes
+        are a multiple of.
+
+        codes: those of a `CodedWeight` for these rows and columns of the linear.
+        """
         if not self._layout.is_transposed:
             return StoredCodesTarget(codes, columns), rows, 1
         size = self._layout.count_columns()

@@ -27,11 +27,10 @@ from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
 from slora.models.weights.stored_codes import (
     REMEDY,
-    CodesReader,
     FindTensor,
     WordsReader,
     allocate_stored_codes,
-    is_empty_bias,
+    is_zero,
     refuse_matrix,
 )
 from slora.models.weights.tensor_place import TensorPlace
@@ -54,6 +53,7 @@ from slora_adapters.process.progress_bar import show_progress
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
 
 _log = logging.getLogger(__name__)
+CodesReader = WordsReader | BlocksReader
 
 # Bytes of a block, unless one row is longer. Quantizing a block needs about six times as much memory for a moment.
 _BLOCK_BYTES = 2 << 20
@@ -233,8 +233,8 @@ class WeightReader:
         return WeightSource(stack.item(index))
 
     def _source(self, name: str, shape: tuple[int, int]) -> WeightSource:
-        if self._codes is not None:
-            refuse_matrix(self._checkpoint, self._codes, name)
+        if self._codes is not None and self._codes.holds(name):
+            raise refuse_matrix(self._checkpoint, name)
         if name not in self._checkpoint and f"{name}_packed" in self._checkpoint:
             return self._packed_source(name, *shape)
         stored = self._find(name, shape)
@@ -284,13 +284,17 @@ class WeightReader:
                 self._blocks.append(RowBlock(source, target, row, count, target_row))
                 target_row += count
 
+    def _is_empty_bias(self, name: str) -> bool:
+        """Whether a tensor is a bias of zeros. Some programs write one for each linear that they quantize."""
+        stem, _, kind = name.rpartition(".")
+        holds = self._codes is not None and kind == "bias" and self._codes.holds(f"{stem}.weight")
+        return holds and is_zero(self._checkpoint.find(name))
+
     def _refuse_unknown_tensors(self) -> None:
         unknown = [
             name
             for name in self._checkpoint
-            if name not in self._known_names
-            and not _HARMLESS.search(name)
-            and not (self._codes is not None and is_empty_bias(self._checkpoint, self._codes, name))
+            if name not in self._known_names and not _HARMLESS.search(name) and not self._is_empty_bias(name)
         ]
         if unknown:
             raise ConfigError(

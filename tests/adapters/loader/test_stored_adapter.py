@@ -110,7 +110,7 @@ def test_magnitudes_and_biases_of_each_rank_do_not_depend_on_piece_sizes(
     assert np.array_equal(region, packed.buffer)
     # q_proj is divided by its outputs, and down_proj by its inputs, so that rank 0 alone adds the bias.
     for module_id, rank in itertools.product((0, 6), range(num_ranks)):
-        pair, bias = adapter.pairs[module_id], adapter.biases[module_id]
+        pair, bias = adapter.pairs[module_id], adapter.tensors.biases[module_id]
         assert pair.magnitude is not None
         rows = slice(rank * 24 // num_ranks, (rank + 1) * 24 // num_ranks) if module_id == 0 else slice(None)
         expected_bias = bias.values[rows] if module_id == 0 or rank == 0 else np.zeros(24, np.float32)

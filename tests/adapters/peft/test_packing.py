@@ -1,12 +1,17 @@
-from types import MappingProxyType
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import Adapter, AdapterExtras, LoraPair, ModuleId, Vocabulary
+from slora_adapters.peft.adapter import (
+    Adapter,
+    AdapterExtras,
+    AdapterTensors,
+    LoraPair,
+    ModuleId,
+    Vocabulary,
+)
 from slora_adapters.peft.packing import pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.tensor_file import StoredTensor
@@ -45,7 +50,7 @@ def _adapter(shape: ModelShape, ranks: dict[ModuleId, int], seed: int = 0) -> Ad
             StoredTensor(f"{module_id}.b", "F32", b),
             1 + module_id,
         )
-    return Adapter(CONFIG, MappingProxyType(pairs), {}, Vocabulary(), "0" * 64, AdapterExtras())
+    return Adapter(CONFIG, AdapterTensors(pairs, {}, Vocabulary()), "0" * 64, AdapterExtras())
 
 
 @given(st.data(), shapes)
