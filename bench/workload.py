@@ -24,6 +24,7 @@ class ModelSize:
     head_dim: int
     intermediate: int
     vocab: int
+    positions: int = 4096
 
     @property
     def widths(self) -> dict[str, tuple[int, int]]:
@@ -57,7 +58,7 @@ def write_model(directory: Path, dtype: torch.dtype, size: ModelSize = SMALL) ->
         "head_dim": size.head_dim,
         "intermediate_size": size.intermediate,
         "vocab_size": size.vocab,
-        "max_position_embeddings": 4096,
+        "max_position_embeddings": size.positions,
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "tie_word_embeddings": False,

@@ -404,7 +404,9 @@ class LoraTargets:
     kv: whether K or V of any layer changes.
     affine: whether a module has a scale and an offset for each of its output columns.
     rows: whether rows of the embedding or of the head are replaced.
-    stands_alone: whether the adapter can't be part of a sum, because it scales outputs or replaces rows.
+    stands_alone: whether the adapter can't be part of a sum, because it scales outputs, replaces rows or is activated.
+    invocation: the tokens that activate the adapter. It has no effect on the tokens before their last occurrence in the
+        prompt. Empty: it is always active.
     """
 
     max_group_rank: int
@@ -415,6 +417,7 @@ class LoraTargets:
     affine: bool = False
     rows: bool = False
     stands_alone: bool = False
+    invocation: tuple[int, ...] = ()
 
 
 class Affine(NamedTuple):
@@ -439,7 +442,7 @@ class AdapterLayout:
         `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
     rows: int32 [2, 3], (number of replaced rows, first segment of their token ids, first segment of the rows) of the
         embedding and of the head.
-    num_groups: see `LoraTargets`.
+    num_groups, invocation: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
 
@@ -450,6 +453,7 @@ class AdapterLayout:
     num_segments: int
     num_groups: int
     changes_kv: bool
+    invocation: tuple[int, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -469,7 +473,8 @@ class AdapterLayout:
             kv=self.changes_kv,
             affine=bool(self.affine[:, 0].any()),
             rows=has_rows,
-            stands_alone=has_rows or bool(self.affine[:, 2].any()),
+            stands_alone=has_rows or bool(self.affine[:, 2].any() or self.invocation),
+            invocation=self.invocation,
         )
 
 

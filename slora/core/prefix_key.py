@@ -20,15 +20,23 @@ from slora.core.request import WeightedAdapter
 _TOKEN_BYTES = array("i").itemsize
 
 
-def root_key(scope: str, adapters: Sequence[WeightedAdapter], *, uses_long_rope: bool) -> bytes:
+def root_key(
+    scope: str, adapters: Sequence[WeightedAdapter], *, uses_long_rope: bool, active_from: int = 0
+) -> bytes:
     """The 32-byte key that precedes the first block of a sequence.
 
     adapters: those that change K or V, in the canonical order of `compose_adapters`; empty for the base model.
     uses_long_rope: whether K is rotated with the long factors of a longrope model.
+    active_from: the first token on which the adapters have an effect.
     """
     versions = [(version.tenant, version.digest, float(weight)) for version, weight in adapters]
     # The repr of a tuple of strings and numbers is unambiguous, whatever characters a name has.
-    return sha256(repr((scope, versions, uses_long_rope)).encode()).digest()
+    return sha256(repr((scope, versions, uses_long_rope, active_from)).encode()).digest()
+
+
+def join_keys(first: bytes, second: bytes) -> bytes:
+    """A key that depends on both keys and on their order."""
+    return sha256(first + second).digest()
 
 
 def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:

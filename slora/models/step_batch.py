@@ -97,10 +97,10 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
 def _cut_token_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
     greatest = _greatest_targets(chunks, layer)
     if limits.decode_tokens is None:
-        runs = [(_adapter(c, layer), c.num_tokens) for c in chunks]
+        runs = [run for c in chunks for run in _split_chunk(c, layer)]
         return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
-    decodes = [(_adapter(c, layer) if c.num_tokens == 1 else None, c.num_tokens) for c in chunks]
-    others = [(_adapter(c, layer) if c.num_tokens > 1 else None, c.num_tokens) for c in chunks]
+    decodes = [run for c in chunks for run in _split_chunk(c, layer, is_wanted=c.num_tokens == 1)]
+    others = [run for c in chunks for run in _split_chunk(c, layer, is_wanted=c.num_tokens > 1)]
     tiles = list(_cut(decodes, limits.decode_tokens))
     return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), *greatest)
 
@@ -116,6 +116,19 @@ def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -
         return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
     tiles = list(_cut(runs, limits.decode_tokens))
     return TileLayer(tiles, len(tiles), *greatest)
+
+
+_Run = tuple[tuple[int, float] | None, int]
+
+
+def _split_chunk(chunk: Chunk, layer: int, *, is_wanted: bool = True) -> tuple[_Run, ...]:
+    """Cuts a chunk before the first row on which its adapter has an effect. is_wanted: False for no adapter at all."""
+    adapter = _adapter(chunk, layer) if is_wanted else None
+    num_before = chunk.sequence.active_from - chunk.start
+    if num_before <= 0 or adapter is None:
+        return ((adapter, chunk.num_tokens),)
+    num_before = min(num_before, chunk.num_tokens)
+    return (None, num_before), (adapter, chunk.num_tokens - num_before)
 
 
 def _count_layers(chunks: Collection[Chunk]) -> int:
@@ -149,7 +162,7 @@ def _adapter(chunk: Chunk, layer: int) -> tuple[int, float] | None:
     return slot, weight
 
 
-def _cut(runs: Collection[tuple[tuple[int, float] | None, int]], tile_tokens: int) -> Iterator[Tile]:
+def _cut(runs: Collection[_Run], tile_tokens: int) -> Iterator[Tile]:
     """Cuts runs that are sorted by adapter and weight. Rows of the base model (None) are in no tile."""
     first = 0
     for adapter, members in groupby(runs, lambda run: run[0]):

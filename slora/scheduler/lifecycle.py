@@ -383,22 +383,25 @@ class Lifecycle:
         if missing:
             self._wait(sequence, missing)
             return
-        self._check_sum(sequence)
+        self._prepare_adapters(sequence)
         self._limit_to_pool(sequence)
         self.queue.push(sequence)
         self._adapters.retain_copies(sequence)
 
-    def _check_sum(self, sequence: Sequence) -> None:
-        """Raises RequestRefused if the request adds up adapters that can't be added up."""
+    def _prepare_adapters(self, sequence: Sequence) -> None:
+        """Finds where an activated adapter begins. Raises RequestRefused if adapters can't be added up."""
         adapters = sequence.request.adapters
         if len(adapters) == 1 and adapters[0].weight == 1:
+            invocation = self._adapters.find_targets(adapters[0].version).invocation
+            if invocation:
+                sequence.activate_after(invocation)
             return
         for version, weight in adapters:
             if self._adapters.find_targets(version).stands_alone:
                 raise RequestRefused(
-                    f"adapter {version.digest[:12]} has DoRA, or rows of the embedding or the head of its own, so it "
-                    f"is served alone and with the weight 1; this request has {len(adapters)} adapters and gives it "
-                    f"the weight {weight:g}; name it as the model instead",
+                    f"adapter {version.digest[:12]} has DoRA, rows of the embedding or the head of its own, or "
+                    "invocation tokens, so it is served alone and with the weight 1; this request has "
+                    f"{len(adapters)} adapters and gives it the weight {weight:g}; name it as the model instead",
                     "adapters",
                 )
 

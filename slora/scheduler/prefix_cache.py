@@ -4,13 +4,16 @@ The key of a block is a hash chain over scope, adapters, their weights and all t
 If the operator has set the prefix cache to public, the base model has one scope for all tenants. Clients cannot choose
 the scope.
 
+An activated adapter has no effect on the tokens before its invocation, so the blocks before it have the keys of the
+base model, and all activated adapters of a tenant share them.
+
 An adapter that changes neither K nor V is left out of the key, because its blocks equal those of the request without
 this adapter. In a public prefix cache it stays in the key, because the prompts of adapters are not public.
 """
 
 from collections.abc import Callable
 
-from slora.core.prefix_key import extend_keys, root_key
+from slora.core.prefix_key import extend_keys, join_keys, root_key
 from slora.core.request import EngineRequest, WeightedAdapter
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.sequence import Sequence
@@ -81,22 +84,34 @@ class PrefixCache:
         self._extend_keys(sequence, end)
         keys, pages = sequence.block_keys, sequence.blocks.pages
         versions = tuple(version for version, _ in self._keyed_adapters(sequence.request))
+        first_own = sequence.active_from // self._footprint.block_tokens
         for index in range(max(sequence.num_inserted, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
-            self._kv.insert(int(pages[index]), keys[index], parent, versions)
+            self._kv.insert(int(pages[index]), keys[index], parent, versions if index >= first_own else ())
         sequence.num_inserted = end
 
     def _extend_keys(self, sequence: Sequence, num_blocks: int) -> None:
         if len(sequence.block_keys) >= num_blocks:
             return
-        before = sequence.block_keys[-1] if sequence.block_keys else self._root(sequence)
-        extend_keys(sequence.block_keys, before, sequence.token_ids, self._footprint.block_tokens)
+        keys, tokens, block_tokens = sequence.block_keys, sequence.token_ids, self._footprint.block_tokens
+        first_own = min(sequence.active_from, len(tokens)) // block_tokens
+        if len(keys) < first_own:
+            before = keys[-1] if keys else self._root(sequence, is_active=False)
+            extend_keys(keys, before, tokens[: first_own * block_tokens], block_tokens)
+        if len(keys) == first_own and sequence.active_from < len(tokens):
+            # The first block with an effect of the adapters depends on the blocks before it, too.
+            own = self._root(sequence, is_active=True)
+            extend_keys(keys, join_keys(own, keys[-1]) if keys else own, tokens, block_tokens)
+        elif len(keys) > first_own:
+            extend_keys(keys, keys[-1], tokens, block_tokens)
 
-    def _root(self, sequence: Sequence) -> bytes:
-        request = sequence.request
+    def _root(self, sequence: Sequence, *, is_active: bool) -> bytes:
+        request, uses_long_rope = sequence.request, sequence.uses_long_rope
         scope = "" if self._is_public and not request.adapters else request.tenant
+        if not is_active:
+            return root_key(scope, (), uses_long_rope=uses_long_rope)
         adapters = self._keyed_adapters(request)
-        return root_key(scope, adapters, uses_long_rope=sequence.uses_long_rope)
+        return root_key(scope, adapters, uses_long_rope=uses_long_rope, active_from=sequence.active_from)
 
     def _keyed_adapters(self, request: EngineRequest) -> tuple[WeightedAdapter, ...]:
         """Returns the adapters of a request that are part of its blocks' keys."""

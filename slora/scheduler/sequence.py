@@ -24,6 +24,7 @@ Invariants:
 """
 
 import itertools
+from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -156,10 +157,28 @@ class PooledPrompt:
         return PooledPrompt(num_tokens - count, count)
 
 
+# The index of a token that no sequence has.
+NEVER = 1 << 62
+
+
+def find_last(token_ids: list[int], pattern: tuple[int, ...]) -> int | None:
+    """The index at which `pattern` begins for the last time; None if it does not occur.
+
+    The bytes of both are searched backwards, because the time of `find` is linear and that of `rfind` is not.
+    """
+    content, wanted = (array("i", tokens).tobytes()[::-1] for tokens in (token_ids, pattern))
+    size = array("i").itemsize
+    at = content.find(wanted)
+    while at >= 0 and at % size:
+        at = content.find(wanted, at + 1)
+    return None if at < 0 else len(token_ids) - at // size - len(pattern)
+
+
 class Sequence:
     """The state of one choice or one beam of a request."""
 
     __slots__ = (
+        "active_from",
         "arrival",
         "block_keys",
         "blocks",
@@ -246,6 +265,8 @@ class Sequence:
         self.swapped: SwappedBlocks | None = None
         self.residents: tuple[Resident, ...] = ()
         self.slots: tuple[AdapterSlot, ...] = ()  # Where `residents` are in the kernels' tables.
+        # The first token on which the adapters have an effect. Known once they are in the pool or on the host.
+        self.active_from = 0
         self.matcher: Matcher | None = TokenFilter.of(request.sampling)
         self.mask_s = 0.0  # CPU seconds of the last mask.
         # Number of steps since the last token that deferred the sequence; see `token_masks`.
@@ -278,12 +299,21 @@ class Sequence:
         choice.arrival, choice.index = self.arrival, index
         choice.num_choices = choice.num_places = 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
+        choice.active_from = self.active_from
         choice.usage, choice.times = self.usage, self.times
         choice.matcher = None if self.matcher is None else self.matcher.copy()
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached
         choice.max_chunk_tokens, choice.uses_long_rope = self.max_chunk_tokens, self.uses_long_rope
         choice.scores, choice.num_scored = [], self.num_prompt
         return choice
+
+    def activate_after(self, invocation: tuple[int, ...]) -> None:
+        """Lets the adapter have an effect from the last occurrence of `invocation` in the prompt on.
+
+        As in PEFT, an adapter that the prompt does not invoke has no effect at all.
+        """
+        at = find_last(self.token_ids[: self.num_prompt], invocation)
+        self.active_from = NEVER if at is None else at
 
     def set_residents(self, residents: tuple[Resident, ...]) -> None:
         """Sets `residents` and `slots`. The caller acquires and releases the residents."""

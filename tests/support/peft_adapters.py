@@ -115,6 +115,21 @@ BIAS_KINDS: dict[str, dict[str, object]] = {
         "target_modules": ["k_proj", "v_proj"],
     },
 }
+# Adapters that a prompt activates with some tokens.
+ACTIVATED_KINDS: dict[str, dict[str, object]] = {
+    "activated": {"r": 8, "lora_alpha": 16, "alora_invocation_tokens": [5, 6]},
+    "activated_elsewhere": {
+        "r": 4,
+        "target_modules": ["q_proj", "v_proj"],
+        "alora_invocation_tokens": [3, 4, 3],
+    },
+    "activated_with_bias": {
+        "r": 3,
+        "target_modules": ["k_proj", "down_proj"],
+        "lora_bias": True,
+        "alora_invocation_tokens": [5, 6, 9],
+    },
+}
 # Kinds with rows of the embedding or of the head: those of some tokens, or all.
 ROW_KINDS: dict[str, dict[str, object]] = {
     "tokens": {"r": 4, "target_modules": ["q_proj", "down_proj"], "trainable_token_indices": [90, 3, 17]},

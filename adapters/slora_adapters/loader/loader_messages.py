@@ -80,6 +80,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "modules": entry.layout.modules.tobytes(),
         "affine": entry.layout.affine.tobytes(),
         "rows": entry.layout.rows.tobytes(),
+        "invocation": list(entry.layout.invocation),
         "scales": entry.scales.tobytes(),
         "paces": dict(paces),
     }
@@ -93,7 +94,14 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     rows = np.frombuffer(bytearray(message["rows"]), np.int32).reshape(-1, 3)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(
-        groups, modules, affine, rows, message["num_segments"], message["num_groups"], message["changes_kv"]
+        groups,
+        modules,
+        affine,
+        rows,
+        message["num_segments"],
+        message["num_groups"],
+        message["changes_kv"],
+        tuple(message["invocation"]),
     )
     content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
     return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))

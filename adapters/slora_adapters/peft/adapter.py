@@ -17,7 +17,7 @@ the adapter without its tensors, as `Catalog.store_blob` and `Catalog.commit` ne
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -111,6 +111,7 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
     # Trained biases [out width] that replace those of the base model.
     biases: Mapping[ModuleId, AnyFactor]
     vocabulary: Vocabulary[AnyFactor]
+    invocation: tuple[int, ...] = ()  # See `PeftConfig`.
 
     def list_all(self) -> list[AnyFactor]:
         factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
@@ -122,7 +123,8 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
         for module_id, pair in self.pairs.items():
             if pair.magnitude is not None or pair.b_bias is not None:
                 affine[module_id] = Affine(pair.magnitude is not None, module_id in self.biases)
-        return lay_out_adapter(shape, list_ranks(self.pairs, shape), affine, self.vocabulary.num_rows)
+        layout = lay_out_adapter(shape, list_ranks(self.pairs, shape), affine, self.vocabulary.num_rows)
+        return replace(layout, invocation=self.invocation)
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,6 +53,7 @@ _HARMLESS = frozenset(
 
 _READ = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
         "ensure_weight_tying",
@@ -78,7 +79,6 @@ _VARIANTS: Mapping[str, str] = {
     "target_parameters": "parameters are adapted instead of linear layers",
     "megatron_config": "the adapter was trained on Megatron's parallel layers",
     "layer_replication": "layers of the base model run several times",
-    "alora_invocation_tokens": "aLoRA activates the adapter in the middle of a prompt",
     "use_qalora": "QALoRA pools the input of A",
     "use_bdlora": "the factors are block-diagonal",
     "arrow_config": "Arrow routes between several adapters",
@@ -87,6 +87,8 @@ _VARIANTS: Mapping[str, str] = {
     "monteclora_config": "Monteclora samples its weights",
 }
 
+# More tokens than any invocation has.
+MAX_INVOCATION_TOKENS = 64
 _BIASES = ("none", "all", "lora_only")
 
 # Values of init_lora_weights that do not change the base model. The other values subtract B A from the base weight or
@@ -123,6 +125,8 @@ class PeftConfig:
     modules_to_save: tuple[str, ...] = ()
     # The tokens whose rows were trained, by the name of the module. PEFT's list stands for the embedding: None.
     token_indices: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
+    # Activated LoRA (arXiv 2504.12397): the tokens that activate the adapter. Empty for other adapters.
+    invocation: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Returns the same fields under PEFT's names, in a normal form: equal configs give equal JSON."""
@@ -135,6 +139,7 @@ class PeftConfig:
             "bias": self.bias,
             "modules_to_save": list(self.modules_to_save),
             "trainable_token_indices": tokens,
+            "alora_invocation_tokens": list(self.invocation),
         }
         # A digest covers these fields, so adapters without variants must keep the JSON that they had before there were
         # variants.
@@ -183,6 +188,7 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         bias=reader.bias(),
         modules_to_save=reader.saved_modules(),
         token_indices=reader.token_indices(),
+        invocation=reader.invocation(),
     )
     reasons += _refuse_bad_combination(config)
     return (None if reader.broken else config), reasons
@@ -225,6 +231,18 @@ def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
 
 
 def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
+    others = {
+        "use_dora": config.use_dora,
+        "bias": config.bias != "none",
+        "modules_to_save": config.modules_to_save,
+        "trainable_token_indices": config.token_indices,
+    }
+    for field, is_set in others.items():
+        if config.invocation and is_set:
+            yield Reason(
+                field,
+                f"{field} and alora_invocation_tokens are both set, which PEFT does not define; set one",
+            )
     if config.use_dora and config.lora_bias:
         yield Reason(
             "lora_bias", "lora_bias is set together with use_dora, which PEFT refuses; set one of them"
@@ -276,6 +294,21 @@ class _FieldReader:
             self.refuse("modules_to_save", "modules_to_save is a text; it must be a list of names")
             return ()
         return names
+
+    def invocation(self) -> tuple[int, ...]:
+        key = "alora_invocation_tokens"
+        value = self.fields.get(key)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(
+            type(token) is int and 0 <= token < 1 << 31 for token in value
+        ):
+            self.refuse(key, f"{key} is {abbreviate(value)}; it must be a list of token ids")
+        elif not 1 <= len(value) <= MAX_INVOCATION_TOKENS:
+            self.refuse(key, f"{key} has {len(value)} tokens; accepted are 1 to {MAX_INVOCATION_TOKENS}")
+        else:
+            return tuple(value)
+        return ()
 
     def token_indices(self) -> tuple[tuple[str | None, tuple[int, ...]], ...]:
         key = "trainable_token_indices"

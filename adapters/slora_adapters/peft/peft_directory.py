@@ -295,7 +295,9 @@ def _assemble(
         (found.vocabulary.num_rows[1], "{} rows of the head"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
     )
-    variants = (text.format(count) for count, text in counts if count)
+    variants = [text.format(count) for count, text in counts if count]
+    if config.invocation:
+        variants.append(f"{len(config.invocation)} invocation tokens, from which on the adapter is active")
     extras = replace(extras, uses=(*extras.uses, *variants))
     return Adapter(
         config,

@@ -187,7 +187,27 @@ def validate(
             pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias)
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
-    return AdapterTensors(pairs, biases, vocabulary), reasons
+    reasons += _check_invocation(config, targets, shape)
+    return AdapterTensors(pairs, biases, vocabulary, config.invocation), reasons
+
+
+def _check_invocation(
+    config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape
+) -> Iterable[Reason]:
+    if not config.invocation:
+        return
+    if max(config.invocation) >= shape.vocab_size:
+        yield Reason(
+            "alora_invocation_tokens",
+            f"alora_invocation_tokens names token {max(config.invocation)}, but the base model has {shape.vocab_size} "
+            "tokens",
+        )
+    for module_id in sorted(targets.keys() & {shape.embedding_module, shape.head_module}):
+        path = shape.modules[module_id].path
+        yield Reason(
+            "alora_invocation_tokens",
+            f"the adapter is activated (alora_invocation_tokens) and adapts {path}, which is not served together",
+        )
 
 
 def names_module(name: str, path: str) -> bool:

@@ -10,7 +10,6 @@ REFUSED = {
     "target_parameters": ["mlp.experts.gate_up_proj"],
     "megatron_config": {"a": 1},
     "layer_replication": [[0, 2], [1, 2]],
-    "alora_invocation_tokens": [7],
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "arrow_config": {"top_k": 2},

@@ -452,6 +452,10 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
         "tokens of another module": ({"trainable_token_indices": {"norm": [1]}}, "names 'norm'; this server"),
         "tokens as a text": ({"trainable_token_indices": "1"}, "trainable_token_indices is '1'; it must list"),
         "a token below zero": ({"trainable_token_indices": [-1]}, "trainable_token_indices is [-1]; it must list"),
+        "invocation tokens as a text": ({"alora_invocation_tokens": "<go>"}, "is '<go>'; it must be a list"),
+        "no invocation tokens": ({"alora_invocation_tokens": []}, "has 0 tokens; accepted are 1 to 64"),
+        "65 invocation tokens": ({"alora_invocation_tokens": [1] * 65}, "has 65 tokens; accepted are 1 to 64"),
+        "an invocation beyond the vocabulary": ({"alora_invocation_tokens": [10**6]}, "names token 1000000, but"),
         "a token twice": ({"trainable_token_indices": [3, 1, 3]}, "names a token of the embedding twice"),
         "layers run several times": ({"layer_replication": [[0, 2]]}, "layer_replication is set"),
         "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'"),
@@ -473,6 +477,10 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
             "rows of tokens that are missing": ({"trainable_token_indices": [1, 2]},
                 "trainable_token_indices names model.embed_tokens, but there is no tensor"),
             "a bias of B that is missing": ({"lora_bias": True}, "q_proj has no lora_B.bias"),
+        },
+        "bias": {
+            "an activated adapter with trained biases": ({"alora_invocation_tokens": [1], "bias": "all"},
+                "bias and alora_invocation_tokens are both set"),
         },
         "lora_bias": {
             "DoRA with a bias of B": ({"use_dora": True, "lora_bias": True}, "which PEFT refuses"),

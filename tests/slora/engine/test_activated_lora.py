@@ -1,0 +1,167 @@
+"""Activated LoRA: an adapter has an effect from its invocation tokens on, and the blocks before them are shared."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from slora import LLM, LoraAdapter
+from slora.core.errors import RequestRefused
+from slora.core.request import EngineRequest, single_adapter
+from slora.scheduler.sequence import find_last
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge
+from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
+from tests.slora.engine.test_tensor_parallel import judge as judge_answers
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.driving import drive, make_engine, make_source
+from tests.support.model_kit import ModelKit, make_kit
+from tests.support.peft_adapters import ACTIVATED_KINDS, KINDS
+
+Kits = Callable[[str], ModelKit]
+INVOCATIONS: dict[str, list[int]] = {
+    kind: lora["alora_invocation_tokens"]  # type: ignore[misc]
+    for kind, lora in ACTIVATED_KINDS.items()
+}
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+    kinds = ACTIVATED_KINDS | {"plain": KINDS["patterns"]}
+    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds))
+
+
+def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
+    """Prompts that invoke their adapter at the begin, at the end, on both sides of a block's edge, twice, or never."""
+    rng, prompts, kinds = random.Random(seed), [], []
+    for kind in [None, *kit.adapters] * prompts_each:
+        invocation = INVOCATIONS.get(kind or "", [])
+        # No other token is part of an invocation.
+        text = [rng.randrange(10, 70) for _ in range(50)]
+        for before, after in ((0, 3), (1, 0), (15, 2), (16, 20), (17, 1), (40, 9)):
+            prompts.append([*text[:before], *invocation, *text[before : before + after]] or text[:1])
+        prompts.append([*text[:5], *invocation, *text[5:30], *invocation, *text[30:35]])
+        prompts.append(text)
+        kinds += [kind] * 8
+    return Work(prompts, kinds)
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", ["llama", "qwen2"])
+@pytest.mark.parametrize(
+    ("num_pages", "settings"),
+    [
+        (900, {}),
+        (22, {"max_num_seqs": 9, "max_num_batched_tokens": 11, "max_model_len": 128}),
+    ],
+    ids=["in one batch", "in chunks, preempted and evicted"],
+)
+def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
+    kits: Kits,
+    report: Callable[[str], None],
+    model: str,
+    kernels: str,
+    num_pages: int,
+    settings: dict[str, int],
+    *,
+    soak: bool,
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=4 if soak else 1)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(num_pages), **settings)
+    params = replace(GREEDY, max_tokens=24)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    report(f"parity of {model} with activated adapters, {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+    assert num_pages > 100 or llm.stats().preemptions > 0
+
+
+def test_a_divided_model_and_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
+    kit = kits("llama")
+    work = mix(kit, prompts_each=1, seed=3)
+    with divided_engine(kit, 2, 900) as (engine, _, versions):
+        answers = drive(engine, [make_requests(versions, work.prompts, work.kinds)])
+    assert judge_answers(kit, work.prompts, work.kinds, answers).equal
+    llm = LLM(
+        kit.directory,
+        kernels="triton",
+        device=TRITON_DEVICE,
+        pool_bytes=kit.pool_bytes(100),
+        max_model_len=128,
+    )
+    few = Work(
+        [[12, 5, 6, 13], [3, 4, 3, 14], [15, 16, 17]], ["activated", "activated_elsewhere", "activated"]
+    )
+    assert judge(kit.oracle, few, answer(llm, kit, few, replace(GREEDY, max_tokens=2))).equal
+
+
+def test_blocks_before_the_invocation_are_computed_once_for_the_base_and_all_adapters(kits: Kits) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 900, kernels=KERNELS)
+    context = [random.Random(7).randrange(10, 70) for _ in range(100)]
+    prompts = {
+        "base": [*context, 11],
+        **{kind: [*context, *tokens, 11] for kind, tokens in INVOCATIONS.items()},
+    }
+    prompts["plain"] = [*context, 11]
+    cached = {}
+    for kind, prompt in prompts.items():
+        adapter = single_adapter(versions[kind] if kind != "base" else None)
+        before = engine.stats().prefix_hits
+        # The tenant of all requests is that of the adapters.
+        request = EngineRequest(kind, "tenant", prompt, adapter, replace(GREEDY, max_tokens=8))
+        answers = drive(engine, [[request]])
+        cached[kind] = engine.stats().prefix_hits - before
+        name = None if kind == "base" else kind
+        assert kit.oracle.judge(prompt, answers[kind].token_ids, name, answers[kind].logprobs).equal
+    # Six blocks of 16 tokens lie before the invocation.
+    assert cached == {"base": 0, **dict.fromkeys(INVOCATIONS, 96), "plain": 0}
+    # The same prompt finds all of its blocks again, with those that depend on the adapter.
+    long = [*context, *INVOCATIONS["activated"], *context[:60]]
+    for expected in (96, 160):
+        before = engine.stats().prefix_hits
+        request = EngineRequest("again", "tenant", long, single_adapter(versions["activated"]), GREEDY)
+        answers = drive(engine, [[request]])
+        assert engine.stats().prefix_hits - before == expected
+        assert kit.oracle.judge(long, answers["again"].token_ids, "activated").equal
+
+
+def test_a_later_invocation_changes_the_key_of_the_same_tokens(kits: Kits) -> None:
+    """The tokens of the first three blocks are equal, but in the second prompt they have no adapter."""
+    kit = kits("llama")
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    first = [11, 12, *INVOCATIONS["activated"], *range(20, 70)]
+    second = [*first, *INVOCATIONS["activated"], 13]
+    for prompts in ([first], [second], [first], [second]):
+        work = Work(prompts, ["activated"])
+        assert judge(kit.oracle, work, answer(llm, kit, work)).equal
+
+
+def test_an_activated_adapter_is_refused_in_a_sum(kits: Kits) -> None:
+    kit = kits("llama")
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    asked = [LoraAdapter(kit.adapters["activated"]), LoraAdapter(kit.adapters["plain"])]
+    with pytest.raises(RequestRefused, match="invocation tokens, so it is served alone"):
+        llm.generate([[1, 2, 3]], GREEDY, [asked])
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "pattern", "expected"),
+    [
+        ([1, 2, 3, 1, 2], (1, 2), 3),
+        ([1, 2, 3], (1, 2, 3), 0),
+        ([1, 2, 3], (2, 1), None),
+        ([], (1,), None),
+        ([1], (1, 1), None),
+        ([5, 5, 5], (5, 5), 1),
+        # In the bytes of the tokens, 1 also lies between the second and the third.
+        ([256, 0, 0x01000000, 0], (1,), None),
+        ([1, 1 << 24, 1 << 16], (1 << 16,), 2),
+    ],
+)
+def test_the_last_occurrence_is_found(
+    token_ids: list[int], pattern: tuple[int, ...], expected: int | None
+) -> None:
+    assert find_last(token_ids, pattern) == expected
