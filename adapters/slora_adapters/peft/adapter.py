@@ -337,7 +337,7 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     return {CONFIG_NAME: config, TENSORS_NAME: Path(directory) / TENSORS_NAME}
 
 
-_NUM_EMBEDDED_TOKENS = 4
+_NUM_CANARY_TOKENS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,8 +354,9 @@ class CheckedAdapter:
     config: str  # the config as a store keeps it
     # Path of the tensor file to store. The caller of the inspection decides how long the file exists.
     tensors: Path
-    # Ids of a few tokens whose embeddings the adapter changes most; empty if it does not adapt the embedding.
-    embedded_tokens: tuple[int, ...]
+    # Ids of tokens with which the canary's prompt ends, so that it shows an effect: the invocation, or a few tokens
+    # whose embeddings the adapter changes most.
+    canary_tokens: tuple[int, ...]
 
     @property
     def members(self) -> Members:
@@ -372,7 +373,7 @@ class CheckedAdapter:
                 "extras": AdapterExtras(**fields["extras"] | {"uses": tuple(fields["extras"]["uses"])}),
                 "certificate": Certificate.from_plain(fields["certificate"]),
                 "tensors": Path(fields["tensors"]),
-                "embedded_tokens": tuple(fields["embedded_tokens"]),
+                "canary_tokens": tuple(fields["canary_tokens"]),
             }
         )
 
@@ -397,20 +398,23 @@ def summarise(
         certify(adapter, shape, base_name),
         config.decode(),
         tensors,
-        _find_embedded_tokens(adapter, shape),
+        _find_canary_tokens(adapter, shape),
     )
 
 
-def _find_embedded_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
-    """Returns the ids of the tokens with the largest columns of A. A token that did not occur in training has a zero
-    column.
+def _find_canary_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
+    """Returns the invocation, or a few tokens with rows of their own or with the largest columns of A.
+
+    A token that did not occur in training has a zero column.
     """
+    if adapter.config.invocation:
+        return adapter.config.invocation
     rows = adapter.tensors.vocabulary.embedding
     if rows is not None and rows.token_ids is not None:
-        return rows.token_ids[:_NUM_EMBEDDED_TOKENS]
+        return rows.token_ids[:_NUM_CANARY_TOKENS]
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()
     magnitudes = np.abs(convert(pair.a.values, pair.a.dtype, "float32")).max(axis=0)
-    likely = np.argsort(magnitudes)[::-1][:_NUM_EMBEDDED_TOKENS]
+    likely = np.argsort(magnitudes)[::-1][:_NUM_CANARY_TOKENS]
     return tuple(int(token) for token in likely if magnitudes[token] > 0)

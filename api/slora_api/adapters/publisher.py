@@ -218,16 +218,16 @@ class Canary:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
 
-    async def try_out(self, version: AdapterVersion, embedded_tokens: Sequence[int]) -> float:
+    async def try_out(self, version: AdapterVersion, canary_tokens: Sequence[int]) -> float:
         """Returns the largest absolute change of a log-probability that the adapter causes.
 
-        embedded_tokens: some tokens whose embedding the adapter changes.
+        canary_tokens: some tokens that show an effect of the adapter.
 
         Raises AdapterInvalid if a log-probability is not finite, or if all log-probabilities equal those of the base
         model. Raises InspectionFailed if no answer arrives in time. Raises the engine's own errors if the engine is
         unavailable or cannot load the adapter.
         """
-        prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *embedded_tokens]
+        prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *canary_tokens]
         try:
             async with asyncio.timeout(self._timeout_s):
                 base = await self._score(None, prompt)
@@ -457,7 +457,7 @@ class Publisher:
         """
         version = AdapterVersion(tenant, adapter.digest)
         try:
-            return await self._canary.try_out(version, adapter.embedded_tokens)
+            return await self._canary.try_out(version, adapter.canary_tokens)
         finally:
             if usage.weights_bytes is None:
                 with suppress(EngineUnavailable):

@@ -4,13 +4,17 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
 from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
+from slora.models.model_spec import read_model_spec
 from slora.scheduler.sequence import find_last
+from slora_adapters.peft.adapter import AdapterLimits, summarise
+from slora_adapters.peft.peft_directory import read_adapter
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge
 from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
 from tests.slora.engine.test_tensor_parallel import judge as judge_answers
@@ -165,3 +169,15 @@ def test_the_last_occurrence_is_found(
     token_ids: list[int], pattern: tuple[int, ...], expected: int | None
 ) -> None:
     assert find_last(token_ids, pattern) == expected
+
+
+def test_the_canary_of_an_upload_invokes_the_adapter(kits: Kits, tmp_path: Path) -> None:
+    kit = kits("llama")
+    shape = read_model_spec(kit.directory).shape("float32")
+    for kind, invocation in INVOCATIONS.items():
+        (tmp_path / kind).mkdir()
+        adapter = read_adapter(kit.adapters[kind], shape, AdapterLimits())
+        checked = summarise(adapter, kit.adapters[kind], tmp_path / kind, shape)
+        assert list(checked.canary_tokens) == invocation
+        uses = f"{len(invocation)} invocation tokens, from which on the adapter is active"
+        assert uses in checked.extras.uses
