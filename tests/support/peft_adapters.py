@@ -197,13 +197,15 @@ def make_adapter(
         model = get_peft_model(base, LoraConfig(**fields))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if "lora_" not in name and not parameter.requires_grad:
+                continue
             noise = torch.randn(parameter.shape, generator=random)
             if "lora_magnitude_vector" in name:
                 parameter.mul_(1 + 0.3 * noise)
             elif "lora_" in name:
                 parameter.copy_(noise * std)
                 parameter.data = parameter.data.to(dtype)
-            elif parameter.requires_grad:  # Biases, and rows of embeddings and heads.
+            else:  # Biases, and rows of embeddings and heads.
                 parameter.add_(noise * std)
     # The README takes more time than all other files.
     model.create_or_update_model_card = lambda *_: None
