@@ -23,12 +23,18 @@ class CodedWeight:
         multiple of that.
     minimums: of the shape and dtype of `scales`; or empty, [0, 0]: all are 0.
     table: float32 [16], the number of each code.
+    numbers: those of the table on the host, so that a launch does not wait for the device. Read from the table once.
     """
 
     codes: Tensor
     scales: Tensor
     minimums: Tensor
     table: Tensor
+    numbers: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.numbers:
+            object.__setattr__(self, "numbers", tuple(self.table.tolist()))
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -23,8 +23,10 @@ from slora_kernels.batch import (
     LoraTiles,
     QueryKeyNorm,
 )
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
+from slora_kernels.gpu.coded_linear import bind_coded_linear
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.launch import Launch
@@ -50,6 +52,9 @@ _TOKENS = 16
 _CONTEXT = 8192
 _BLOCK_TOKENS = 16
 _INTERMEDIATE = 14336
+_INTEGERS = torch.arange(-8.0, 8.0)
+# A table like that of nf4: no 16-bit dtype holds its numbers.
+_FRACTIONS = torch.linspace(-1, 1, 16)
 
 Launches = Iterator[tuple[str, Launch]]
 
@@ -224,6 +229,24 @@ def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Lau
             yield f"Llama-3.1-8B, {form} weights, {num_tokens} tokens", launch
 
 
+def _bind_coded_linears(dtype: torch.dtype) -> Launches:
+    """The launches of a decode step, a mixed step and a prefill step.
+
+    The weights are those of `--quantization int4`, of GPTQ, and of bitsandbytes.
+    """
+    for name, table, group, has_minimums in (
+        ("int4", _INTEGERS + 8, 32, True),
+        ("int4", _INTEGERS, 128, False),
+        ("nf4", _FRACTIONS, 64, False),
+    ):
+        scales = torch.ones(4096, 4096 // group, dtype=torch.float32 if name == "nf4" else torch.float16)
+        minimums = scales if has_minimums else scales.new_empty(0, 0)
+        weight = CodedWeight(torch.zeros(4096, 2048, dtype=torch.uint8), scales, minimums, table)
+        for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
+            launch, _ = bind_coded_linear(torch.zeros(num_tokens, 4096, dtype=dtype), weight, None)
+            yield f"Llama-3.1-8B, {name} weights, groups of {group}, {num_tokens} tokens", launch
+
+
 def _bind_experts(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
     """The launches of experts in a decode step, a mixed step and a prefill step, for weights of each dtype."""
     num_experts, num_rows, width = 128, 1536, 2048
@@ -262,6 +285,7 @@ def bind_all(
     for bound in (_bind_gemma, _bind_phi, _bind_qwen):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
+    yield from _bind_coded_linears(dtype)
     yield from _bind_experts(dtype, forms)
     if KVFormat.FP8 in kv_formats:
         yield from _bind_fp8_kv(dtype)

@@ -27,6 +27,7 @@ from slora_kernels.batch import (
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.gpu.act_mul import bind_act_mul
 from slora_kernels.gpu.argmax import bind_argmax
+from slora_kernels.gpu.coded_linear import bind_coded_linear
 from slora_kernels.gpu.grouped_linear import bind_grouped_linear
 from slora_kernels.gpu.gumbel_sample import bind_gumbel_sample
 from slora_kernels.gpu.launch import Launch
@@ -46,7 +47,6 @@ from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
 from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
-from slora_kernels.torch.quantized_matmuls import coded_linear
 from slora_kernels.torch.token_rows import token_logits
 
 
@@ -112,7 +112,9 @@ class TritonKernels:
         return out
 
     def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-        return coded_linear(x, weight, bias)
+        launch, out = bind_coded_linear(x, weight, bias)
+        self._launch(launch)
+        return out
 
     def grouped_linear(self, x: Tensor, weight: Tensor, scales: Tensor | None, starts: Tensor) -> Tensor:
         launch, out = bind_grouped_linear(x, weight, scales, starts)
