@@ -78,7 +78,7 @@ class EngineConfig:
         "auto",
         "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
         "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 32 "
-        "columns, on CPUs only; auto uses the format of the checkpoint",
+        "columns (experts on CPUs only); auto uses the format of the checkpoint",
         Choice(("auto", *QUANTIZED_BITS)),
         metavar="FORM",
     )

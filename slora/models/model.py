@@ -97,9 +97,12 @@ def _open_weights(
         raise ConfigError(
             "weights in fp8 need a GPU of compute capability 8.9 or later; choose --quantization int8"
         )
-    if "int4" in (name, by_row) and device.type != "cpu":
+    if "int4" in (name, by_row) and device.type != "cpu" and model.experts is not None:
         remedy = "choose" if by_row is None else "use the unquantized checkpoint with"
-        raise ConfigError(f"weights in int4 are multiplied on CPUs only; {remedy} --quantization int8 or fp8")
+        raise ConfigError(
+            f"experts in int4 are multiplied on CPUs only, and this model ({model.family}) has {model.experts.count} "
+            f"in a layer; {remedy} --quantization int8 or fp8"
+        )
     form = None if name == "auto" or by_row is not None else FORMS[name]
     codes = stored.codes if stored is not None else None
     return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block, codes=codes)

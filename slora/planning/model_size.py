@@ -10,6 +10,8 @@ from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ModelShape
 
 _FLOAT_BYTES = 4
+# The tables of bitsandbytes. Their numbers are multiplied in three parts of 16 bits (`gpu/coded_linear.py`).
+_TABLES_OF_PARTS, _NUM_PARTS = ("nf4", "fp4"), 3
 # Bytes per logit during sampling: one copy in the model's dtype, some in float32, and a sorted one with indices.
 _SAMPLING_BYTES = 24
 
@@ -20,7 +22,8 @@ class ModelSize:
 
     weight_bytes: int  # Size of all weights and tables on the device.
     step_bytes: int  # The part of them that each step reads. A step of many tokens uses all experts.
-    token_flop: float  # Operations in the layers for one token, without attention.
+    # Operations in the layers for one token, without attention. Numbers that a GPU multiplies in parts count as often.
+    token_flop: float
     head_flop: float  # Operations for one row of logits.
     is_quantized: bool
 
@@ -53,6 +56,8 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
     is_quantized = config.quantization != "auto" or model.quantization is not None
     layers = _measure_quantized(model, config, numbers, rows) if is_quantized else numbers * element
     layers += (gates + experts.router_numbers) * element
+    codes = model.quantization.codes if model.quantization is not None else None
+    is_in_parts = codes is not None and codes.format in _TABLES_OF_PARTS and element < _FLOAT_BYTES
     matrices = head * element * (1 if model.tie_word_embeddings else 2)
     return ModelSize(
         weight_bytes=layers
@@ -60,7 +65,12 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         + _measure_vectors(model, shape, config.tensor_parallel_size, element)
         + _measure_rotary(model, config),
         step_bytes=layers + head * element,
-        token_flop=2.0 * (shape.num_weights + experts.router_numbers + experts.numbers_of_token),
+        token_flop=2.0
+        * (
+            shape.num_weights * (_NUM_PARTS if is_in_parts else 1)
+            + experts.router_numbers
+            + experts.numbers_of_token
+        ),
         head_flop=2.0 * head,
         is_quantized=is_quantized,
     )

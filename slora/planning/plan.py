@@ -428,10 +428,11 @@ def _check(question: Question) -> None:
         )
     stored = spec.decoder.quantization if spec.decoder is not None else None
     is_stored = stored is not None and stored.form == "int4"
-    if config.quantization == "int4" or is_stored:
+    has_experts = spec.decoder is not None and spec.decoder.experts is not None
+    if has_experts and (config.quantization == "int4" or is_stored):
         remedy = "use the unquantized checkpoint, and set quantization" if is_stored else "set quantization"
         raise ConfigError(
-            f"weights in int4 are multiplied on CPUs only, and {question.device.name} is a GPU; {remedy} to auto or "
+            f"experts in int4 are multiplied on CPUs only, and {question.device.name} is a GPU; {remedy} to auto or "
             "int8"
         )
     needs_fp8 = config.kv_format is KVFormat.FP8 or config.quantization == "fp8"

@@ -4,9 +4,9 @@ The numbers of the table and x are multiplied on tensor cores. The float32 sum o
 by the group's scale. A minimum is multiplied by the sum of x over the group. So nothing is rounded to x's dtype after
 the table: table number times scale has more bits than a 16-bit dtype.
 
-16-bit dtypes hold integers and fp4 exactly, but not the numbers of nf4. Such a number is split into up to three numbers
-of x's dtype, whose sum is exact, and each of them is multiplied. That is three times the arithmetic on tensor cores,
-which is still faster than float32 products without them.
+16-bit dtypes hold integers and e2m1 exactly, but not the numbers of bitsandbytes (nf4, fp4). Such a number is split
+into up to three numbers of x's dtype, whose sum is exact, and each of them is multiplied. That is three times the
+arithmetic on tensor cores. float32 products without them have a fifteenth of their rate (H200, data sheet).
 
 A program adds over the whole input width in order, as in `quantized_linear`. It multiplies the codes in the low bits of
 the bytes with their columns of x, and those in the high bits with theirs, so no number moves between threads. A row's

@@ -323,5 +323,7 @@ class TransposedCodesTarget:
             codes = _join_columns(words.T.contiguous().view(torch.uint8))
         start = first_row * self.layout.count_columns() // 2
         target = self.codes[:, start : start + codes.shape[1]]
-        torch.cat([codes[part.start : part.stop] for part in self.rows], out=target)
+        sizes = [len(part) for part in self.rows]
+        for held, part in zip(torch.split(target, sizes), self.rows, strict=True):
+            held.copy_(codes[part.start : part.stop])
         return True

@@ -22,8 +22,9 @@ from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.coded_weight import CodedWeight
 from tests.support.coded_checkpoints import CodedForm, dequantize, write_coded_checkpoint, write_codes
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, TRITON_DEVICE
+from tests.support.json_files import read_json, write_json
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import DORA_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE
@@ -71,14 +72,23 @@ def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
     return kits("llama")
 
 
-def judge(kit: ModelKit, stored: Path, exact: Path, **settings: Any) -> Verdict:
+def judge(
+    kit: ModelKit,
+    stored: Path,
+    exact: Path,
+    *,
+    num_rounds: int = 3,
+    num_tokens: int = 16,
+    device: str = "cpu",
+    **settings: Any,
+) -> Verdict:
     """Compares tokens and their log-probabilities. A step computes 24 tokens at most, so prompts are in chunks."""
     rng = random.Random(3)
-    kinds = [None, *kit.adapters] * 3
+    kinds = [None, *kit.adapters] * num_rounds
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 17, 40, 75)))] for _ in kinds]
     limits = {"max_num_batched_tokens": 24, "max_num_seqs": 8}
-    llm = LLM(stored, device="cpu", pool_bytes=kit.pool_bytes(400), **limits, **settings)
-    sampling = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True, logprobs=0)
+    llm = LLM(stored, device=device, pool_bytes=kit.pool_bytes(400), **limits, **settings)
+    sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     outputs = llm.generate(prompts, sampling, [kit.path(kind) for kind in kinds])
     oracle, verdict = Oracle(exact, kit.adapters), Verdict()
     for prompt, kind, output in zip(prompts, kinds, outputs, strict=True):
@@ -104,6 +114,15 @@ def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
     stored, exact = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form], kept="layers.1.mlp")
     verdict = judge(kit, stored, exact, kernels=kernels)
     report(f"parity of {model} with 4-bit weights ({form}) and {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", ["awq", "zero_points", "nf4"])
+def test_triton_kernels_answer_as_the_dequantized_weights(kit: ModelKit, tmp_path: Path, form: str) -> None:
+    stored, exact = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form], kept="layers.1.mlp")
+    size = {"num_rounds": 1, "num_tokens": 3} if TRITON_DEVICE == "cpu" else {}
+    verdict = judge(kit, stored, exact, device=TRITON_DEVICE, kernels="triton", **size)
     assert verdict.equal, verdict
 
 
@@ -294,13 +313,20 @@ def test_weights_of_4_bits_are_not_rounded_again(kit: ModelKit, tmp_path: Path) 
     assert verdict.equal, verdict
 
 
-def test_a_gpu_refuses_them_before_anything_is_read(kit: ModelKit, tmp_path: Path) -> None:
-    stored, _ = write_coded_checkpoint(kit.directory, tmp_path, FORMS["awq"])
-    said = "int4 are multiplied on CPUs only; use the unquantized checkpoint with --quantization int8 or fp8"
+@pytest.mark.parametrize("is_stored", (False, True))
+def test_a_gpu_refuses_experts_of_4_bits_before_anything_is_read(
+    kits: Kits, tmp_path: Path, *, is_stored: bool
+) -> None:
+    directory, remedy = kits("qwen3_moe").directory, "choose"
+    if is_stored:
+        config = read_json(directory / "config.json") | {"quantization_config": FORMS["awq"].config()}
+        write_json(tmp_path / "config.json", config)
+        directory, remedy = tmp_path, "use the unquantized checkpoint with"
+    said = rf"experts in int4 .* CPUs only, .*has \d+ in a layer; {remedy} --quantization int8 or fp8"
     with pytest.raises(ConfigError, match=said):
         load_model(
-            EngineConfig(stored),
-            read_model_spec(stored),
+            EngineConfig(directory, quantization="auto" if is_stored else "int4"),
+            read_model_spec(directory),
             torch.bfloat16,
             torch.device("cuda"),
             max_model_len=64,
