@@ -8,9 +8,11 @@ the table: table number times scale has more bits than a 16-bit dtype.
 into up to three numbers of x's dtype, whose sum is exact, and each of them is multiplied. That is three times the
 arithmetic on tensor cores. float32 products without them have a fifteenth of their rate (H200, data sheet).
 
-A program adds over the whole input width in order, as in `quantized_linear`. It multiplies the codes in the low bits of
-the bytes with their columns of x, and those in the high bits with theirs, so no number moves between threads. A row's
-result does not depend on the other rows, as long as the block sizes are the same.
+A program adds over the whole input width in a fixed order, as in `quantized_linear`. It multiplies the codes in the low
+bits of the bytes with their columns of x, and those in the high bits with theirs, so no number moves between threads. A
+row's result does not depend on the other rows, as long as the block sizes are the same.
+
+A group of 32 columns has only 16 bytes of codes in a row. So a decode step multiplies several groups in an iteration.
 """
 
 import functools
@@ -30,9 +32,9 @@ from slora_kernels.gpu.launch import Launch, dot_dtype
 class _Blocks:
     """Block sizes of one program.
 
-    width: the most columns of an iteration. An iteration never exceeds a group, and its columns divide the group.
-    Shared memory: about (num_stages - 1) * width * (rows / 2 + tokens * bytes of an element of x). All sizes fit the
-    64 KiB of gfx942.
+    width: the most columns of an iteration, which are part of a group or, in a decode step, whole groups.
+    Shared memory: about (num_stages - 1) * width * (rows / 2 + tokens * bytes of an element of x), and more for numbers
+    in parts. All sizes fit the 64 KiB of gfx942.
     """
 
     tokens: int
@@ -109,8 +111,8 @@ def _add_products(
     PARTS: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """sums [N, T] plus the numbers of codes [N, k] times x [T, k] transposed."""
-    right = tl.trans(x.to(DOT_DTYPE))
+    """sums [..., N, T] plus the numbers of codes [..., N, k] times x [..., k, T]."""
+    right = x.to(DOT_DTYPE)
     if COUNTS is not None:
         # A conversion of integers would be slower.
         left = (codes.to(COUNTS[0]) | COUNTS[1]).to(DOT_DTYPE, bitcast=True) - COUNTS[2]
@@ -164,8 +166,8 @@ def _coded_linear_kernel(
         low = tl.load(low_places, mask=are_tokens[:, None], other=0.0)
         high = tl.load(low_places + _HALF, mask=are_tokens[:, None], other=0.0)
         sums = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-        sums = _add_products(sums, pairs & 15, low, table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
-        sums = _add_products(sums, pairs >> 4, high, table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
+        sums = _add_products(sums, pairs & 15, tl.trans(low), table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
+        sums = _add_products(sums, pairs >> 4, tl.trans(high), table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
         scale = tl.load(scales + first_groups + start // GROUP, mask=are_rows, other=0.0).to(tl.float32)
         acc += sums * (scale * (1 / FACTOR))[:, None]
         if HAS_MINIMUMS:
@@ -180,6 +182,80 @@ def _coded_linear_kernel(
     tl.store(target, acc, mask=are_rows[:, None] & are_tokens[None, :])
 
 
+@triton.jit(do_not_specialize=["num_tokens"])
+def _coded_linear_groups_kernel(
+    x,
+    codes,
+    scales,
+    minimums,
+    table,
+    bias,
+    out,
+    num_tokens,
+    num_rows,
+    x_stride,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HAS_MINIMUMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    COUNTS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Multiplies several small groups in an iteration, with sums for each of them, so that reads are wide.
+
+    GROUP: a power of two. GROUPS: divides the number of groups.
+    """
+    tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    rows = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    are_rows, are_tokens = rows < num_rows, tokens < num_tokens
+    groups, places = tl.arange(0, GROUPS), tl.arange(0, GROUP // 2)
+    first_groups = rows.to(tl.int64) * (WIDTH // GROUP)
+    low_columns = places // _HALF * (2 * _HALF) + places % _HALF
+    row_starts = codes + rows.to(tl.int64)[:, None, None] * (WIDTH // 2)
+    row_places = row_starts + (groups * (GROUP // 2))[None, :, None] + places[None, None, :]
+    token_starts = x + tokens.to(tl.int64)[:, None, None] * x_stride
+    token_places = token_starts + (groups * GROUP)[None, :, None] + low_columns[None, None, :]
+    acc = tl.zeros((GROUPS, BLOCK_N, BLOCK_T), tl.float32)
+    for start in range(0, WIDTH, GROUP * GROUPS):
+        pairs = tl.permute(tl.load(row_places + start // 2, mask=are_rows[:, None, None], other=0), (1, 0, 2))
+        low = tl.load(token_places + start, mask=are_tokens[:, None, None], other=0.0)
+        high = tl.load(token_places + start + _HALF, mask=are_tokens[:, None, None], other=0.0)
+        low, high = tl.permute(low, (1, 2, 0)), tl.permute(high, (1, 2, 0))
+        sums = tl.zeros((GROUPS, BLOCK_N, BLOCK_T), tl.float32)
+        sums = _add_products(sums, pairs & 15, low, table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
+        sums = _add_products(sums, pairs >> 4, high, table, COUNTS, FACTOR, PARTS, DOT_DTYPE)
+        at = first_groups[:, None] + start // GROUP + groups[None, :]
+        scale = tl.trans(tl.load(scales + at, mask=are_rows[:, None], other=0.0)).to(tl.float32)
+        acc += sums * (scale * (1 / FACTOR))[:, :, None]
+        if HAS_MINIMUMS:
+            minimum = tl.trans(tl.load(minimums + at, mask=are_rows[:, None], other=0.0)).to(tl.float32)
+            x_sum = tl.sum(low.to(tl.float32), axis=1) + tl.sum(high.to(tl.float32), axis=1)
+            acc += minimum[:, :, None] * x_sum[:, None, :]
+    total = tl.sum(acc, axis=0)
+    if HAS_BIAS:
+        total += tl.load(bias + rows, mask=are_rows, other=0.0).to(tl.float32)[:, None]
+    target = out + tokens.to(tl.int64)[None, :] * num_rows + rows[:, None]
+    tl.store(target, total, mask=are_rows[:, None] & are_tokens[None, :])
+
+
+def _find_power(number: int) -> int:
+    """The largest power of two that divides the number."""
+    return number & -number
+
+
+def _count_groups(num_tokens: int, weight: CodedWeight, width: int) -> int:
+    """The number of groups that an iteration multiplies. width: the most columns of an iteration."""
+    group, num_groups = weight.group, weight.scales.shape[1]
+    if num_tokens > _DECODE.tokens or group != _find_power(group):
+        return 1
+    return min(max(1, width // group), _find_power(num_groups))
+
+
 def bind_coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> tuple[Launch, Tensor]:
     """Binds the kernel to x [T, K], a weight [N, K], and bias [N] or None. Rows of x are contiguous.
 
@@ -192,8 +268,12 @@ def bind_coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> tu
     first, dtype = _find_first(numbers), dot_dtype(x.dtype)
     integer, bits, power = UNITS[dtype]
     factor = 1.0 if first is not None else _choose_factor(numbers, x.dtype)
+    parts = 1 if first is not None else _count_parts(numbers, factor, x.dtype)
+    # Numbers in parts take more registers and, on gfx942, more than its shared memory at the full width.
+    num_groups = _count_groups(num_tokens, weight, blocks.width if parts == 1 else blocks.width // 2)
+    by_part = {"BLOCK_K": min(blocks.width, _find_power(weight.group))}
     return Launch(
-        _coded_linear_kernel,
+        _coded_linear_kernel if num_groups == 1 else _coded_linear_groups_kernel,
         (triton.cdiv(num_tokens, blocks.tokens), triton.cdiv(num_rows, blocks.rows)),
         {
             "x": x,
@@ -215,12 +295,11 @@ def bind_coded_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> tu
             # The dtype of codes, bits to add to them, and what to subtract from the number with these bits.
             "COUNTS": None if first is None else (integer, bits, power - first),
             "FACTOR": factor,
-            "PARTS": 1 if first is not None else _count_parts(numbers, factor, x.dtype),
+            "PARTS": parts,
             "BLOCK_T": blocks.tokens,
             "BLOCK_N": blocks.rows,
-            # Groups need not be a power of two. The last factor is the largest power of two that divides the group.
-            "BLOCK_K": min(blocks.width, weight.group & -weight.group),
             "DOT_DTYPE": dtype,
+            **(by_part if num_groups == 1 else {"GROUPS": num_groups}),
         },
         num_warps=blocks.num_warps,
         num_stages=blocks.num_stages,

@@ -53,8 +53,14 @@ _CONTEXT = 8192
 _BLOCK_TOKENS = 16
 _INTERMEDIATE = 14336
 _INTEGERS = torch.arange(-8.0, 8.0)
-# A table like that of nf4: no 16-bit dtype holds its numbers.
-_FRACTIONS = torch.linspace(-1, 1, 16)
+# The table of bitsandbytes' nf4. No 16-bit dtype holds its numbers.
+_NF4 = torch.tensor(
+    [
+        -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+        -0.18477343022833334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+        0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+    ]
+)  # fmt: skip
 
 Launches = Iterator[tuple[str, Launch]]
 
@@ -237,7 +243,7 @@ def _bind_coded_linears(dtype: torch.dtype) -> Launches:
     for name, table, group, has_minimums in (
         ("int4", _INTEGERS + 8, 32, True),
         ("int4", _INTEGERS, 128, False),
-        ("nf4", _FRACTIONS, 64, False),
+        ("nf4", _NF4, 64, False),
     ):
         scales = torch.ones(4096, 4096 // group, dtype=torch.float32 if name == "nf4" else torch.float16)
         minimums = scales if has_minimums else scales.new_empty(0, 0)

@@ -53,6 +53,8 @@ WIDE_LOADS = {
     "_quantized_linear_kernel": set(),
     # As for `_quantized_linear_kernel`.
     "_coded_linear_kernel": set(),
+    # Scales are read beside the codes, 2 bytes each. The test below checks the codes and x.
+    "_coded_linear_groups_kernel": set(),
     # As above for 8-bit weights. `test_bulk_loads_of_every_kernel_are_16_bytes_wide` checks the other weights.
     "_grouped_linear_kernel": {"token_starts"},
 }
@@ -63,14 +65,19 @@ PRODUCTS = {
     "_paged_attention_prefill_kernel": LARGE_PRODUCTS,
 }
 # Kernels whose products run on matrix units in all cases, but not always with the same instruction.
-LINEARS = ("_quantized_linear_kernel", "_coded_linear_kernel", "_grouped_linear_kernel")
+LINEARS = (
+    "_quantized_linear_kernel",
+    "_coded_linear_kernel",
+    "_coded_linear_groups_kernel",
+    "_grouped_linear_kernel",
+)
 FP8_KV = "KV in fp8"
 # Each target takes one core for a minute.
 # The quick run leaves out cases whose kernels differ from others only in widths or in the number of modules, and
 # combinations of the dtype of weights with the number of tokens.
 LEFT_OUT = (
     r"site [12]\b|int8 weights, (64|1024) |bfloat16 experts, 64 |int8 experts, (1|256) "
-    r"|float8\w* experts, (1|64) |groups of 32, (16|1024) |groups of 128, (64|1024) |groups of 64, (16|64) "
+    r"|float8\w* experts, (1|64) |groups of 32, 1024 |groups of 128, (64|1024) |groups of 64, (16|64) "
 )
 QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
@@ -169,10 +176,10 @@ def test_bulk_loads_of_every_kernel_are_16_bytes_wide(compiled: list[CompiledKer
     decodes = [k for k in compiled if k.kernel == "_quantized_linear_kernel" and " 16 tokens" in k.case]
     for kernel in decodes:
         assert kernel.load_bytes["row_starts"] == kernel.load_bytes["token_starts"] == (16,), kernel
-    coded = [k for k in compiled if k.dtype != "float32" and "groups of 128, 16 tokens" in k.case]
-    for kernel in coded:
-        least = 8 if kernel.target == "gfx942" else 16
-        assert min(kernel.load_bytes["row_starts"] + kernel.load_bytes["low_places"]) >= least, kernel
+    for kernel in compiled:
+        if kernel.kernel == "_coded_linear_groups_kernel" and kernel.dtype != "float32":
+            least = 8 if kernel.target == "gfx942" and "nf4" in kernel.case else 16
+            assert min(kernel.load_bytes["row_places"] + kernel.load_bytes["token_places"]) >= least, kernel
     experts = [k for k in compiled if f"torch.{k.dtype} experts" in k.case]
     assert experts and all(kernel.load_bytes["row_starts"] == (16,) for kernel in experts)
 
