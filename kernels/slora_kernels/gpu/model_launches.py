@@ -238,14 +238,14 @@ def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Lau
 def _bind_coded_linears(dtype: torch.dtype) -> Launches:
     """The launches of a decode step, a mixed step and a prefill step.
 
-    The weights are those of `--quantization int4`, of GPTQ, and of bitsandbytes.
+    The weights are those of `--quantization int4`, of AWQ with zero points, and of bitsandbytes.
     """
-    for name, table, group, has_minimums in (
-        ("int4", _INTEGERS + 8, 32, True),
-        ("int4", _INTEGERS, 128, False),
-        ("nf4", _NF4, 64, False),
+    for name, table, group, scale_dtype, has_minimums in (
+        ("int4", _INTEGERS + 8, 32, torch.float16, True),
+        ("int4", _INTEGERS, 128, torch.float32, True),
+        ("nf4", _NF4, 64, torch.float32, False),
     ):
-        scales = torch.ones(4096, 4096 // group, dtype=torch.float32 if name == "nf4" else torch.float16)
+        scales = torch.ones(4096, 4096 // group, dtype=scale_dtype)
         minimums = scales if has_minimums else scales.new_empty(0, 0)
         weight = CodedWeight(torch.zeros(4096, 2048, dtype=torch.uint8), scales, minimums, table)
         for num_tokens in (_TOKENS, 4 * _TOKENS, 64 * _TOKENS):
