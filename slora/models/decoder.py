@@ -18,7 +18,7 @@ from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, Sp
 from slora.models.lora_deltas import LoraDeltas, SideStream
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import Linear, multiply, sum_squares
+from slora.models.weights.linear import Linear, check_codes, multiply, sum_squares
 from slora.models.weights.packed_weight import pack_weight
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
@@ -78,7 +78,10 @@ class Decoder:
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
-        """Our own code needs no check at start: tests compare it with transformers."""
+        """On a GPU, compares products with 4-bit weights with torch's. Tests compare the rest with transformers."""
+        if self.device.type == "cuda":
+            for linear in self._layers[0].linears:
+                check_codes(linear, self.dtype, kernels)
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""

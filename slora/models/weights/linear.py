@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slora.core.errors import ConfigError
 from slora.memory.host_memory import empty_tensor
 from slora.models.affine import SiteWeight
 from slora.models.weights.packed_weight import (
@@ -19,12 +20,17 @@ from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight, pack_codes
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.grouped_matmuls import multiply_groups
+from slora_kernels.torch.quantized_matmuls import coded_linear
 from slora_kernels.torch.row_blocks import multiply_rows
 
 # For each name in the settings, the dtype of the numbers. A byte of int4 holds two codes.
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 _MAX_CODE = 15
+# Numbers of rows for which the GPU's kernels have different blocks.
+_CHECKED_ROWS = (1, 16, 17, 128, 200)
+# Two correct orders of a sum may differ by some roundings of the largest product, and by those of float32 sums.
+_CHECKED_UNITS, _CHECKED_SUMS = 8, 1e-5
 # Elements of a weight that are widened to float32 at a time.
 _SQUARED_ELEMENTS = 1 << 20
 
@@ -117,6 +123,29 @@ class Linear:
         """is_divided: whether other ranks have other columns of the weight."""
         assert self.squares is not None, "the linear was not packed"
         return SiteWeight(lambda x: self._multiply(x, kernels, None), self.squares, self.bias, is_divided)
+
+
+def check_codes(linear: Linear, dtype: torch.dtype, kernels: Kernels) -> None:
+    """Compares the kernels' products with a weight of 4 bits with torch's, for numbers of rows that use other blocks.
+
+    Raises ConfigError if they differ. GPUs differ more than the tests can cover, and a wrong product shows no error.
+    """
+    weight = linear.weight
+    if not isinstance(weight, CodedWeight):
+        return
+    device, width = weight.codes.device, weight.shape[1]
+    random = torch.randn(_CHECKED_ROWS[-1], width, generator=torch.Generator().manual_seed(0))
+    rows = random.to(dtype).to(device)
+    expected = coded_linear(rows, weight, None).float()
+    for count in _CHECKED_ROWS:
+        error = (kernels.coded_linear(rows[:count], weight, None).float() - expected[:count]).abs().max()
+        limit = (_CHECKED_UNITS * torch.finfo(dtype).eps + _CHECKED_SUMS) * expected.abs().max()
+        if not error <= limit:
+            raise ConfigError(
+                f"{device} computes wrong products of {count} rows with 4-bit weights {list(weight.shape)}: they are "
+                f"off by {float(error):.3g} (limit {float(limit):.3g}); use the unquantized checkpoint, with "
+                "--quantization int8 or fp8, and report this"
+            )
 
 
 def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:

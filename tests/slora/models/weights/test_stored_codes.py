@@ -19,8 +19,13 @@ from slora.models.model import load_model
 from slora.models.model_spec import read_model_spec
 from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.checkpoint import Checkpoint
+from slora.models.weights.linear import Linear, check_codes
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.coded_weight import CodedWeight
+from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.layout import LoraSite
+from slora_kernels.torch.torch_kernels import TorchKernels
+from tests.kernels.test_coded_linear import make_coded
 from tests.support.coded_checkpoints import CodedForm, dequantize, write_coded_checkpoint, write_codes
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, TRITON_DEVICE
 from tests.support.json_files import read_json, write_json
@@ -394,3 +399,23 @@ def test_an_unsupported_form_is_refused_by_name(kit: ModelKit, tmp_path: Path, n
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"quantization_config.*{said}"):
         LLM(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("table", ["integers", "any"])
+def test_wrong_products_with_4_bit_weights_are_found_at_start(dtype: torch.dtype, table: str) -> None:
+    weight = make_coded(96, 256, 64, table, scale_dtype=torch.float16, has_minimums=True)
+    site = LoraSite(0, 0, 0, 256, (96,))
+
+    class Wrong(TorchKernels):
+        def coded_linear(self, x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
+            product = super().coded_linear(x, weight, bias)
+            if len(x) == 17:
+                product[16, 95] *= 1.5
+            return product
+
+    check_codes(Linear(weight, None, site), dtype, TorchKernels())
+    check_codes(Linear(weight, None, site), dtype, select_kernels(KERNELS, CPU))
+    check_codes(Linear(weight.decode(), None, site), dtype, Wrong())
+    with pytest.raises(ConfigError, match="wrong products of 17 rows with 4-bit weights"):
+        check_codes(Linear(weight, None, site), dtype, Wrong())
