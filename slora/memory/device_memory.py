@@ -190,10 +190,13 @@ class DeviceMemory:
             return None
         return TokenRows(self.pages, adapter.pages, *adapter.layout.rows[place].tolist())
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a loaded adapter needs `finish`."""
+        return bool(self._unfinished)
+
     def find_unfinished(self, slots: Collection[int]) -> dict[int, LoadedAdapter]:
         """Returns the adapters of these slots that need `finish`, in the order of the slots."""
-        if not self._unfinished:
-            return {}
         return {slot: self._unfinished[slot] for slot in sorted(self._unfinished.keys() & set(slots))}
 
     def finish(self, slot: int, affine: Iterable[tuple[int, Tensor]]) -> None:

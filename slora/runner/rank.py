@@ -105,7 +105,7 @@ class Rank:
                 self._transfer(command, self._memory)
             case Compute(arrays, num_sampled):
                 batch = arrays.upload(self._served.device)
-                self._served.finish_adapters(self._memory, arrays.slots)
+                self._served.finish_adapters(self._memory, arrays)
                 hidden = self._served.model.forward(batch, self._memory, self._served.kernels)
                 self._step = batch, hidden, num_sampled
             case ScoreRows(first_row, num_rows, layers):

@@ -282,7 +282,7 @@ class Runner:
             batch = replace(batch, token_ids=known)
         with self._computing_together(lambda: Compute(arrays.without_sequences(), len(batch.sampling))):
             started_s = time.perf_counter()
-            self._served.finish_adapters(self.memory, arrays.slots)
+            self._served.finish_adapters(self.memory, arrays)
             step.finish_s = time.perf_counter() - started_s
             return batch, self._forward(batch)
 

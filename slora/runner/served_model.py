@@ -4,7 +4,6 @@ With tensor parallelism, each rank of a group has one. Otherwise rank 0 is alone
 """
 
 import os
-from collections.abc import Collection
 from functools import partial
 
 import torch
@@ -18,6 +17,7 @@ from slora.models.collectives import Collectives
 from slora.models.float8_support import check_float8_kv
 from slora.models.model import LoadModel, Model, load_model
 from slora.models.model_spec import ModelSpec
+from slora.models.step_batch import StepArrays
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -71,9 +71,11 @@ class ServedModel:
             num_host_pages,
         )
 
-    def finish_adapters(self, memory: DeviceMemory, slots: Collection[int]) -> None:
-        """Computes the final scales and offsets of the adapters in these slots, before a step uses them first."""
-        for slot, adapter in memory.find_unfinished(slots).items():
+    def finish_adapters(self, memory: DeviceMemory, arrays: StepArrays) -> None:
+        """Computes the final scales and offsets of a step's adapters, before it is the first step that uses them."""
+        if not memory.has_unfinished:
+            return
+        for slot, adapter in memory.find_unfinished(arrays.slots).items():
             find_weight = partial(self.model.find_weight, kernels=self.kernels)
             memory.finish(slot, compute_affine(adapter, memory, self.shape, find_weight, self._collectives))
 
