@@ -286,7 +286,10 @@ def _run_engine(
 ) -> _EngineResults:
     """Computes this engine's side. The model is freed before this function returns."""
     llm = LLM(request.model, dtype=dtype, device=request.device, max_lora_rank=request.max_lora_rank)
-    random_prompts = _random_prompts(llm.info.vocab_size, llm.info.max_model_len, request.max_tokens)
+    invocation = adapter.config.invocation
+    random_prompts = _random_prompts(
+        llm.info.vocab_size, llm.info.max_model_len, request.max_tokens, invocation
+    )
     prompts: Sequence[Prompt] = request.prompts or random_prompts
     params = SamplingParams(request.max_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
     answers = llm.generate(prompts, params, served)
@@ -302,11 +305,17 @@ def _run_engine(
     return _EngineResults(answers, by_path, kernels.name, device)
 
 
-def _random_prompts(vocab_size: int, max_len: int, max_tokens: int) -> list[list[int]]:
-    """Makes prompts of random tokens. They are sufficient: two programs that agree on them also agree on text."""
+def _random_prompts(
+    vocab_size: int, max_len: int, max_tokens: int, invocation: Sequence[int]
+) -> list[list[int]]:
+    """Makes prompts of random tokens. They are sufficient: two programs that agree on them also agree on text.
+
+    invocation: tokens that activate the adapter, which each prompt has in its middle. They may be none.
+    """
     rng = random.Random(0)
-    room = max(1, max_len - max_tokens)
-    return [[rng.randrange(vocab_size) for _ in range(min(length, room))] for length in _DEFAULT_LENGTHS]
+    room = max(1, max_len - max_tokens - len(invocation))
+    prompts = [[rng.randrange(vocab_size) for _ in range(min(length, room))] for length in _DEFAULT_LENGTHS]
+    return [[*prompt[: len(prompt) // 2], *invocation, *prompt[len(prompt) // 2 :]] for prompt in prompts]
 
 
 def _compare_modules(

@@ -19,19 +19,27 @@ from slora.verify.verification import TOLERANCES, Verification, VerificationRequ
 from slora_api.cli.main import main
 from tests.support.coded_checkpoints import CodedForm, write_coded_checkpoint
 from tests.support.model_kit import ModelKit, make_kit
-from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
+from tests.support.peft_adapters import (
+    ACTIVATED_KINDS,
+    DORA_KINDS,
+    EMBEDDING_KINDS,
+    KINDS,
+    ROW_KINDS,
+    make_adapter,
+)
 from tests.support.tiny_models import LONGROPE, make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
 # Layers times adapted linears of each kind, in a model of three layers. The last kind adapts the embedding and the head
 # too.
 NUM_MODULES = {"odd_rank": 21, "patterns": 21, "rslora": 21, "some_layers": 8, "r8_on_q_and_v": 6}
-NUM_MODULES |= {"both_and_linears": 8}
+NUM_MODULES |= {"both_and_linears": 8, "dora": 21, "activated": 21, "whole_both_with_dora": 6}
 
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    kinds = {kind: {**KINDS, **EMBEDDING_KINDS}[kind] for kind in NUM_MODULES}
+    known = KINDS | EMBEDDING_KINDS | DORA_KINDS | ACTIVATED_KINDS | ROW_KINDS
+    kinds = {kind: known[kind] for kind in NUM_MODULES}
     kit = make_kit(tmp_path_factory.mktemp("verification"), "llama", kinds, vocab_size=400)
     write_tokenizer(kit.directory, byte_level(vocab_size=400))
     return kit
