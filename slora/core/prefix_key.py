@@ -39,10 +39,11 @@ def join_keys(first: bytes, second: bytes) -> bytes:
     return sha256(first + second).digest()
 
 
-def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_tokens: int) -> None:
+def extend_keys(keys: list[bytes], before: bytes, token_ids: Sequence[int], block_tokens: int) -> None:
     """Appends the 32-byte key of each complete block of `token_ids` that `keys` does not cover yet.
 
-    A key is the SHA-256 of the previous key (`root` for the first block) and the block's tokens as little-endian int32.
+    A key is the SHA-256 of the previous key and the block's tokens as little-endian int32.
+    before: the key that precedes the first new block.
 
     Worked example: 40 tokens in blocks of 16 have two keys. The last 8 tokens have none until their block is complete.
     """
@@ -51,7 +52,7 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: Sequence[int], block_
     if sys.byteorder == "big":
         tokens.byteswap()
     content = tokens.tobytes()
-    key, size = keys[-1] if keys else root, block_tokens * _TOKEN_BYTES
+    key, size = before, block_tokens * _TOKEN_BYTES
     for offset in range(0, len(content), size):
         key = sha256(key + content[offset : offset + size]).digest()
         keys.append(key)

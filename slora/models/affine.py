@@ -28,6 +28,10 @@ from slora.models.collectives import Collectives
 from slora_kernels.layout import LoraSite, ModelShape
 from slora_kernels.torch.lora_matmuls import read_rows
 
+# The least share of a row's square that its norm may keep in 16 bits. With less, the norm may be off by more than 5%.
+_LEAST_SHARE = 0.04
+_FLOAT_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SiteWeight:
@@ -116,10 +120,14 @@ def _compute_modules(
             lora_scale = float(adapter.scales[module_id])
             gram = a[rows].float() @ a[rows].float().T
             terms = 2 * lora_scale * products[rows, columns].float() + lora_scale**2 * (gram @ b)
-            squares = weight.squares[columns] + (terms * b).sum(0)
+            own = weight.squares[columns]
+            squares = own + (terms * b).sum(0)
             if weight.is_divided:
-                squares = collectives.sum(squares)
-            scales = stored / squares.sqrt()
+                squares, own = collectives.sum(squares), collectives.sum(own.clone())
+            # The products are rounded to the model's dtype. Where the delta cancels most of a row, the norm would be
+            # wrong, and NaN makes the upload and every request fail.
+            least = _LEAST_SHARE if dtype.itemsize < _FLOAT_BYTES else 0.0
+            scales = torch.where(squares > least * own, stored / squares.sqrt(), torch.nan)
         if weight.bias is not None:
             kept = 0.0 if replaces_bias else 1.0
             offsets = offsets + weight.bias[columns].float() * (kept - scales)

@@ -18,7 +18,13 @@ from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, Sp
 from slora.models.lora_deltas import LoraDeltas, SideStream
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import Linear, check_codes, multiply, sum_squares
+from slora.models.weights.linear import (
+    Linear,
+    check_codes,
+    multiply,
+    sum_column_squares,
+    sum_squares,
+)
 from slora.models.weights.packed_weight import pack_weight
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
@@ -75,6 +81,7 @@ class Decoder:
         # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
         # much memory.
         self._head_squares = sum_squares(head)
+        self._embedding_squares: Tensor | None = None
         self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
@@ -117,7 +124,9 @@ class Decoder:
             )
         if site == self._shape.embedding_site:
             weight = self._embedding
-            return SiteWeight(lambda x: x @ weight, sum_squares(weight.T), None, is_divided=divided)
+            if self._embedding_squares is None:
+                self._embedding_squares = sum_column_squares(weight)
+            return SiteWeight(lambda x: x @ weight, self._embedding_squares, None, is_divided=divided)
         linears = (linear for layer in self._layers for linear in layer.linears)
         linear = next(linear for linear in linears if linear.site.group == site.group)
         return linear.describe(kernels, is_divided=divided)

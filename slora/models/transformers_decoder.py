@@ -28,7 +28,7 @@ from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import ignore_padding
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import multiply, sum_squares
+from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
@@ -209,6 +209,8 @@ class TransformersDecoder:
         self.dtype = dtype
         self.device = device
         self._current = _CurrentStep()
+        # By the site's group, from the first adapter on that needs them.
+        self._squares: dict[int, Tensor] = {}
         self._model = _load(directory, dtype, device)
         if device.type == "cpu":
             _fix_order_of_sums(self._model)
@@ -286,9 +288,16 @@ class TransformersDecoder:
         shape = self.spec.sizes
         module: Any = self._model.get_submodule(shape.modules[site.first_module].path)
         if site == shape.embedding_site:
-            return SiteWeight(lambda x: x @ module.weight, sum_squares(module.weight.T), None)
+            squares = self._find_squares(site, lambda: sum_column_squares(module.weight))
+            return SiteWeight(lambda x: x @ module.weight, squares, None)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-        return SiteWeight(lambda x: multiply(x, weight), sum_squares(weight), module.bias)
+        squares = self._find_squares(site, lambda: sum_squares(weight))
+        return SiteWeight(lambda x: multiply(x, weight), squares, module.bias)
+
+    def _find_squares(self, site: LoraSite, compute: Callable[[], Tensor]) -> Tensor:
+        if site.group not in self._squares:
+            self._squares[site.group] = compute()
+        return self._squares[site.group]
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Raises ConfigError if paged attention changes the logits."""

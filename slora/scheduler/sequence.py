@@ -24,9 +24,10 @@ Invariants:
 """
 
 import itertools
-from array import array
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from slora.core.request import EmittedTokens, EngineRequest, PoolingKind, RequestTiming, TokenLogprobs
 from slora.core.sampling_params import choice_seed
@@ -164,14 +165,16 @@ NEVER = 1 << 62
 def find_last(token_ids: list[int], pattern: tuple[int, ...]) -> int | None:
     """The index at which `pattern` begins for the last time; None if it does not occur.
 
-    The bytes of both are searched backwards, because the time of `find` is linear and that of `rfind` is not.
+    The time depends on the two lengths only, not on the tokens that a client sends.
     """
-    content, wanted = (array("i", tokens).tobytes()[::-1] for tokens in (token_ids, pattern))
-    size = array("i").itemsize
-    at = content.find(wanted)
-    while at >= 0 and at % size:
-        at = content.find(wanted, at + 1)
-    return None if at < 0 else len(token_ids) - at // size - len(pattern)
+    count = len(token_ids) - len(pattern) + 1
+    if count <= 0:
+        return None
+    tokens, matches = np.array(token_ids), np.ones(count, bool)
+    for offset, token in enumerate(pattern):
+        matches &= tokens[offset : offset + count] == token
+    places = matches.nonzero()[0]
+    return int(places[-1]) if len(places) else None
 
 
 class Sequence:

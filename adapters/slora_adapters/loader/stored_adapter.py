@@ -59,6 +59,8 @@ class StoredAdapter:
             targets, reasons = resolve_targets(self._config, shape)
             self._tensors, pair_reasons = validate(self._config, targets, self._spans, shape, limits)
             reasons += pair_reasons
+            if not reasons and {tensor.name for tensor in self._tensors.list_all()} != self._spans.keys():
+                reasons.append(Reason("unknown_tensor", "it has tensors that no part of it uses"))
         except ValueError as error:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         if reasons:

@@ -274,6 +274,8 @@ def _assemble(
     image_parts = {name: part for name in tensors if (part := find_image_part(name)) is not None}
     own = {name: tensor for name, tensor in tensors.items() if name not in copies and name not in image_parts}
     found, pair_reasons = validate(config, targets, own, shape, limits)
+    if not pair_reasons and {tensor.name for tensor in found.list_all()} != own.keys():
+        pair_reasons = [Reason("unknown_tensor", "the adapter has tensors that no part of it uses")]
     config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)

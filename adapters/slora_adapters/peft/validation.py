@@ -228,7 +228,10 @@ def _find_vocabulary(
 ) -> tuple[Vocabulary[AnyFactor], set[str], list[Reason]]:
     """Returns the replaced rows of embedding and head, the names of their tensors, and reasons to refuse them."""
     paths = {shape.embedding_path: shape.embedding_module, shape.head_path: shape.head_module}
-    reasons = [*_refuse_other_modules(config, shape)]
+    trained = {
+        path: ids for path in paths for name, ids in config.token_indices if _stands_for(name, path, shape)
+    }
+    reasons = [*_refuse_other_modules(config, shape), *_check_tying(config, trained, shape)]
     found: dict[str, AnyFactor] = {}
     row_names = set()
     for name, tensor in tensors.items():
@@ -240,21 +243,26 @@ def _find_vocabulary(
         )
         if path in paths and (match is not None or is_saved(path, config)):
             row_names.add(name)
+            if path in found:
+                message = (
+                    f"{name[:120]!r} and {found[path].name[:120]!r} are both rows of {path}; keep one of them"
+                )
+                reasons.append(Reason("duplicate_tensor", message))
             found[path] = tensor
-    trained = {
-        path: ids for path in paths for name, ids in config.token_indices if _stands_for(name, path, shape)
-    }
     by_path: dict[str, TokenRows[AnyFactor]] = {}
     for path, module_id in paths.items():
         rows, ids = found.get(path), trained.get(path)
-        if rows is None and _is_tied(path, trained, shape):
+        if path == shape.head_path and _is_tied(trained, shape):
+            if rows is not None or is_saved(path, config):
+                why = "PEFT ties them to the rows of the embedding"
+                reasons.append(Reason("trainable_token_indices", f"{path} has rows of its own, but {why}"))
             continue
         faults = [*_check_rows(path, rows, ids, config, shape, is_target=module_id in targets)]
         reasons += faults
         if rows is not None and not faults:
             by_path[path] = TokenRows(rows, ids)
     embedding, head = by_path.get(shape.embedding_path), by_path.get(shape.head_path)
-    if embedding is not None and _is_tied(shape.head_path, trained, shape):
+    if _is_tied(trained, shape):
         head = embedding
     return Vocabulary(embedding, head), row_names, reasons
 
@@ -317,13 +325,30 @@ def _stands_for(name: str | None, path: str, shape: ModelShape) -> bool:
     return path == shape.embedding_path if name is None else names_module(name, path)
 
 
-def _is_tied(path: str, trained: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
+def _is_tied(trained: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
     """Whether PEFT uses the embedding's trained rows for the head: the base ties them, and the config does not name
     other tokens for the head.
     """
     ids = trained.get(shape.embedding_path)
-    is_head = path == shape.head_path and shape.ties_head
-    return is_head and ids is not None and trained.get(shape.head_path, ids) == ids
+    return shape.ties_head and ids is not None and trained.get(shape.head_path, ids) == ids
+
+
+def _check_tying(
+    config: PeftConfig, trained: Mapping[str, tuple[int, ...]], shape: ModelShape
+) -> Iterable[Reason]:
+    for path in (shape.embedding_path, shape.head_path):
+        names = [name for name, _ in config.token_indices if _stands_for(name, path, shape)]
+        if len(names) > 1:
+            spelled = " and ".join(map(repr, names))
+            message = f"trainable_token_indices names {path} twice, as {spelled}; keep one of them"
+            yield Reason("trainable_token_indices", message)
+    has_tokens = bool(trained) and not _is_tied(trained, shape)
+    if config.ensure_weight_tying and shape.ties_head and (config.modules_to_save or has_tokens):
+        yield Reason(
+            "ensure_weight_tying",
+            "ensure_weight_tying is set, and the config trains rows of the embedding or the head: training tied them, "
+            "which this server serves only for the same trainable_token_indices of both",
+        )
 
 
 def _check_vector(

@@ -148,6 +148,14 @@ def check_codes(linear: Linear, dtype: torch.dtype, kernels: Kernels) -> None:
             )
 
 
+def sum_column_squares(weight: Tensor) -> Tensor:
+    """The sum of the squares of each column of a weight [N, K], float32 [K]."""
+    total = torch.zeros(weight.shape[1], device=weight.device)
+    for rows in torch.split(weight, max(1, _SQUARED_ELEMENTS // max(1, weight.shape[1]))):
+        total += rows.float().square().sum(0)
+    return total
+
+
 def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:
     """The sum of the squares of each row of a weight [N, K], float32 [N]."""
     if isinstance(weight, QuantizedWeight):

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -186,3 +187,49 @@ def test_a_missing_directory_is_not_found(tmp_path: Path) -> None:
 
 def test_a_file_over_the_byte_limit_is_not_even_parsed() -> None:
     assert reason_codes(make_members(), AdapterLimits(max_tensor_bytes=100)) == ["too_large"]
+
+
+def with_rows(tied: bool, config: dict[str, object], **rows: np.ndarray) -> list[str]:
+    """The reasons for an adapter with rows of its own. rows: tensors by their names, with _dot_ for dots."""
+    shape = replace(SHAPE, ties_head=tied)
+    tensors = make_tensors() | {name.replace("_dot_", "."): values for name, values in rows.items()}
+    members = make_members(make_config(**config), tensors)
+    try:
+        parse_adapter({name: memoryview(raw) for name, raw in members.items()}, shape, AdapterLimits())
+    except AdapterInvalid as error:
+        return [reason.code for reason in error.reasons]
+    return []
+
+
+ROWS = np.ones((2, SHAPE.hidden_size), np.float32)
+MATRIX = np.ones((SHAPE.vocab_size, SHAPE.hidden_size), np.float32)
+TOKENS_OF_EMBEDDING = "model_dot_embed_tokens_dot_token_adapter_dot_trainable_tokens_delta"
+TOKENS_OF_HEAD = "lm_head_dot_token_adapter_dot_trainable_tokens_delta"
+
+
+def test_no_tensor_of_embedding_or_head_is_ignored() -> None:
+    """Born from a review: each of these was accepted, and a tensor or a field of the config had no effect."""
+    ids, saved = {"trainable_token_indices": [1, 2]}, {"modules_to_save": ["lm_head"]}
+    head = {"lm_head_dot_weight": MATRIX}
+    assert with_rows(True, ids | saved, **{TOKENS_OF_EMBEDDING: ROWS}, **head) == ["trainable_token_indices"]
+    assert with_rows(False, ids | saved, **{TOKENS_OF_EMBEDDING: ROWS}, **head) == []
+    both = {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [1, 2]}}
+    rows = {TOKENS_OF_EMBEDDING: ROWS, TOKENS_OF_HEAD: ROWS}
+    assert with_rows(True, both, **rows) == ["trainable_token_indices"]
+    assert with_rows(False, both, **rows) == []
+    twice = {**head, "base_model_dot_model_dot_lm_head_dot_weight": MATRIX}
+    assert with_rows(False, saved, **twice) == ["duplicate_tensor"]
+    assert with_rows(False, saved, **head, **{TOKENS_OF_HEAD: ROWS}) == ["duplicate_tensor"]
+    assert with_rows(False, saved, lm_head_dot_weight=np.ones((0, 24), np.float32)) == ["shape_mismatch"]
+
+
+def test_tied_rows_are_refused_where_training_tied_more_than_is_served() -> None:
+    tying = {"ensure_weight_tying": True}
+    embedding = {"model_dot_embed_tokens_dot_weight": MATRIX}
+    saved = {"modules_to_save": ["embed_tokens"], **tying}
+    assert with_rows(True, saved, **embedding) == ["ensure_weight_tying"]
+    assert with_rows(False, saved, **embedding) == []
+    assert with_rows(True, {"trainable_token_indices": [1, 2], **tying}, **{TOKENS_OF_EMBEDDING: ROWS}) == []
+    other = {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [3, 4]}, **tying}
+    rows = {TOKENS_OF_EMBEDDING: ROWS, TOKENS_OF_HEAD: ROWS}
+    assert with_rows(True, other, **rows) == ["ensure_weight_tying"]

@@ -470,6 +470,11 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
             "alpha as a text": ({"lora_alpha": "16"}, "lora_alpha is '16'"),
             "alpha true": ({"lora_alpha": True}, "lora_alpha is True"),
         },
+        "trainable_token_indices": {
+            "one module under two names": (
+                {"trainable_token_indices": {"embed_tokens": [1, 2], "model.embed_tokens": [5, 6]}},
+                "names model.embed_tokens twice, as 'embed_tokens' and 'model.embed_tokens'"),
+        },
         "missing_tensors": {
             "DoRA without magnitudes": ({"use_dora": True}, "q_proj has no lora_magnitude_vector"),
             "a whole head that is missing": ({"modules_to_save": ["lm_head"]},

@@ -34,7 +34,7 @@ def choose(page: Page, files: list[Path], name: str) -> None:
 def spoil(members: dict[str, bytes]) -> dict[str, bytes]:
     """The same adapter with several faults."""
     config = json.loads(members["adapter_config.json"])
-    config |= {"use_qalora": True, "bias": "some", "modules_to_save": ["norm"]}
+    config |= {"use_qalora": True, "use_bdlora": {"nblocks": 2}, "kasa_config": {"beta": 1e-4}}
     return members | {"adapter_config.json": json.dumps(config).encode()}
 
 

@@ -82,7 +82,7 @@ def test_keys_that_grow_with_the_tokens_are_those_of_all_tokens_at_once(
 ) -> None:
     keys: list[bytes] = []
     for cut in [*sorted(cuts), len(token_ids)]:
-        extend_keys(keys, ROOT, token_ids[:cut], block_tokens)
+        extend_keys(keys, keys[-1] if keys else ROOT, token_ids[:cut], block_tokens)
     assert keys == _keys(ROOT, token_ids, block_tokens)
     assert len(keys) == len(token_ids) // block_tokens
 

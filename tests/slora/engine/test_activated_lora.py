@@ -1,5 +1,6 @@
 """Activated LoRA: an adapter has an effect from its invocation tokens on, and the blocks before them are shared."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -143,6 +144,19 @@ def test_a_later_invocation_changes_the_key_of_the_same_tokens(kits: Kits) -> No
         assert judge(kit.oracle, work, answer(llm, kit, work)).equal
 
 
+def test_the_same_prompt_has_other_blocks_for_the_base_and_each_activated_adapter(kits: Kits) -> None:
+    """Born from a review: after a whole block before the invocation, all of them had the keys of the base."""
+    kit = kits("llama")
+    prompt = [*range(10, 50), 5, 6, 9, *range(12, 60), 5, 6]
+    kinds: list[str | None] = [None, "activated", "activated_with_bias"]
+    for order in itertools.permutations(kinds):
+        llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+        for kind in (*order, *order):
+            work = Work([prompt], [kind])
+            verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=8)))
+            assert verdict.equal, (order, kind, verdict)
+
+
 def test_an_activated_adapter_is_refused_in_a_sum(kits: Kits) -> None:
     kit = kits("llama")
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
@@ -160,7 +174,6 @@ def test_an_activated_adapter_is_refused_in_a_sum(kits: Kits) -> None:
         ([], (1,), None),
         ([1], (1, 1), None),
         ([5, 5, 5], (5, 5), 1),
-        # In the bytes of the tokens, 1 also lies between the second and the third.
         ([256, 0, 0x01000000, 0], (1,), None),
         ([1, 1 << 24, 1 << 16], (1 << 16,), 2),
     ],
