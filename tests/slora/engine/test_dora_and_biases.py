@@ -7,10 +7,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from slora import LLM, LoraAdapter
-from slora.core.errors import RequestRefused
+from slora.core.errors import RequestFailed, RequestRefused
 from slora.models.affine import SiteWeight
 from slora.models.decoder import Decoder
 from slora.models.model_spec import read_model_spec
@@ -25,6 +26,7 @@ from tests.slora.engine.test_tensor_parallel import mix as mix_each
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive
 from tests.support.model_kit import ModelKit, make_kit
+from tests.support.oracle import Oracle
 from tests.support.peft_adapters import BIAS_KINDS, DORA_EMBEDDING_KINDS, DORA_KINDS, KINDS
 
 Kits = Callable[[str], ModelKit]
@@ -191,3 +193,35 @@ def test_an_adapter_names_what_is_used_of_it(kits: Kits) -> None:
         ),
         "bias_of_b": ("the biases of lora_B of 6 modules",),
     }
+
+
+@pytest.mark.parametrize(("dtype", "is_served"), [("float32", True), ("bfloat16", False)])
+def test_a_delta_that_cancels_most_of_a_row_is_not_served_with_a_wrong_norm(
+    kits: Kits, tmp_path: Path, dtype: str, *, is_served: bool
+) -> None:
+    """In bfloat16, the rounded products leave nothing of the norm of the row that remains."""
+    kit = kits("llama")
+    shutil.copytree(kit.adapters["dora"], tmp_path / "cancelling")
+    path = tmp_path / "cancelling" / "adapter_model.safetensors"
+    tensors, base = load_file(path), load_file(kit.directory / "model.safetensors")
+    module = "model.layers.0.self_attn.k_proj"
+    # B A is minus 97% of the first 8 columns of W, which are all that the changed base has.
+    weight = base[f"{module}.weight"]
+    weight[:, 8:] = 0
+    save_file(base, tmp_path / "model.safetensors")
+    for name in ("config.json", "generation_config.json"):
+        if (kit.directory / name).is_file():
+            shutil.copy(kit.directory / name, tmp_path / name)
+    scale = 16 / 8
+    prefix = f"base_model.model.{module}"
+    tensors[f"{prefix}.lora_A.weight"] = torch.eye(8, weight.shape[1])
+    tensors[f"{prefix}.lora_B.weight"] = (-0.97 / scale * weight[:, :8]).contiguous()
+    save_file(tensors, path)
+    llm = LLM(tmp_path, dtype=dtype, kernels=KERNELS, pool_bytes=kit.pool_bytes(400))
+    if not is_served:
+        with pytest.raises(RequestFailed):
+            llm.generate([[1, 2, 3]], GREEDY, tmp_path / "cancelling")
+        return
+    (output,) = llm.generate([[1, 2, 3]], GREEDY, tmp_path / "cancelling")
+    oracle = Oracle(tmp_path, {"cancelling": tmp_path / "cancelling"})
+    assert oracle.judge([1, 2, 3], output.token_ids, "cancelling").equal
