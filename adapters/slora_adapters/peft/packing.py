@@ -97,13 +97,12 @@ class Packer:
         self._dtype = dtype
         self._paths: dict[str, str] = {}
         # For each tensor, one destination for each rank.
-        self._destinations: defaultdict[str, list[_Destination]] = defaultdict(list)
+        self._destinations: defaultdict[str, list[_Destination | _RowDestination]] = defaultdict(list)
         vectors = [vector for pair in pairs.values() for vector in (pair.magnitude, pair.b_bias)]
         # For each magnitude and bias, a destination for each rank that needs it.
         self._columns: dict[str, list[_ColumnDestination]] = {
             vector.name: [] for vector in (*vectors, *biases.values()) if vector is not None
         }
-        self._rows: defaultdict[str, list[_RowDestination]] = defaultdict(list)
         for index, token_rows in enumerate(vocabulary):
             if token_rows is not None:
                 self._place_rows(token_rows, layout.rows[index].tolist(), partition, layout, buffer)
@@ -141,8 +140,6 @@ class Packer:
         served = convert(values, tensor.dtype, self._dtype)
         for destination in self._destinations[tensor.name]:
             destination.write(first_row, served)
-        for rows in self._rows[tensor.name]:
-            rows.write(first_row, served)
 
     def _place_rows(
         self,
@@ -162,7 +159,7 @@ class Packer:
             own_ids = memory[_segments(first_id, first_row - first_id)].view(np.int32)
             own_ids[:count], own_ids[count:] = ids[order], 0
             rows = memory[_segments(first_row, count * row_segments)].view(STORAGE[self._dtype])
-            self._rows[token_rows.tensor.name].append(
+            self._destinations[token_rows.tensor.name].append(
                 _RowDestination(rows.reshape(count, -1), order.argsort())
             )
 

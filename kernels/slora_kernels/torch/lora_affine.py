@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from slora_kernels.layout import LoraSite, affine_segments
+from slora_kernels.layout import LoraSite
 from slora_kernels.torch.lora_matmuls import HostLoraTile, read_rows
 
 
@@ -15,10 +15,7 @@ def apply_affine(out: Tensor, pages: Tensor, tiles: list[HostLoraTile], site: Lo
         for module, width in zip(site.module_ids, site.widths, strict=True):
             is_affine, segment = tile.affine[module][:2]
             if is_affine:
-                scales = read_rows(pages, tile.pages, segment, 1, width, torch.float32)
-                offsets = read_rows(
-                    pages, tile.pages, segment + affine_segments(width), 1, width, torch.float32
-                )
+                scales, offsets = read_rows(pages, tile.pages, segment, 2, width, torch.float32)
                 columns = out[span, start : start + width]
                 columns.copy_(columns.float() * scales + offsets * tile.weight)
             start += width

@@ -20,11 +20,8 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
-from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
-from tests.slora.engine.test_tensor_parallel import judge as judge_answers
-from tests.slora.engine.test_tensor_parallel import mix as mix_each
+from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
-from tests.support.driving import drive
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import BIAS_KINDS, DORA_EMBEDDING_KINDS, DORA_KINDS, KINDS
@@ -90,11 +87,7 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
 @pytest.mark.parametrize("model", ["qwen2", pytest.param("llama", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_divided_model_answers_as_peft_does(kits: Kits, model: str, size: int) -> None:
-    kit = kits(model)
-    prompts, kinds = mix_each(kit)
-    with divided_engine(kit, size) as (engine, _, versions):
-        answers = drive(engine, [make_requests(versions, prompts, kinds)])
-    verdict = judge_answers(kit, prompts, kinds, answers)
+    verdict = judge_divided(kits(model), size)
     assert verdict.equal, verdict
 
 

@@ -13,9 +13,7 @@ from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
-from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
-from tests.slora.engine.test_tensor_parallel import judge as judge_answers
-from tests.slora.engine.test_tensor_parallel import mix as mix_each
+from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, make_engine, make_source
@@ -74,11 +72,7 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_divided_model_answers_as_peft_does(kits: Kits, size: int) -> None:
-    kit = kits("qwen2_tied")
-    prompts, kinds = mix_each(kit)
-    with divided_engine(kit, size) as (engine, _, versions):
-        answers = drive(engine, [make_requests(versions, prompts, kinds)])
-    verdict = judge_answers(kit, prompts, kinds, answers)
+    verdict = judge_divided(kits("qwen2_tied"), size)
     assert verdict.equal, verdict
 
 

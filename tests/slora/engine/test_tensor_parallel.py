@@ -97,6 +97,14 @@ def judge(
     return sum((kit.oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
+def judge_divided(kit: ModelKit, size: int) -> Verdict:
+    """Compares answers of the base and of each adapter, on `size` ranks, with peft's."""
+    prompts, kinds = mix(kit)
+    with divided_engine(kit, size) as (engine, _, versions):
+        answers = drive(engine, [make_requests(versions, prompts, kinds)])
+    return judge(kit, prompts, kinds, answers)
+
+
 # In the quick run, one model for each way to divide: KV heads that several ranks share, biases, a tied head, fused
 # linears, shared experts, other experts, and norms with soft-caps. Four ranks have fewer KV heads than ranks.
 QUICK_SIZES = {
@@ -119,11 +127,7 @@ SIZES = [
 def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, size: int
 ) -> None:
-    kit = kits(model)
-    prompts, kinds = mix(kit)
-    with divided_engine(kit, size) as (engine, _, versions):
-        answers = drive(engine, [make_requests(versions, prompts, kinds)])
-    verdict = judge(kit, prompts, kinds, answers)
+    verdict = judge_divided(kits(model), size)
     report(f"{model} on {size} ranks: {verdict}")
     assert verdict.equal, verdict
 
