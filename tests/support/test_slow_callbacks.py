@@ -7,6 +7,8 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.support.recorded_slora import recorded_slora
 from tests.support.slow_callbacks import (
     Recorder,
@@ -14,6 +16,7 @@ from tests.support.slow_callbacks import (
     append_to,
     read_slow_callbacks,
     recording,
+    repeated_if_slow,
 )
 
 
@@ -52,6 +55,25 @@ def test_a_full_garbage_collection_is_not_the_callbacks_time() -> None:
     with recording() as recorder:
         asyncio.run(collect())
     assert len(objects) == 1_000_000 and not recorder.slow()
+
+
+@pytest.mark.parametrize("slow_runs", [3, 4])
+def test_a_test_fails_only_if_all_its_repeated_runs_are_slow(slow_runs: int) -> None:
+    with recording() as recorder:
+        runs = []
+
+        @repeated_if_slow
+        def slow_at_first(recorder: Recorder) -> None:
+            runs.append(1)
+            asyncio.run(spin_in_the_middle(0.03 if len(runs) <= slow_runs else 0.0))
+            assert not recorder.slow()
+
+        if slow_runs < 4:
+            slow_at_first(recorder=recorder)
+        else:
+            with pytest.raises(AssertionError, match="spin_in_the_middle"):
+                slow_at_first(recorder=recorder)
+    assert len(runs) == 4
 
 
 def test_short_callbacks_are_counted_and_not_kept() -> None:

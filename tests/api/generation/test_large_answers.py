@@ -15,7 +15,7 @@ import pytest
 from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine
-from tests.support.slow_callbacks import Recorder, recording
+from tests.support.slow_callbacks import Recorder, recording, repeated_if_slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, CHOICES = 1000, 5
@@ -70,6 +70,7 @@ def echo_body(**fields: Any) -> dict[str, Any]:
     } | fields
 
 
+@repeated_if_slow
 def test_echoed_log_probabilities_of_all_choices_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str
 ) -> None:
@@ -88,6 +89,7 @@ def test_echoed_log_probabilities_of_all_choices_do_not_block_the_event_loop(
     assert not recorder.slow()
 
 
+@repeated_if_slow
 def test_an_echo_is_streamed_in_chunks_of_a_bounded_number_of_tokens(
     platform: Platform, recorder: Recorder, key: str
 ) -> None:
@@ -107,6 +109,7 @@ def test_an_echo_is_streamed_in_chunks_of_a_bounded_number_of_tokens(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@repeated_if_slow
 def test_log_probabilities_in_one_delta_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str, stream: bool
 ) -> None:
@@ -132,6 +135,7 @@ def test_an_answer_without_a_limit_is_cut_to_the_bound_on_listed_logprobs(
 
 
 @pytest.mark.parametrize(("encoding_format", "num_inputs"), [("float", 300), ("base64", 1500)])
+@repeated_if_slow
 def test_many_embeddings_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str, encoding_format: str, num_inputs: int
 ) -> None:

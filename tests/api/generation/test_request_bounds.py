@@ -18,7 +18,7 @@ from slora_api.serve.api_process import limit_garbage_collection
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
-from tests.support.slow_callbacks import Recorder, recording
+from tests.support.slow_callbacks import Recorder, recording, repeated_if_slow
 from tests.support.tool_templates import HERMES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -110,6 +110,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.parametrize("name", TOO_LARGE)
+@repeated_if_slow
 def test_oversized_fields_are_refused_by_name_before_any_work(
     platform: Platform, recorder: Recorder, key: str, name: str
 ) -> None:
@@ -130,6 +131,7 @@ LARGEST = {
 
 
 @pytest.mark.parametrize("name", LARGEST)
+@repeated_if_slow
 def test_the_largest_accepted_prompts_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, key: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -205,6 +207,7 @@ def caller(shared: Platform) -> str:
 
 
 @pytest.mark.parametrize("name", LARGEST_LISTS)
+@repeated_if_slow
 def test_the_largest_accepted_lists_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, caller: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -218,6 +221,7 @@ def test_the_largest_accepted_lists_do_not_block_the_event_loop(
     assert not recorder.slow()
 
 
+@repeated_if_slow
 def test_a_scrape_of_many_counters_does_not_block_the_event_loop(
     platform: Platform, recorder: Recorder
 ) -> None:
@@ -357,6 +361,7 @@ def test_no_target_of_an_alias_is_a_server_error(
     [b"[" * 100_000, b'{"a":' * 10_000, b'{"prompt": ' + b"1" * 5000 + b"}", b"\xff\xfe", b'{"prompt": "\xff"}',
      json.dumps(PROMPT).encode("utf-16"), b"{", b"", b"[]", b"[1", b"null", b'{"a": NaN', b"1e999", b'"x"'],
 )  # fmt: skip
+@repeated_if_slow
 def test_a_body_that_is_not_a_json_object_is_a_400(
     platform: Platform, recorder: Recorder, key: str, raw: bytes
 ) -> None:
