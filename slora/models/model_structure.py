@@ -264,8 +264,10 @@ def _refuse_masks(
     model.set_attn_implementation(_MASKED_ATTENTION)
     with _refusing(f"{title} can't be run to read its attention masks"), torch.inference_mode():
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-        # Without an explicit mask, transformers reads the positions to look for packed sequences.
-        model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False)
+        # Without an explicit mask, transformers reads the positions to look for packed sequences. The mask has data,
+        # because some models look for padding in it.
+        padding = torch.ones(1, _TOKENS, dtype=torch.int64)
+        model(input_ids=tokens, attention_mask=padding, use_cache=False)
     lengths = find_lengths(model.config).values()
     for call, mask in zip(calls, record.given, strict=True):
         refusal = f"{call.module}: paged attention can't serve it, because"

@@ -180,6 +180,11 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "olmo2": _LLAMA_LIKE,
+    # Granite 4.0 micro: a hybrid all of whose layers have attention, and none has experts.
+    "granitemoehybrid": {
+        **_LLAMA_LIKE, "layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4,
+        "shared_intermediate_size": 40, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
+    },
     # The router is a linear that returns a tuple.
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }  # fmt: skip
