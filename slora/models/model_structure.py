@@ -22,10 +22,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -154,7 +157,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     linears = tuple(_linears(model, layers_path, trace))
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
-    max_positions = _size(config, "max_position_embeddings", directory)
+    text = config.get_text_config()
+    max_positions = _size(text, "max_position_embeddings", directory)
     _refuse_masks(model, calls, max_positions, title)
     return ModelSpec(
         family=str(config.model_type),
@@ -168,8 +172,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             num_heads=calls[0].num_heads,
             num_kv_heads=calls[0].num_kv_heads,
             head_dim=calls[0].head_dim,
-            hidden_size=_size(config, "hidden_size", directory),
-            vocab_size=_size(config, "vocab_size", directory),
+            hidden_size=_size(text, "hidden_size", directory),
+            vocab_size=_size(text, "vocab_size", directory),
             element_bytes=4,
             linears=linears,
             groups=tuple((linear,) for linear in range(len(linears))),
@@ -234,12 +238,23 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         )
 
 
+def find_auto_class(config: PreTrainedConfig) -> Any:
+    """Returns the class of transformers that builds the model. A model that also reads images may have no class for
+    text alone. Its text part is served.
+    """
+    kind = type(config)
+    has_text_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText
+
+
 def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:
     # Built in bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in
     # any dtype.
     what = f"{title} can't be built with paged attention by transformers {transformers.__version__}"
     with _refusing(what), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=_ATTENTION, dtype=torch.bfloat16)
+        model = find_auto_class(config).from_config(
+            config, attn_implementation=_ATTENTION, dtype=torch.bfloat16
+        )
     ignore_padding(model)
     return model.eval()
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
@@ -25,7 +25,7 @@ from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
-from slora.models.model_structure import ignore_padding
+from slora.models.model_structure import find_auto_class, ignore_padding
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
@@ -397,7 +397,7 @@ def _rows(x: Tensor) -> Tensor:
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     try:
         model: PreTrainedModel
-        model, loading = AutoModelForCausalLM.from_pretrained(
+        model, loading = find_auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
             directory,
             dtype=dtype,
             attn_implementation=_ATTENTION,

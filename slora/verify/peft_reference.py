@@ -11,10 +11,11 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import Embedding, LoraLayer
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from slora.core.errors import NotComparable
+from slora.models.model_structure import find_auto_class
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -118,7 +119,7 @@ def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
     transformers_logging.disable_progress_bar()
     try:
         # The default implementation of attention ignores Gemma 2's softcap in transformers 5.17.
-        base = AutoModelForCausalLM.from_pretrained(
+        base = find_auto_class(AutoConfig.from_pretrained(model)).from_pretrained(
             model, dtype=dtype, local_files_only=True, attn_implementation="eager"
         )
         # By default, autocast_adapter_dtype converts 16-bit adapters to float32, which only training needs.

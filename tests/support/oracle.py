@@ -18,8 +18,9 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 
+from slora.models.model_structure import find_auto_class
 from slora.verify.peft_reference import compute_forced_logits, find_rope_switch
 from tests.support.peft_adapters import quiet_peft
 
@@ -67,9 +68,11 @@ class Oracle:
     def __init__(
         self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
     ) -> None:
-        self._base = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=dtype, attn_implementation="eager"
-        ).eval()
+        self._base = (
+            find_auto_class(AutoConfig.from_pretrained(directory))
+            .from_pretrained(directory, dtype=dtype, attn_implementation="eager")
+            .eval()
+        )
         self._rope_switch = find_rope_switch(self._base.config)
         self._adapted: PeftModel | None = None
         self._chosen: str | None = None

@@ -6,11 +6,11 @@ random too. With their usual values of zero and one, a test would not notice if 
 
 import inspect
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
     CONFIG_MAPPING,
-    AutoModelForCausalLM,
     Gemma2Config,
     Gemma3Config,
     Gemma3TextConfig,
@@ -25,6 +25,8 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
 )
+
+from slora.models.model_structure import find_auto_class
 
 VOCAB_SIZE = 128
 MAX_POSITIONS = 512
@@ -164,7 +166,7 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 _LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72}
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
 # fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
-OTHER_MODELS: dict[str, dict[str, object]] = {
+OTHER_MODELS: dict[str, dict[str, Any]] = {
     "opt": {"hidden_size": 32, "ffn_dim": 64, "word_embed_proj_dim": 32},
     "gpt2": {"hidden_size": 32},
     "gpt_bigcode": {"hidden_size": 32, "multi_query": True},
@@ -180,6 +182,11 @@ OTHER_MODELS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "olmo2": _LLAMA_LIKE,
+    # The text part of a model that reads images, too.
+    "mistral3": {
+        "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
     # Granite 4.0 micro: a hybrid all of whose layers have attention, and none has experts.
     "granitemoehybrid": {
         **_LLAMA_LIKE, "layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4,
@@ -197,8 +204,10 @@ SEEING = "_seeing"
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """changes: fields of the config."""
     if name in OTHER_MODELS:
-        fields = {**_COMMON, **OTHER_MODELS[name], **changes}
-        kind = CONFIG_MAPPING[name]
+        own, kind = OTHER_MODELS[name], CONFIG_MAPPING[name]
+        if "text_config" in own:
+            return kind(**{**own, "text_config": {**_COMMON, **own["text_config"], **changes}})
+        fields = {**_COMMON, **own, **changes}
         known = {*kind.attribute_map, *inspect.signature(kind).parameters}
         return kind(**{field: value for field, value in fields.items() if field in known})
     family, fields = MODELS[name.removesuffix(SEEING)]
@@ -210,7 +219,8 @@ def make_config(name: str, **changes: object) -> PreTrainedConfig:
 
 def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A new random model in float32."""
-    model = AutoModelForCausalLM.from_config(make_config(name, **changes), dtype=torch.float32).eval()
+    config = make_config(name, **changes)
+    model = find_auto_class(config).from_config(config, dtype=torch.float32).eval()
     fill_randomly(model, name, seed)
     return model
 
