@@ -58,7 +58,11 @@ _COUNTS = (
 )
 # Rotary embeddings whose angles depend on the position alone. `dynamic` and `longrope` depend on the longest sequence
 # of the batch, so one request would change the answers of others.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
+_ROPE_REMEDY = (
+    f"with transformers' classes, this server supports {', '.join(_ROPE_TYPES)}, whose angles do not depend on the "
+    "longest sequence of a batch"
+)
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Arguments of attention functions, other than query, key and value, that paged attention obeys or that change nothing.
 _ARGUMENTS = (
@@ -149,6 +153,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     trace = _ForwardTrace()
     AttentionInterface.register(_ATTENTION, trace.attend)
     model = _build(config, title)
+    _refuse_ropes(model, title)
     trace.hook_linears(model)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
         _run(model)
@@ -220,13 +225,10 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         if getattr(text, name, None) is not None:
             _size(text, name, path.parent)
     _refuse_uneven_heads(text, path)
-    for name, kind in _rope_types(text):
-        if kind not in _ROPE_TYPES:
-            raise ConfigError(
-                f"{path}: {name} is {kind!r}; with transformers' classes, this server supports "
-                f"{', '.join(_ROPE_TYPES)}, whose angles do not depend on the longest sequence of a "
-                "batch"
-            )
+    for name, table in _rope_tables(text):
+        kind = str(table["rope_type"])
+        if kind not in _ROPE_TYPES and not (kind == "dynamic" and table.get("alpha")):
+            raise ConfigError(f"{path}: rope_type of {name} is {kind!r}; {_ROPE_REMEDY}")
     odd = sorted({kind for kind in getattr(text, "layer_types", None) or () if kind not in _LAYER_TYPES})
     if odd:
         raise ConfigError(
@@ -367,13 +369,24 @@ def _path_of(model: PreTrainedModel, wanted: nn.Module) -> str:
     return next(str(name) for name, module in model.named_modules() if module is wanted)
 
 
-def _rope_types(config: PreTrainedConfig) -> Iterator[tuple[str, str]]:
-    """The kinds of rotary embedding: one for the model, or one per layer type."""
+def _rope_tables(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The descriptions of rotary embedding: one for the model, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     tables = {"rope_parameters": parameters} if "rope_type" in parameters else parameters
     for name, table in tables.items():
         if isinstance(table, dict) and "rope_type" in table:
-            yield f"rope_type of {name}", str(table["rope_type"])
+            yield name, table
+
+
+def _refuse_ropes(model: PreTrainedModel, title: str) -> None:
+    """Raises ConfigError for a rotary module that changes its angles. Hunyuan's module does not, if its `dynamic` rope
+    has a factor `alpha`.
+    """
+    for name, module in model.named_modules():
+        kinds = getattr(module, "rope_type", ())
+        for kind in kinds.values() if isinstance(kinds, dict) else [kinds] if isinstance(kinds, str) else ():
+            if "dynamic" in kind or kind == "longrope":
+                raise ConfigError(f"{title}: {name} has rope_type {kind!r}; {_ROPE_REMEDY}")
 
 
 def _refuse_uneven_heads(config: PreTrainedConfig, path: Path) -> None:

@@ -182,6 +182,10 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
     },
     "olmo2": _LLAMA_LIKE,
+    "hunyuan_v1_dense": {
+        **_LLAMA_LIKE, "head_dim": 20,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4},
+    },
     # The text part of a model that reads images, too.
     "mistral3": {
         "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},

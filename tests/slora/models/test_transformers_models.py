@@ -124,6 +124,12 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type of rope_parameters is 'dynamic'",
         ),
+        # No class but Hunyuan's reads alpha.
+        (
+            "granite",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4, "alpha": 9.0}},
+            r"model\.rotary_emb has rope_type 'dynamic'",
+        ),
     ],
 )
 def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
