@@ -14,6 +14,9 @@ A packed adapter is layer-major. In each layer, the part of a group begins with 
 that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
 and the output head come last, as two groups of one module each.
 
+A linear of E experts is one module. Its A has the rows of expert 0, then those of expert 1, and so on, and so has its
+transposed B. The rank of such a module is that of one expert.
+
 DoRA and trained biases change a module's output column by column: the output is multiplied by a scale, and an offset is
 added (`Affine`). Two rows of float32 behind the module's B hold them.
 
@@ -44,12 +47,17 @@ import numpy.typing as npt
 
 from slora_kernels.kv_format import KVFormat
 
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 SEGMENT_BYTES = 256
 # The maximum number of modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
 # Linears whose output does not change K and V of the same layer.
-_WITHOUT_KV = ("q_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "shared_expert_gate")
+_WITHOUT_KV = (
+    *("q_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "shared_expert_gate", "gate"),
+)
+# The router of a mixture of experts, and the linears of all experts.
+ROUTER_PATH = "mlp.gate"
+EXPERT_PATHS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -93,12 +101,14 @@ class LinearShape:
 
     path: its name in PEFT's spelling. In `ModelShape.linears` it is relative to the layer ("self_attn.q_proj"). In
     `ModelShape.modules` it is the full path from the model's root.
+    num_experts: the number of experts that have such a linear. 1: it is not a linear of experts.
     """
 
     path: str
     in_width: int
     out_width: int
     has_bias: bool = False
+    num_experts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +119,7 @@ class LoraSite:
     kind: index of the site's group in `ModelShape.groups`. The embedding and the head have no group: -1.
     first_module: index of the site's first module in `AdapterLayout.modules`. The other modules follow.
     widths: number of output columns of each module.
+    num_experts: see `LinearShape`.
     """
 
     group: int
@@ -116,6 +127,7 @@ class LoraSite:
     first_module: int
     in_width: int
     widths: tuple[int, ...]
+    num_experts: int = 1
 
     @property
     def module_ids(self) -> range:
@@ -126,7 +138,7 @@ class LoraSite:
 class ModelShape:
     """The sizes of a decoder that decide the layout of pages and adapters.
 
-    linears: the linears that layers have, in the order that all tables use. Experts are not among them.
+    linears: the linears that layers have, in the order that all tables use.
     groups: for each group, the indexes of consecutive linears that read the same input.
     groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
@@ -163,6 +175,9 @@ class ModelShape:
         )
         widths = [{self.linears[m].in_width for m in group} for group in self.groups]
         assert all(len(width) == 1 for width in widths), f"a group reads inputs of different widths: {widths}"
+        assert all(len(g) == 1 for g in self.groups if self.linears[g[0]].num_experts > 1), (
+            f"a linear of experts has no group of its own: {self.groups}"
+        )
         assert len(self.groups_of_layer) in (0, self.num_layers), (
             f"groups_of_layer has {len(self.groups_of_layer)} entries for {self.num_layers} layers"
         )
@@ -195,7 +210,7 @@ class ModelShape:
     @property
     def num_weights(self) -> int:
         """The number of elements of all linears' weights. Experts, embedding and head are not counted."""
-        return sum(module.in_width * module.out_width for module in self.modules[:-2])
+        return sum(m.in_width * m.out_width for m in self.modules[:-2] if m.num_experts == 1)
 
     @property
     def modules(self) -> tuple[LinearShape, ...]:
@@ -273,6 +288,12 @@ class ModelShape:
         return -(-width * self.element_bytes // SEGMENT_BYTES)
 
 
+def name_module(path: str) -> str:
+    """The name that the module at `path` shares with those of other layers, such as "q_proj"."""
+    name = path.rpartition(".")[2]
+    return f"experts.{name}" if path.endswith(EXPERT_PATHS) else name
+
+
 @cache
 def _find_first_ids(shape: ModelShape) -> tuple[tuple[int, int], ...]:
     """For each layer, the ids of its first module and of its first site."""
@@ -307,7 +328,7 @@ def _list_sites(shape: ModelShape) -> tuple[LoraSite, ...]:
         size = 1 if kind < 0 else len(shape.groups[kind])
         members = modules[first : first + size]
         widths = tuple(module.out_width for module in members)
-        sites.append(LoraSite(site, kind, first, members[0].in_width, widths))
+        sites.append(LoraSite(site, kind, first, members[0].in_width, widths, members[0].num_experts))
         first += size
     return tuple(sites)
 
@@ -358,11 +379,15 @@ def fuse_groups(shape: ModelShape, *paths: str) -> ModelShape:
     return replace(shape, linears=linears, groups=tuple((m,) for m in range(len(linears))))
 
 
-def mix_experts(shape: ModelShape, sparse_layers: Collection[int], shared_width: int | None) -> ModelShape:
+def mix_experts(
+    shape: ModelShape, sparse_layers: Collection[int], num_experts: int, width: int, shared_width: int | None
+) -> ModelShape:
     """Returns the shape of a Llama-like decoder in which experts replace the MLP of `sparse_layers`.
 
-    The experts' own linears and their router are not part of the shape, because adapters can't change them.
+    A sparse layer ends with the router and the two linears of the experts. So a step whose adapters do not change them
+    has no work there.
 
+    width: intermediate width of an expert.
     shared_width: intermediate width of the expert that computes all tokens of a sparse layer, and whose output is
     multiplied by a gate. None: there is no such expert.
     """
@@ -378,11 +403,17 @@ def mix_experts(shape: ModelShape, sparse_layers: Collection[int], shared_width:
         )
         down = LinearShape(f"{path}.down_proj", shared_width, hidden, biased)
         shared = [[gate, up], [down], [LinearShape("mlp.shared_expert_gate", hidden, 1)]]
+    hidden, (gate_up_path, down_path) = shape.hidden_size, EXPERT_PATHS
+    routed = [
+        [LinearShape(ROUTER_PATH, hidden, num_experts)],
+        [LinearShape(gate_up_path, hidden, 2 * width, num_experts=num_experts)],
+        [LinearShape(down_path, width, hidden, num_experts=num_experts)],
+    ]
     first_shared = len(attention) + len(dense)
     of_dense = tuple(range(first_shared))
-    of_sparse = (*range(len(attention)), *range(first_shared, first_shared + len(shared)))
+    kept = [*attention, *dense, *shared, *routed]
+    of_sparse = (*range(len(attention)), *range(first_shared, len(kept)))
     of_layer = (of_sparse if layer in sparse_layers else of_dense for layer in range(shape.num_layers))
-    kept = [*attention, *dense, *shared]
     starts = itertools.accumulate(map(len, kept), initial=0)
     return replace(
         shape,
@@ -436,7 +467,7 @@ class Affine(NamedTuple):
 class AdapterLayout:
     """The position of each row of one packed adapter, in segments from the adapter's first byte.
 
-    groups: int32 [num_sites, 2], (total rank, first segment of A) of each site.
+    groups: int32 [num_sites, 2], (total rank, first segment of A) of each site. Of experts, it is the rank of one.
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
     affine: int32 [num_modules, 4], (whether the module has scales and offsets, first segment of the scales,
         `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
@@ -502,12 +533,12 @@ def lay_out_adapter(
         members = site.module_ids
         total = sum(ranks[m] for m in members)
         groups[site.group] = total, segment
-        segment += total * shape.row_segments(site.in_width)
+        segment += site.num_experts * total * shape.row_segments(site.in_width)
         row = 0
         for m, width in zip(members, site.widths, strict=True):
             modules[m] = ranks[m], row, segment
             row += ranks[m]
-            segment += ranks[m] * shape.row_segments(width)
+            segment += site.num_experts * ranks[m] * shape.row_segments(width)
             if m in affine:
                 columns[m] = True, segment, *affine[m]
                 segment += 2 * affine_segments(width)

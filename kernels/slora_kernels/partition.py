@@ -3,6 +3,7 @@
     linear              a rank holds             LoRA A          LoRA B
     q, k, v, gate, up   rows of the weight       whole           the same rows
     o, down             columns of the weight    the same cols   whole
+    gate (the router)   whole                    whole           whole
     shared_expert_gate  whole                    whole           whole
     embedding           tokens of the vocabulary the same tokens whole
     head                tokens of the vocabulary whole           the same tokens
@@ -40,7 +41,7 @@ _OUTPUTS = {
 # Linears whose inputs are divided.
 _INPUTS = ("o_proj", "down_proj")
 # Linears that every rank holds whole.
-_WHOLE = ("shared_expert_gate",)
+_WHOLE = ("gate", "shared_expert_gate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Partition:
                 f"multiple of it, instead of {size}"
             )
         for linear in shape.linears:
-            if linear.path.endswith("down_proj"):
+            if linear.path.endswith("down_proj") and linear.num_experts == 1:
                 is_shared = "shared_expert" in linear.path
                 what, prefix = ("shared experts", "shared_expert_") if is_shared else ("MLPs", "")
                 refuse_uneven_width(what, f"{prefix}intermediate_size", linear.in_width, size)

@@ -18,7 +18,7 @@ from slora.core.cost_model import CostModel
 from slora.core.request import DEFAULT_SHARE, RequestUsage, TenantShare
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
-from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.layout import ModelShape, lay_out_adapter, name_module
 from slora_kernels.partition import Partition
 
 _Part = TypeVar("_Part", "LiveState", "EngineStats")
@@ -290,7 +290,7 @@ class EngineInfo:
         if self.num_ranks == 1:
             return packed_bytes
         partition = Partition(self.shape, self.num_ranks)
-        ranks = [int(module.path.rpartition(".")[2] in target_modules) for module in self.shape.modules]
+        ranks = [int(name_module(module.path) in target_modules) for module in self.shape.modules]
         whole, part = (
             lay_out_adapter(shape, ranks).num_bytes for shape in (self.shape, partition.rank_shape)
         )

@@ -217,10 +217,15 @@ class _Forward:
     def _mix_experts(self, hidden: Tensor, mlp: SparseMlp) -> Tensor:
         kernels, experts = self._kernels, self._experts
         assert experts is not None, "a layer has experts that the config does not describe"
-        choice = ExpertChoice.of(multiply(hidden, mlp.router), experts)
-        gate_up = mlp.gate_up.apply(choice.spread(hidden), choice.starts, kernels)
+        choice = ExpertChoice.of(self._apply(hidden, mlp.router), experts)
+        routed = self._deltas.route(choice.starts, choice.token_of_row, len(hidden), mlp.gate_up.site)
+        rows = choice.spread(hidden)
+        gate_up = mlp.gate_up.apply(rows, choice.starts, kernels)
+        routed.add(gate_up, rows, mlp.gate_up.site)
         gated = kernels.act_mul(gate_up, self._activation)
-        mixed = choice.combine(mlp.down.apply(gated, choice.starts, kernels))
+        outputs = mlp.down.apply(gated, choice.starts, kernels)
+        routed.add(outputs, gated, mlp.down.site)
+        mixed = choice.combine(outputs)
         if mlp.shared is None:
             return mixed
         gate = self._apply(hidden, mlp.shared.gate)

@@ -16,7 +16,6 @@ from torch import Tensor
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.rotary import cos_sin_tables
 from slora.models.weights.linear import ExpertLinear, Linear
-from slora.models.weights.packed_weight import PackedWeight, pack_weight
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
@@ -53,20 +52,21 @@ class SharedExpert:
 class SparseMlp:
     """Experts of which each token uses a few."""
 
-    router: Tensor | PackedWeight  # [E, H]. Its outputs are the logits of the experts.
+    router: Linear  # Its outputs are the logits of the experts.
     gate_up: ExpertLinear
     down: ExpertLinear
     shared: SharedExpert | None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
-        return () if self.shared is None else (*self.shared.mlp.linears, self.shared.gate)
+        """The linears that compute all tokens."""
+        shared = () if self.shared is None else (*self.shared.mlp.linears, self.shared.gate)
+        return *shared, self.router
 
     def packed(self, dtype: torch.dtype) -> "SparseMlp":
         return replace(
             self,
-            router=pack_weight(self.router) if isinstance(self.router, Tensor) else self.router,
+            router=self.router.packed(dtype),
             gate_up=self.gate_up.packed(dtype),
             down=self.down.packed(dtype),
             shared=None if self.shared is None else self.shared.packed(dtype),
@@ -93,7 +93,7 @@ class DecoderLayer:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """The linears that adapters can change."""
+        """The linears that compute all tokens."""
         return self.qkv, self.output, *self.mlp.linears
 
     def packed(self, dtype: torch.dtype) -> "DecoderLayer":
@@ -157,8 +157,11 @@ class LayerLoader:
         gate_up, down = (self._linear(site, biased=self._config.mlp_bias) for site in sites)
         return DenseMlp(gate_up, down)
 
-    def _experts(self, layer: str, shared_sites: Sequence[LoraSite]) -> SparseMlp:
-        """layer: prefix of the layer's tensors. shared_sites: the sites of the shared expert, if there is one."""
+    def _experts(self, layer: str, sites: Sequence[LoraSite]) -> SparseMlp:
+        """layer: prefix of the layer's tensors. sites: those of the shared expert, if there is one, then of the router
+        and of the experts.
+        """
+        *shared_sites, router, gate_up, down = sites
         config, reader = self._config, self._reader
         assert config.experts is not None
         experts, hidden = config.experts, config.hidden_size
@@ -170,9 +173,9 @@ class LayerLoader:
             gate = reader.matrix(f"{parts.block}.shared_expert_gate.weight", 1, hidden)
             shared = SharedExpert(self._mlp(mlp_sites), Linear(gate, None, gate_site))
         return SparseMlp(
-            router=reader.matrix(f"{parts.block}.gate.weight", experts.count, hidden),
-            gate_up=ExpertLinear(reader.linear(parts.gate_up), experts.count),
-            down=ExpertLinear(reader.linear(parts.down), experts.count),
+            router=Linear(reader.matrix(f"{parts.block}.gate.weight", experts.count, hidden), None, router),
+            gate_up=ExpertLinear(reader.linear(parts.gate_up), gate_up),
+            down=ExpertLinear(reader.linear(parts.down), down),
             shared=shared,
         )
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
-from slora_kernels.batch import LoraStep, LoraTiles, TokenRows
+from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles, TokenRows
 from slora_kernels.host_copies import upload
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
 from slora_kernels.torch.token_rows import replace_embeddings, replace_logits
 
@@ -94,6 +94,23 @@ class LoraDeltas:
         self._side = side
         self._writes_apart = side is not None and len(self._steps) == 1
         self._deltas: dict[int, Tensor] = {}
+        # For each layer of `_steps`, the tile of each token. Only experts need it.
+        self._tile_of_token: dict[int, Tensor] = {}
+
+    def route(self, starts: Tensor, token_of_row: Tensor, num_tokens: int, site: LoraSite) -> "ExpertDeltas":
+        """The LoRA work at the experts of a layer.
+
+        Expert e computes the rows from `starts[e]` to `starts[e + 1]`. Each row is for one of the step's tokens
+        (`token_of_row`), which are in ascending order for each expert. site: the first one of the experts.
+        """
+        parts = []
+        for index, step in enumerate(self._steps):
+            if site.kind < step.tiles.num_groups:
+                if index not in self._tile_of_token:
+                    self._tile_of_token[index] = _find_tile_of_token(step.tiles, num_tokens)
+                tile_of_row = self._tile_of_token[index][token_of_row]
+                parts.append((step, _split_by_expert(step.tiles, tile_of_row, starts)))
+        return ExpertDeltas(parts, self._memory, self._kernels)
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
@@ -203,3 +220,136 @@ class LoraDeltas:
                 at = upload(np.array(indexes), hidden.device)
                 own.append(OwnLogits(at, rows, self._kernels.token_logits(hidden[at], rows)))
         return own
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertTiles:
+    """Rows of experts that one tile's adapter changes: for each tile, its rows at each expert that has some of them.
+
+    tiles: tile i has the slot i, which stands for the adapter in `slots` of the expert in `experts` (int64).
+    """
+
+    tiles: LoraTiles
+    slots: Tensor
+    experts: Tensor
+
+
+class ExpertDeltas:
+    """The LoRA work of one step at the linears of one layer's experts.
+
+    Each expert has its own factors. An adapter at an expert is therefore like another adapter, whose few pages are a
+    part of the adapter's. So the kernels need to know nothing of experts.
+    """
+
+    def __init__(
+        self, parts: list[tuple[LoraStep, _ExpertTiles]], memory: DeviceMemory, kernels: Kernels
+    ) -> None:
+        self._parts = parts
+        self._memory = memory
+        self._kernels = kernels
+
+    def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
+        """out [S, out width] += scale * (x A^T) B^T, with the factors of each row's expert. x: [S, site.in_width]."""
+        pages = self._memory.pages
+        for step, expert_tiles in self._parts:
+            if site.kind >= step.tiles.num_groups:
+                continue
+            tables = self._point_at_experts(step, expert_tiles, site)
+            if tables is not None:
+                alone = LoraSite(0, site.kind, 0, site.in_width, site.widths)
+                routed = self._kernels.prepare_lora(expert_tiles.tiles, tables)
+                shrunk = self._kernels.shrink(x, pages, alone, routed)
+                self._kernels.expand(out, shrunk, pages, alone, routed)
+
+    def _point_at_experts(
+        self, step: LoraStep, expert_tiles: _ExpertTiles, site: LoraSite
+    ) -> AdapterTables | None:
+        """Returns tables with one module, and with a slot for each tile. None if no adapter changes this site."""
+        tables, slots = step.tables, expert_tiles.slots
+        groups, modules = tables.groups[slots, site.group], tables.modules[slots, site.first_module]
+        rank = groups[:, 0]
+        if rank.device.type == "cpu" and not rank.any():
+            return None
+        (width,) = site.widths
+        zero = torch.zeros_like(rank)
+        pages_of_a, first_a = self._find_pages(step, expert_tiles, rank, groups[:, 1], site.in_width)
+        pages_of_b, first_b = self._find_pages(step, expert_tiles, rank, modules[:, 2], width)
+        first_b = first_b + pages_of_a.shape[1] * self._page_segments
+        return AdapterTables(
+            torch.cat((pages_of_a, pages_of_b), dim=1),
+            torch.stack((rank, first_a), dim=1)[:, None],
+            torch.stack((rank, zero, first_b), dim=1)[:, None],
+            tables.scales[slots, site.first_module, None],
+            torch.zeros(len(rank), 1, 4, dtype=rank.dtype, device=rank.device),
+        )
+
+    def _find_pages(
+        self, step: LoraStep, expert_tiles: _ExpertTiles, rank: Tensor, start: Tensor, width: int
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the ids of the pages that hold the rows of an expert, int32 [tiles, n], and the rows' first segment.
+
+        start: int32 [tiles], the first segment of expert 0. width: elements of a row.
+        """
+        row_bytes = width * self._memory.geometry.dtype.itemsize
+        row_segments, page_segments = -(-row_bytes // SEGMENT_BYTES), self._page_segments
+        first = start + expert_tiles.experts.to(start.dtype) * rank * row_segments
+        num_pages = -(-step.tiles.max_group_rank * row_segments // page_segments) + 1
+        table = step.tables.page_table
+        indexes = (first // page_segments)[:, None] + torch.arange(num_pages, device=first.device)
+        # An adapter may end before the last of these pages, and then no row lies there.
+        pages = table[expert_tiles.slots[:, None], indexes.clamp_(max=table.shape[1] - 1)]
+        return pages, first % page_segments
+
+    @property
+    def _page_segments(self) -> int:
+        return self._memory.full_page_bytes // SEGMENT_BYTES
+
+
+def _find_tile_of_token(tiles: LoraTiles, num_tokens: int) -> Tensor:
+    """The index of each token's tile, int64 [num_tokens]; -1 if it is in no tile."""
+    first, count = tiles.tiles[:, 1, None], tiles.tiles[:, 2, None]
+    tokens = torch.arange(num_tokens, device=first.device)
+    is_inside = (tokens >= first) & (tokens < first + count)
+    # The greatest index of a tile that contains the token, because empty tiles contain none.
+    numbers = torch.arange(1, len(tiles.tiles) + 1, device=first.device)[:, None]
+    return (is_inside * numbers).amax(0) - 1
+
+
+def _split_by_expert(tiles: LoraTiles, tile_of_row: Tensor, starts: Tensor) -> _ExpertTiles:
+    """Cuts the rows of all experts into tiles, of one expert and one tile of tokens each.
+
+    On a GPU nothing is read by the host, so the number of tiles is an upper bound, and the last ones are empty. Tiles
+    of decode rows come first.
+    """
+    device, num_rows, num_experts = tile_of_row.device, len(tile_of_row), len(starts) - 1
+    rows = torch.arange(num_rows, device=device)
+    expert_of_row = torch.searchsorted(starts[1:], rows, right=True)
+    # The rows of an expert are in the order of the tokens, and the tokens of a tile follow one another.
+    differs = (expert_of_row.diff() != 0) | (tile_of_row.diff() != 0)
+    begins = torch.cat((differs.new_ones(1), differs)) & (tile_of_row >= 0)
+    num_decodes, num_tiles = tiles.num_decodes, len(tiles.tiles)
+    most_decodes = min(num_rows, num_decodes * num_experts)
+    most = most_decodes + min(num_rows, (num_tiles - num_decodes) * num_experts)
+    is_decode = tile_of_row < num_decodes
+    if device.type == "cpu" and not num_decodes:
+        most = int(begins.sum())
+    place = torch.where(
+        is_decode,
+        (begins & is_decode).cumsum(0) - 1,
+        most_decodes + (begins & ~is_decode).cumsum(0) - 1,
+    )
+    # The rows of no adapter count in one more place, which is dropped.
+    first_place = torch.where(begins, place, most)
+    found = torch.zeros(4, most + 1, dtype=torch.int64, device=device)
+    found.scatter_(1, first_place.expand(3, -1), torch.stack((rows, tile_of_row, expert_of_row)))
+    found[3].scatter_add_(0, torch.where(tile_of_row >= 0, place, most), torch.ones_like(rows))
+    first, tile, experts, count = found[:, :most]
+    numbers = torch.arange(most, device=device)
+    routed = LoraTiles(
+        torch.stack((numbers, first, count), dim=1).int(),
+        tiles.weights[tile],
+        tiles.max_group_rank,
+        tiles.max_tokens,
+        most_decodes,
+    )
+    return _ExpertTiles(routed, tiles.tiles[tile, 0].long(), experts)

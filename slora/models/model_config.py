@@ -103,7 +103,8 @@ class ModelConfig:
         if self.fused_linears:
             shape = fuse_groups(shape, *_FUSED_PATHS)
         if self.experts is not None:
-            shape = mix_experts(shape, self.experts.layers, self.experts.shared_width)
+            experts = self.experts
+            shape = mix_experts(shape, experts.layers, experts.count, experts.width, experts.shared_width)
         return replace(
             shape,
             layers_path=f"{self.root}.layers",

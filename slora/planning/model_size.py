@@ -7,9 +7,10 @@ from slora.core.engine_config import QUANTIZED_BITS, EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import ROUTER_PATH, ModelShape
 
 _FLOAT_BYTES = 4
+_GATES = (f".{ROUTER_PATH}", ".mlp.shared_expert_gate")
 # The tables of bitsandbytes. Their numbers are multiplied in three parts of 16 bits (`gpu/coded_linear.py`).
 _TABLES_OF_PARTS, _NUM_PARTS = ("nf4", "fp4"), 3
 # Bytes per logit during sampling: one copy in the model's dtype, some in float32, and a sorted one with indices.
@@ -47,15 +48,16 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
             2.0 * head,
             is_quantized=False,
         )
-    linears = shape.modules[:-2]
+    linears = [module for module in shape.modules[:-2] if module.num_experts == 1]
     experts = _count_experts(model, config.tensor_parallel_size)
-    # The decoder keeps a shared expert's gate in the dtype of the model, like the router.
-    gates = sum(linear.in_width for linear in linears if linear.out_width == 1)
-    numbers = shape.num_weights - gates + experts.numbers
-    rows = sum(linear.out_width for linear in linears if linear.out_width > 1) + experts.rows
+    # The decoder keeps routers and the gates of shared experts in the dtype of the model.
+    gates = [linear for linear in linears if linear.path.endswith(_GATES)]
+    gate_numbers = sum(gate.in_width * gate.out_width for gate in gates)
+    numbers = shape.num_weights - gate_numbers + experts.numbers
+    rows = sum(linear.out_width for linear in linears if linear not in gates) + experts.rows
     is_quantized = config.quantization != "auto" or model.quantization is not None
     layers = _measure_quantized(model, config, numbers, rows) if is_quantized else numbers * element
-    layers += (gates + experts.router_numbers) * element
+    layers += gate_numbers * element
     codes = model.quantization.codes if model.quantization is not None else None
     is_in_parts = codes is not None and codes.format in _TABLES_OF_PARTS and element < _FLOAT_BYTES
     matrices = head * element * (1 if model.tie_word_embeddings else 2)
@@ -65,12 +67,7 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         + _measure_vectors(model, shape, config.tensor_parallel_size, element)
         + _measure_rotary(model, config),
         step_bytes=layers + head * element,
-        token_flop=2.0
-        * (
-            shape.num_weights * (_NUM_PARTS if is_in_parts else 1)
-            + experts.router_numbers
-            + experts.numbers_of_token
-        ),
+        token_flop=2.0 * (shape.num_weights * (_NUM_PARTS if is_in_parts else 1) + experts.numbers_of_token),
         head_flop=2.0 * head,
         is_quantized=is_quantized,
     )
@@ -96,7 +93,6 @@ class _ExpertCounts:
     numbers: int = 0
     rows: int = 0
     numbers_of_token: int = 0  # Elements that one token is multiplied with.
-    router_numbers: int = 0  # Elements of the routers.
 
 
 def _count_experts(model: ModelConfig, num_ranks: int) -> _ExpertCounts:
@@ -108,7 +104,6 @@ def _count_experts(model: ModelConfig, num_ranks: int) -> _ExpertCounts:
         numbers=num_layers * experts.count * 3 * width * hidden,
         rows=num_layers * experts.count * (2 * width + hidden),
         numbers_of_token=num_layers * experts.chosen * 3 * width * hidden,
-        router_numbers=num_layers * experts.count * hidden,
     )
 
 
@@ -119,7 +114,7 @@ def measure_activations(
 
     shape: of one rank's part. num_rows: number of sequences that sample a token.
     """
-    widest = max(linear.out_width for linear in shape.linears)
+    widest = max(linear.out_width for linear in shape.linears if linear.num_experts == 1)
     by_token = shape.element_bytes * (
         4 * shape.hidden_size + 3 * widest + 2 * shape.num_heads * shape.head_dim
     )

@@ -28,7 +28,7 @@ from slora.planning.devices import Device, cut_device
 from slora.planning.model_size import measure_activations, measure_model
 from slora.planning.roofline import Roofline
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import ModelShape, lay_out_adapter
+from slora_kernels.layout import ModelShape, lay_out_adapter, name_module
 
 _GIB, _MIB = 1 << 30, 1 << 20
 # Memory of the driver, the CUDA context and libraries.
@@ -391,9 +391,9 @@ def _find_modules(shape: ModelShape, targets: tuple[str, ...]) -> tuple[str, ...
             found += paths[:-2]
             continue
         names = _ATTENTION if target == "attention" else (target,)
-        matched = [path for path in paths if path in names or path.rpartition(".")[2] in names]
+        matched = [path for path in paths if path in names or name_module(path) in names]
         if not matched:
-            known = ", ".join(path.rpartition(".")[2] for path in paths)
+            known = ", ".join(map(name_module, paths))
             raise ConfigError(
                 f"target {target!r} matches no module of this model; give attention, all-linear, or some of {known}"
             )

@@ -7,7 +7,7 @@ from slora_kernels.partition import ModulePart, Partition
 SHAPE = llama_shape(2, 16, 8, 2, 4, 24, 10, 4)
 FUSED = fuse_groups(SHAPE, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
-SHARED = mix_experts(SHAPE, {1}, 16)
+SHARED = mix_experts(SHAPE, {1}, 6, 32, 16)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, FUSED, SHARED], ids=["linears", "fused", "experts"])
@@ -56,7 +56,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         (llama_shape(1, 16, 12, 4, 4, 24, 10, 4), 6, "4 KV heads; choose a number of ranks that divides it"),
         (llama_shape(1, 16, 8, 2, 4, 20, 10, 4), 8, "20 columns .intermediate_size., which can't be divided"),
         (
-            mix_experts(SHAPE, {1}, 20),
+            mix_experts(SHAPE, {1}, 6, 32, 20),
             8,
             "20 columns .shared_expert_intermediate_size., which can't be divided",
         ),

@@ -186,7 +186,9 @@ class Oracle:
     def _load(self, name: str, path: Path) -> None:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         with quiet_peft():
-            if config["bias"] != "none" or config["modules_to_save"] or config["trainable_token_indices"]:
+            # PEFT wraps the same parameters for all adapters of a model.
+            others = ("modules_to_save", "trainable_token_indices", "target_parameters")
+            if config["bias"] != "none" or any(config.get(field) for field in others):
                 own = copy.deepcopy(self._base)
                 self._apart[name] = PeftModel.from_pretrained(own, path, adapter_name=name)
             elif self._adapted is None:

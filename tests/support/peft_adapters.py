@@ -1,5 +1,6 @@
 """Adapters created and saved by PEFT itself, like the adapters that users upload."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 # One adapter of each kind that must be served, as fields of LoraConfig.
@@ -66,6 +68,36 @@ WHOLE_KINDS: dict[str, dict[str, object]] = {
         "lora_alpha": 4,
         "use_rslora": True,
         "target_modules": r".*\.1\.(self_attn|attn|attention)\.(q_proj|c_attn|query_key_value)",
+    },
+}
+
+# Kinds that adapt experts and routers, some of them beside other linears. PEFT 0.21 takes "all-linear" for all of them
+# in Mixtral and Qwen3-MoE, and adapts the two parts of gate_up_proj with twice the rank.
+_GATE_UP, _DOWN, _ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
+EXPERT_LORA_KINDS: dict[str, dict[str, object]] = {
+    "all_linear": {"r": 4, "lora_alpha": 8},
+    "all_experts": {"r": 3, "lora_alpha": 6, "target_modules": [], "target_parameters": [_GATE_UP, _DOWN]},
+    "gate_up_only": {
+        "r": 5,
+        "lora_alpha": 4,
+        "use_rslora": True,
+        "target_modules": ["q_proj"],
+        "target_parameters": ["experts.gate_up_proj"],
+    },
+    "down_only": {
+        "r": 2,
+        "lora_alpha": 4,
+        "target_modules": ["v_proj"],
+        "target_parameters": ["experts.down_proj"],
+    },
+    "router": {"r": 2, "lora_alpha": 2, "target_modules": ["o_proj"], "target_parameters": [_ROUTER]},
+    "patterns": {
+        "r": 3,
+        "lora_alpha": 9,
+        "target_modules": ["q_proj", "o_proj"],
+        "target_parameters": [_GATE_UP, _DOWN, _ROUTER],
+        "rank_pattern": {"experts.down_proj": 7, r"layers\.1\..*gate_up_proj": 2, "o_proj": 5},
+        "alpha_pattern": {"mlp.gate.weight": 5, r"layers\.2\..*down_proj": 3},
     },
 }
 
@@ -176,6 +208,8 @@ def quiet_peft() -> Iterator[None]:
         )
         # PEFT 0.21 takes the bias of B for a B without columns.
         warnings.filterwarnings("ignore", r"Adapter 'default': \d+ LoRA tensor", UserWarning)
+        # PEFT 0.21 does not count parameters that a pattern matches.
+        warnings.filterwarnings("ignore", "The following .*_pattern keys did not match", RuntimeWarning)
         # The linears without a bias of their own.
         warnings.filterwarnings("ignore", "`lora_bias=True` was passed but", UserWarning)
         yield
@@ -212,3 +246,48 @@ def make_adapter(
     with quiet_peft():
         model.save_pretrained(directory)
     return model
+
+
+def write_single_experts(
+    directory: Path, base: PreTrainedModel, *, seed: int = 0, std: float = 1.0, **lora: object
+) -> None:
+    """Writes an adapter as PEFT saved it with transformers 4, where each expert had linears of its own.
+
+    It adapts all linears, router included. lora: fields of adapter_config.json.
+    """
+    random = torch.Generator().manual_seed(seed)
+    is_mixtral = base.config.model_type == "mixtral"
+    block, linears = (
+        ("block_sparse_moe", ("w1", "w3", "w2"))
+        if is_mixtral
+        else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    )
+    rank, tensors = int(str(lora.get("r", 4))), {}
+
+    def add(name: str, in_width: int, out_width: int) -> None:
+        for factor, shape in (("A", (rank, in_width)), ("B", (out_width, rank))):
+            noise = torch.randn(shape, generator=random) * std
+            tensors[f"base_model.model.{name}.lora_{factor}.weight"] = noise
+
+    for name, module in base.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            add(name, module.in_features, module.out_features)
+        elif name.endswith(".mlp.experts"):
+            layer, (count, hidden, width) = name.removesuffix(".mlp.experts"), module.down_proj.shape
+            add(f"{layer}.{block}.gate", hidden, count)
+            for expert in range(count):
+                for linear in linears:
+                    sizes = (width, hidden) if linear == linears[-1] else (hidden, width)
+                    add(f"{layer}.{block}.experts.{expert}.{linear}", *sizes)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate", *linears]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 8,
+        "target_modules": targets,
+    }
+    directory.mkdir()
+    save_file(tensors, directory / "adapter_model.safetensors")
+    text = json.dumps({"bias": "none", **config, **lora})
+    (directory / "adapter_config.json").write_text(text, encoding="utf-8")

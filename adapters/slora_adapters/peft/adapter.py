@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, convert, tensor_file_parts
-from slora_kernels.layout import AdapterLayout, Affine, ModelShape, lay_out_adapter
+from slora_kernels.layout import AdapterLayout, Affine, ModelShape, lay_out_adapter, name_module
 
 # Index of an adaptable module in `ModelShape.modules`, and in every table with a module axis.
 ModuleId = int
@@ -61,6 +61,9 @@ AnyFactor = TypeVar("AnyFactor", bound=Factor)
 class LoraPair(Generic[AnyFactor]):
     """The delta of one linear: `scale * b @ a`, with a [rank, in width] and b [out width, rank].
 
+    Of a linear of E experts, the rows of a are those of expert 0, then those of expert 1, and so on. The columns of b
+    are the first ones of all experts, then the second ones, and so on (PEFT's order).
+
     With DoRA, each row of the weight plus its delta is also scaled so that its norm is the row's magnitude.
     """
 
@@ -70,10 +73,12 @@ class LoraPair(Generic[AnyFactor]):
     scale: float
     magnitude: AnyFactor | None = None  # [out width]
     b_bias: AnyFactor | None = None  # [out width], the bias of B. It is multiplied by the scale, too.
+    num_experts: int = 1
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        """The rank of the linear, or that of each expert."""
+        return self.a.shape[0] // self.num_experts
 
     @property
     def tensors(self) -> list[AnyFactor]:
@@ -158,7 +163,7 @@ class Adapter:
     @property
     def target_modules(self) -> tuple[str, ...]:
         """The module names, such as "q_proj", that are adapted in at least one layer, in the model's order."""
-        names = (self.pairs[module_id].path.rpartition(".")[2] for module_id in sorted(self.pairs))
+        names = (name_module(self.pairs[module_id].path) for module_id in sorted(self.pairs))
         return tuple(dict.fromkeys(names))
 
     @property
@@ -269,7 +274,7 @@ class Certificate:
 def certify(adapter: Adapter, shape: ModelShape, base_name: str | None) -> Certificate:
     by_name: dict[str, list[LoraPair[StoredTensor] | None]] = {}
     for module_id, module in enumerate(shape.modules):
-        by_name.setdefault(module.path.rpartition(".")[2], []).append(adapter.pairs.get(module_id))
+        by_name.setdefault(name_module(module.path), []).append(adapter.pairs.get(module_id))
     modules = {
         name: _summarise(found, len(pairs))
         for name, pairs in by_name.items()
@@ -291,10 +296,14 @@ def delta_norm(pair: LoraPair[StoredTensor]) -> float:
 
     It uses |BA|^2 = trace((B'B)(AA')), where both factors are [rank, rank].
     """
-    a = _gram(pair.a.values, pair.a.dtype)
-    b = _gram(pair.b.values.T, pair.b.dtype)
+    count, square = pair.num_experts, 0.0
+    for expert in range(count):
+        rows = slice(expert * pair.rank, (expert + 1) * pair.rank)
+        a = _gram(pair.a.values[rows], pair.a.dtype)
+        b = _gram(pair.b.values[:, expert::count].T, pair.b.dtype)
+        square += float(np.sum(a * b))
     # Rounding may leave a square slightly below zero.
-    return abs(pair.scale) * float(np.sqrt(max(0.0, float(np.sum(a * b)))))
+    return abs(pair.scale) * float(np.sqrt(max(0.0, square)))
 
 
 def _gram(rows: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float64]:

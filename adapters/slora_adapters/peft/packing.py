@@ -114,17 +114,20 @@ class Packer:
                     self.scales[module_id] = pair.scale
                     self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
                     slices = _find_slices(site, module_id, width, shape, layout)
+                    num_rows = pair.num_experts * pair.rank
                     for rank in range(partition.size):
                         part = partition.part(module_id, rank)
                         memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
                         for_a, for_b = (
-                            memory[where].view(STORAGE[dtype]).reshape(pair.rank, -1) for where in slices
+                            memory[where].view(STORAGE[dtype]).reshape(num_rows, -1) for where in slices
                         )
                         self._destinations[pair.a.name].append(
                             _Destination(for_a, (part.inputs,), is_transposed=False)
                         )
                         self._destinations[pair.b.name].append(
-                            _Destination(for_b, part.outputs, is_transposed=True)
+                            _Destination(
+                                for_b, part.outputs, is_transposed=True, num_experts=pair.num_experts
+                            )
                         )
 
     def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
@@ -232,9 +235,10 @@ class _RowDestination:
 class _Destination:
     """Where one rank's part of a tensor is written."""
 
-    rows: npt.NDArray[Any]  # [rank, width and padding]
+    rows: npt.NDArray[Any]  # [num_experts * rank, width and padding]
     parts: tuple[range, ...]  # of an A, the columns to write; of a B, the rows
-    is_transposed: bool  # whether the tensor is a B, [width, rank]
+    is_transposed: bool  # whether the tensor is a B, [width, num_experts * rank]
+    num_experts: int = 1
 
     def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
         """Writes what this rank holds of rows [first_row, first_row + n) of the tensor."""
@@ -245,7 +249,10 @@ class _Destination:
                 first, stop = max(first_row, part.start), min(end, part.stop)
                 if first < stop:
                     place = slice(width + first - part.start, width + stop - part.start)
-                    self.rows[:, place] = values[first - first_row : stop - first_row].T
+                    columns = values[first - first_row : stop - first_row]
+                    # The columns of the file are in the order [rank, num_experts].
+                    by_expert = columns.reshape(stop - first, -1, self.num_experts).transpose(2, 1, 0)
+                    self.rows[:, place] = by_expert.reshape(len(self.rows), -1)
             else:
                 self.rows[first_row:end, width : width + len(part)] = values[:, part.start : part.stop]
             width += len(part)
@@ -261,8 +268,8 @@ def _find_slices(
     """Returns the byte ranges of a module's A rows and of its transposed B in the buffer."""
     a_segments, b_segments = shape.row_segments(site.in_width), shape.row_segments(width)
     rank, first_row, b_start = (int(n) for n in layout.modules[module_id])
-    a_start = int(layout.groups[site.group, 1]) + first_row * a_segments
-    return _segments(a_start, rank * a_segments), _segments(b_start, rank * b_segments)
+    a_start, num_rows = int(layout.groups[site.group, 1]) + first_row * a_segments, site.num_experts * rank
+    return _segments(a_start, num_rows * a_segments), _segments(b_start, num_rows * b_segments)
 
 
 def _segments(start: int, count: int) -> slice:

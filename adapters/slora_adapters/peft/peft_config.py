@@ -68,6 +68,7 @@ _READ = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "trainable_token_indices",
         "use_dora",
         "use_rslora",
@@ -76,7 +77,6 @@ _READ = frozenset(
 
 # Variants that this server does not compute, with the reason in the error message.
 _VARIANTS: Mapping[str, str] = {
-    "target_parameters": "parameters are adapted instead of linear layers",
     "megatron_config": "the adapter was trained on Megatron's parallel layers",
     "layer_replication": "layers of the base model run several times",
     "use_qalora": "QALoRA pools the input of A",
@@ -127,6 +127,8 @@ class PeftConfig:
     token_indices: tuple[tuple[str | None, tuple[int, ...]], ...] = ()
     # Activated LoRA (arXiv 2504.12397): the tokens that activate the adapter. Empty for other adapters.
     invocation: tuple[int, ...] = ()
+    # Names of weights, each matched as a suffix. PEFT adapts the linears of experts and their routers by these names.
+    target_parameters: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, object]:
         """Returns the same fields under PEFT's names, in a normal form: equal configs give equal JSON."""
@@ -140,6 +142,7 @@ class PeftConfig:
             "modules_to_save": list(self.modules_to_save),
             "trainable_token_indices": tokens,
             "alora_invocation_tokens": list(self.invocation),
+            "target_parameters": list(self.target_parameters),
         }
         # A digest covers these fields, so adapters without variants must keep the JSON that they had before there were
         # variants.
@@ -189,6 +192,7 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         modules_to_save=reader.saved_modules(),
         token_indices=reader.token_indices(),
         invocation=reader.invocation(),
+        target_parameters=reader.target_parameters(),
     )
     reasons += _refuse_bad_combination(config)
     return (None if reader.broken else config), reasons
@@ -236,12 +240,18 @@ def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
         "bias": config.bias != "none",
         "modules_to_save": config.modules_to_save,
         "trainable_token_indices": config.token_indices,
+        "target_parameters": config.target_parameters,
     }
     for field, is_set in others.items():
         if config.invocation and is_set:
             yield Reason(
                 field,
                 f"{field} and alora_invocation_tokens are both set, which PEFT does not define; set one",
+            )
+    for field, is_set in (("use_dora", config.use_dora), ("lora_bias", config.lora_bias)):
+        if config.target_parameters and is_set:
+            yield Reason(
+                field, f"{field} is set together with target_parameters, which PEFT refuses; set one of them"
             )
     if config.use_dora and config.lora_bias:
         yield Reason(
@@ -361,9 +371,16 @@ class _FieldReader:
 
     def targets(self) -> tuple[str, ...] | str:
         targets = self.names("target_modules")
-        if not targets:
+        if not targets and not self.fields.get("target_parameters"):
             self.refuse("target_modules", "target_modules is missing or empty; name the adapted modules")
         return targets
+
+    def target_parameters(self) -> tuple[str, ...]:
+        names = self.names("target_parameters")
+        if isinstance(names, str):
+            self.refuse("target_parameters", "target_parameters is a text; it must be a list of names")
+            return ()
+        return names
 
     def names(self, key: str) -> tuple[str, ...] | str:
         """Returns sorted, unique names, because PEFT treats them as a set."""

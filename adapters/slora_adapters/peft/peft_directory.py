@@ -17,6 +17,7 @@ import numpy as np
 
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, AdapterLimits, adapter_digest
+from slora_adapters.peft.experts import find_spelling, join_experts
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
@@ -261,6 +262,12 @@ def _assemble(
 ) -> Adapter:
     if config is None or tensors is None:
         raise _invalid(reasons)
+    spelling = find_spelling(tensors, shape)
+    if spelling is not None:
+        config, tensors, expert_reasons = join_experts(config, tensors, spelling, shape, limits)
+        if expert_reasons:
+            raise _invalid([*reasons, *expert_reasons])
+        extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
     other = find_other_names(tensors, shape)
     targets, target_reasons = resolve_targets(config, other or shape)
     if other is not None:
@@ -307,7 +314,7 @@ def _assemble(
         adapter_digest(config, own),
         extras,
         has_unused=bool(copies or image_parts),
-        is_sorted=other is None and list(own) == sorted(own),
+        is_sorted=other is None and spelling is None and list(own) == sorted(own),
     )
 
 

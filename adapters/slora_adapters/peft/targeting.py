@@ -19,8 +19,9 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 from slora_adapters.errors import Reason
@@ -35,7 +36,7 @@ from slora_adapters.peft.peft_config import (
     PeftConfig,
 )
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import EXPERT_PATHS, ROUTER_PATH, LinearShape, ModelShape
 
 # Timeout of the separate process. The timeout is long, because two seconds of CPU time may take much longer on a busy
 # machine.
@@ -125,10 +126,14 @@ def _match_in_process(task: str) -> tuple[list[str], int]:
 
 
 class Target(NamedTuple):
-    """An adapted module: its rank, and the alpha of its scale."""
+    """An adapted module: its rank, and the alpha of its scale.
+
+    is_parameter: whether the config names the module's weight (target_parameters) instead of the module.
+    """
 
     rank: int
     alpha: float
+    is_parameter: bool = False
 
 
 def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleId, Target], list[Reason]]:
@@ -138,7 +143,11 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     Raises OSError if the process that matches its patterns fails.
     """
     reasons = [*_refuse_layers(config, shape.num_layers)]
-    names = [module.path for module in shape.modules]
+    parameters, no_linears = _find_parameters(config, shape), _find_no_linears(shape)
+    names = [
+        name_weight(module) if module_id in parameters else module.path
+        for module_id, module in enumerate(shape.modules)
+    ]
     fields = _list_pattern_fields(config)
     found, pattern_reasons = match_fields(fields, names)
     if pattern_reasons:
@@ -150,14 +159,22 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     targets = {}
     for module_id, name in enumerate(names[:candidates]):
         hits = {field: match[module_id] for field, match in matches.items()}
-        if hits.get("exclude_modules") is not None or is_excluded(name):
-            continue
-        if hits.get("target_modules") is not None or is_target(name):
-            rank, alpha = hits.get("rank_pattern"), hits.get("alpha_pattern")
-            targets[module_id] = Target(
-                config.rank if rank is None else config.rank_patterns[rank][1],
-                config.alpha if alpha is None else config.alpha_patterns[alpha][1],
-            )
+        # As in PEFT, exclude_modules and layers_to_transform do not apply to parameters.
+        is_parameter = module_id in parameters
+        if not is_parameter:
+            if module_id in no_linears:
+                continue
+            if hits.get("exclude_modules") is not None or is_excluded(name):
+                continue
+            if hits.get("target_modules") is None and not is_target(name):
+                continue
+        rank, alpha = hits.get("rank_pattern"), hits.get("alpha_pattern")
+        targets[module_id] = Target(
+            config.rank if rank is None else config.rank_patterns[rank][1],
+            config.alpha if alpha is None else config.alpha_patterns[alpha][1],
+            is_parameter,
+        )
+    reasons += _refuse_parameters(config, parameters, shape)
     if not targets:
         reasons.append(
             Reason(
@@ -176,6 +193,61 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     return targets, reasons
 
 
+@cache
+def _find_no_linears(shape: ModelShape) -> frozenset[ModuleId]:
+    """Returns experts and routers. They are no linears of torch, so target_modules can't name them."""
+    if all(linear.num_experts == 1 for linear in shape.linears):
+        return frozenset()
+    parameters = (f".{ROUTER_PATH}", *EXPERT_PATHS)
+    return frozenset(m for m, module in enumerate(shape.modules) if module.path.endswith(parameters))
+
+
+def name_weight(module: LinearShape) -> str:
+    """Returns the name of a module's weight in target_parameters. That of experts is a parameter of all of them."""
+    return module.path if module.path.endswith(EXPERT_PATHS) else f"{module.path}.weight"
+
+
+def _find_parameters(config: PeftConfig, shape: ModelShape) -> frozenset[ModuleId]:
+    """Returns the modules whose weights target_parameters names, by PEFT's rule: a name is a whole name or a suffix."""
+    if not config.target_parameters:
+        return frozenset()
+    wanted = frozenset(config.target_parameters)
+    return frozenset(
+        module_id
+        for module_id, module in enumerate(shape.modules[: shape.embedding_module])
+        if any(suffix in wanted for suffix in _suffixes(name_weight(module)))
+    )
+
+
+def _refuse_parameters(
+    config: PeftConfig, parameters: Collection[ModuleId], shape: ModelShape
+) -> Iterable[Reason]:
+    known = {
+        suffix for module_id in parameters for suffix in _suffixes(name_weight(shape.modules[module_id]))
+    }
+    for name in config.target_parameters:
+        if name not in known:
+            yield Reason(
+                "target_parameters",
+                f"target_parameters names {name[:80]!r}, which is not the weight of a linear, of experts or of a "
+                "router that this server can adapt in the base model",
+            )
+    both = [
+        shape.modules[module_id].path
+        for module_id in sorted(parameters)
+        if module_id not in _find_no_linears(shape) and _is_named(config, shape.modules[module_id].path)
+    ]
+    if both:
+        yield Reason(
+            "target_parameters",
+            f"target_parameters and target_modules both name {both[0]}, which PEFT refuses; name it once",
+        )
+
+
+def _is_named(config: PeftConfig, path: str) -> bool:
+    return not isinstance(config.target_modules, str) and _suffix_rule(config.target_modules)(path)
+
+
 def spell_out(
     config: PeftConfig, targets: Mapping[ModuleId, Target], shape: ModelShape, *, all_fields: bool = False
 ) -> tuple[PeftConfig, list[Reason]]:
@@ -184,14 +256,22 @@ def spell_out(
 
     targets: the result of `resolve_targets`. all_fields: whether module names replace all fields that choose modules.
     """
-    wild = {field.name for field in _list_pattern_fields(config) if all_fields or not field.is_plain}
+    wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
     if all_fields:
-        wild.add("target_modules")
-    paths = {module_id: shape.modules[module_id].path for module_id in targets}
+        wild |= {"target_modules", "rank_pattern", "alpha_pattern"}
+    parameters = {module_id for module_id, target in targets.items() if target.is_parameter}
+    paths = {
+        module_id: name_weight(shape.modules[module_id])
+        if module_id in parameters
+        else shape.modules[module_id].path
+        for module_id in targets
+    }
+    if all_fields and parameters:
+        config = replace(config, target_parameters=tuple(sorted(paths[m] for m in parameters)))
     if wild & {"target_modules", "exclude_modules"}:
         config = replace(
             config,
-            target_modules=tuple(sorted(paths.values())),
+            target_modules=tuple(sorted(path for m, path in paths.items() if m not in parameters)),
             exclude_modules=(),
             layers_to_transform=None,
             layers_pattern=(),
@@ -206,10 +286,11 @@ def spell_out(
         Reason(name, f"{name}: its patterns match {count} modules; accepted are {most}")
         for name, count, most in (
             ("target_modules", len(config.target_modules), MAX_LIST_ENTRIES),
+            ("target_parameters", len(config.target_parameters) if all_fields else 0, MAX_LIST_ENTRIES),
             ("rank_pattern", len(config.rank_patterns), MAX_PATTERNS),
             ("alpha_pattern", len(config.alpha_patterns), MAX_PATTERNS),
         )
-        if name in wild and count > most
+        if (name in wild or name == "target_parameters") and count > most
     ]
 
 

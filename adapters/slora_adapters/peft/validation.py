@@ -7,7 +7,7 @@ it is refused here.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Literal
@@ -25,7 +25,7 @@ from slora_adapters.peft.adapter import (
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finite, largest_magnitude_bits
-from slora_kernels.layout import LinearShape, ModelShape
+from slora_kernels.layout import EXPERT_PATHS, LinearShape, ModelShape
 
 # PEFT writes names with the prefix "base_model.model." and without the adapter's name, "default". PEFT also loads names
 # with "default" before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding
@@ -132,7 +132,29 @@ def find_image_part(tensor_name: str) -> str | None:
 
 @cache
 def _linears_by_path(shape: ModelShape) -> Mapping[str, ModuleId]:
-    return {module.path: m for m, module in enumerate(shape.modules) if m != shape.embedding_module}
+    paths = {module.path: m for m, module in enumerate(shape.modules) if m != shape.embedding_module}
+    return {_wrapper_path(path): m for path, m in paths.items()}
+
+
+def _wrapper_path(path: str) -> str:
+    """PEFT wraps the module of the experts once for each adapted parameter: last, and outermost, for down_proj."""
+    gate_up, down = EXPERT_PATHS
+    if path.endswith(f".{gate_up}"):
+        return f"{path.rpartition('.')[0]}.base_layer"
+    return path.rpartition(".")[0] if path.endswith(f".{down}") else path
+
+
+def _find_experts(
+    found: dict[tuple[ModuleId, Part], AnyFactor], targets: Collection[ModuleId], shape: ModelShape
+) -> dict[tuple[ModuleId, Part], AnyFactor]:
+    """Corrects the modules of tensors of experts: if only gate_up_proj is adapted, its wrapper is the only one."""
+    moved = {}
+    for (module_id, part), tensor in found.items():
+        is_outer = shape.modules[module_id].path.endswith(f".{EXPERT_PATHS[1]}")
+        # Within a layer, down_proj of the experts follows gate_up_proj.
+        is_only = is_outer and module_id not in targets and module_id - 1 in targets
+        moved[module_id - 1 if is_only and (module_id - 1, part) not in found else module_id, part] = tensor
+    return moved
 
 
 # Parts of names that torch.compile, DDP, FSDP and activation checkpointing add.
@@ -166,6 +188,7 @@ def validate(
     vocabulary, row_names, reasons = _find_vocabulary(config, targets, tensors, shape)
     others = {name: tensor for name, tensor in tensors.items() if name not in row_names}
     found, faults = _sort_tensors(others, shape)
+    found = _find_experts(found, targets, shape)
     reasons += faults
     present = frozenset(module_id for module_id, part in found if part != "bias")
     reasons += _compare_with_targets(present, frozenset(targets), shape)
@@ -173,7 +196,7 @@ def validate(
     for module_id in sorted(present & targets.keys()):
         a, b = found.get((module_id, "lora_A")), found.get((module_id, "lora_B"))
         module = shape.modules[module_id]
-        rank, alpha = targets[module_id]
+        rank, alpha, _ = targets[module_id]
         scale = alpha / (rank**0.5 if config.use_rslora else rank)
         magnitude = found.get((module_id, "lora_magnitude_vector"))
         b_bias = found.get((module_id, "lora_B.bias"))
@@ -184,7 +207,7 @@ def validate(
         ]
         reasons += faults
         if a is not None and b is not None and not faults:
-            pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias)
+            pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias, module.num_experts)
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
     reasons += _check_invocation(config, targets, shape)
@@ -483,7 +506,8 @@ def _check_pair(
             f"{name} has the scale {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
         )
         yield Reason("scale_too_high", message)
-    expected = ((rank, module.in_width), (module.out_width, rank))
+    num_rows = rank * module.num_experts
+    expected = ((num_rows, module.in_width), (module.out_width, num_rows))
     for factor, tensor, wanted in zip("AB", pair, expected, strict=True):
         if tensor is None:
             yield Reason("missing_tensors", f"{name} has no lora_{factor}")

@@ -189,13 +189,17 @@ def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = Non
 
 @dataclass(frozen=True, slots=True)
 class ExpertLinear:
-    """One linear of E experts, without biases. Adapters can't change it.
+    """One linear of E experts, without biases.
 
     weight: [E * out, in], the experts' weights below each other; or the packed weight of each expert.
     """
 
     weight: Tensor | QuantizedWeight | CodedWeight | tuple[PackedWeight, ...]
-    num_experts: int
+    site: LoraSite
+
+    @property
+    def num_experts(self) -> int:
+        return self.site.num_experts
 
     def apply(self, x: Tensor, starts: Tensor, kernels: Kernels) -> Tensor:
         """x [S, in] -> [S, out]. Expert e multiplies the rows from `starts[e]` to `starts[e + 1]`."""

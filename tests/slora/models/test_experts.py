@@ -1,4 +1,4 @@
-"""Experts of a mixture: which tokens they compute, and which adapters and checkpoints are refused."""
+"""Experts of a mixture: which tokens they compute, and how checkpoints name them."""
 
 from pathlib import Path
 
@@ -9,10 +9,8 @@ from safetensors.torch import load_file
 from slora import LLM, SamplingParams
 from slora.models.decoder import ExpertChoice
 from slora.models.model_config import ExpertConfig
-from slora_adapters.errors import AdapterInvalid
 from tests.support.cpu_kernels import KERNELS
-from tests.support.peft_adapters import make_adapter
-from tests.support.tiny_models import make_model, write_model
+from tests.support.tiny_models import write_model
 
 
 def make_experts(count: int, chosen: int, *, normalizes: bool) -> ExpertConfig:
@@ -66,16 +64,3 @@ def test_a_checkpoint_with_stacks_of_experts_answers_as_one_with_a_tensor_for_ea
         (answer,) = llm.generate([[5, 6, 7]], params)
         answers.append((answer.token_ids, [entry.logprob for entry in answer.logprobs or ()]))
     assert answers[0] == answers[1]
-
-
-@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "gate_proj", "up_proj"]])
-def test_an_adapter_of_experts_is_refused_and_never_served_as_the_base(
-    tmp_path: Path, targets: str | list[str]
-) -> None:
-    write_model(tmp_path / "base", "qwen3_moe", num_hidden_layers=1)
-    base = make_model("qwen3_moe", num_hidden_layers=1)
-    make_adapter(tmp_path / "adapter", base, r=2, lora_dropout=0.0, target_modules=targets)
-    llm = LLM(tmp_path / "base", kernels=KERNELS, pool_bytes=1 << 22)
-    with pytest.raises(AdapterInvalid, match="target_parameters is set: parameters are adapted instead"):
-        llm.generate([[1, 2]], SamplingParams(max_tokens=1), tmp_path / "adapter")

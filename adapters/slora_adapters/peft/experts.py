@@ -1,0 +1,244 @@
+"""Adapters of experts that were trained with transformers 4, where each expert has linears of its own.
+
+transformers 5 keeps the linears of all experts as two parameters, so PEFT adapts parameters (`target_parameters`). The
+older adapters have tensors for each linear of each expert, such as `mlp.experts.7.up_proj.lora_A.weight`. They are
+checked under the names that they have, and then joined into the tensors of the two parameters, as PEFT does it. The A
+of gate_proj and of up_proj follow one another, and the B form a block-diagonal matrix of twice the rank.
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slora_adapters.errors import Reason
+from slora_adapters.peft.adapter import AdapterLimits, LoraPair
+from slora_adapters.peft.peft_config import PeftConfig
+from slora_adapters.peft.targeting import Target, resolve_targets, spell_out
+from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.validation import validate
+from slora_kernels.layout import EXPERT_PATHS, ROUTER_PATH, LinearShape, ModelShape
+
+# The block of the experts within a layer, and the names of gate, up and down in it.
+_SPELLINGS: Mapping[str, tuple[str, str, str]] = {
+    "block_sparse_moe": ("w1", "w3", "w2"),
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+}
+_EXPERT = re.compile(r"\.(?P<block>\w+)\.experts\.\d+\.(?P<linear>\w+)\.lora_", re.ASCII)
+_GATE_UP, _DOWN = EXPERT_PATHS
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpelling:
+    """The names of experts in an adapter. shape: that of the base model, with a module for each linear of an expert."""
+
+    block: str
+    shape: ModelShape
+
+    def is_own(self, path: str) -> bool:
+        """Whether a module has another name in `shape` than in the base model."""
+        return f".{self.block}.experts." in path or path.endswith(f".{self.block}.gate")
+
+
+def find_spelling(tensor_names: Iterable[str], shape: ModelShape) -> ExpertSpelling | None:
+    """Returns how an adapter names the experts; None if it has no tensors for single experts of this base model."""
+    if all(linear.num_experts == 1 for linear in shape.linears):
+        return None
+    for name in tensor_names:
+        match = _EXPERT.search(name)
+        if match is not None and match["linear"] in _SPELLINGS.get(match["block"], ()):
+            return ExpertSpelling(match["block"], _list_experts(shape, match["block"]))
+    return None
+
+
+def _list_experts(shape: ModelShape, block: str) -> ModelShape:
+    gate, up, down = _SPELLINGS[block]
+    linears: list[LinearShape] = []
+    groups: list[tuple[int, ...]] = []
+    groups_of_group: list[range] = []
+    for group in shape.groups:
+        first_group, linear = len(groups), shape.linears[group[0]]
+        members = [[shape.linears[index] for index in group]]
+        width, in_width, names = linear.out_width, linear.in_width, f"{block}.experts"
+        if linear.path == ROUTER_PATH:
+            members = [[replace(linear, path=f"{block}.gate")]]
+        elif linear.path == _GATE_UP:
+            members = [
+                [LinearShape(f"{names}.{expert}.{name}", in_width, width // 2) for name in (gate, up)]
+                for expert in range(linear.num_experts)
+            ]
+        elif linear.path == _DOWN:
+            members = [
+                [LinearShape(f"{names}.{expert}.{down}", in_width, width)]
+                for expert in range(linear.num_experts)
+            ]
+        for own in members:
+            groups.append(tuple(range(len(linears), len(linears) + len(own))))
+            linears += own
+        groups_of_group.append(range(first_group, len(groups)))
+    of_layer = tuple(
+        tuple(own for group in shape.layer_groups(layer) for own in groups_of_group[group])
+        for layer in range(shape.num_layers)
+    )
+    return replace(shape, linears=tuple(linears), groups=tuple(groups), groups_of_layer=of_layer)
+
+
+def join_experts(
+    config: PeftConfig,
+    tensors: Mapping[str, StoredTensor],
+    spelling: ExpertSpelling,
+    shape: ModelShape,
+    limits: AdapterLimits,
+) -> tuple[PeftConfig, dict[str, StoredTensor], list[Reason]]:
+    """Returns an equivalent config and tensors under the names of `shape`, and the reasons to refuse the adapter.
+
+    The tensors are complete only if there is no reason.
+    """
+    targets, reasons = resolve_targets(config, spelling.shape)
+    reasons += _refuse_variants(config)
+    modules = spelling.shape.modules
+    own_targets = {m: target for m, target in targets.items() if spelling.is_own(modules[m].path)}
+    own = {name: tensor for name, tensor in tensors.items() if spelling.is_own(_module_path(name))}
+    plain = replace(config, bias="none", modules_to_save=(), token_indices=(), ensure_weight_tying=False)
+    found, faults = validate(plain, own_targets, own, spelling.shape, limits)
+    reasons += faults
+    if reasons:
+        return config, {}, reasons
+    by_path = {modules[m].path: (pair, targets[m]) for m, pair in found.pairs.items()}
+    joined = {name: tensor for name, tensor in tensors.items() if name not in own}
+    targets_by_path = {modules[m].path: target for m, target in targets.items() if m not in own_targets}
+    num_bytes = sum(tensor.values.nbytes for tensor in joined.values())
+    count = max(linear.num_experts for linear in shape.linears)
+    for layer in range(shape.num_layers):
+        prefix = f"{shape.layers_path}.{layer}"
+        parts = _LayerParts(prefix, spelling.block, by_path)
+        if (router := parts.find("gate")) is not None:
+            pair, target = router
+            path = f"{prefix}.{ROUTER_PATH}"
+            targets_by_path[path] = target._replace(is_parameter=True)
+            joined |= {tensor.name: tensor for tensor in _rename(pair, path)}
+        for path, wrapper, linears in parts.list_wrappers():
+            pairs, faults = parts.collect(linears, count)
+            reasons += faults
+            if pairs and not faults:
+                num_bytes += _measure_joined(pairs)
+                if num_bytes > limits.max_tensor_bytes:
+                    message = (
+                        f"the joined tensors of the experts take more than {limits.max_tensor_bytes} bytes, which this "
+                        "server accepts at most"
+                    )
+                    return config, {}, [Reason("too_large", message)]
+                _, target = by_path[f"{prefix}.{spelling.block}.experts.0.{linears[0]}"]
+                rank, alpha = (len(linears) * number for number in (target.rank, target.alpha))
+                targets_by_path[path] = Target(int(rank), alpha, is_parameter=True)
+                joined |= {tensor.name: tensor for tensor in _join(pairs, wrapper)}
+    ids = {module.path: m for m, module in enumerate(shape.modules)}
+    new_targets = {ids[path]: target for path, target in targets_by_path.items()}
+    config, length_reasons = spell_out(config, new_targets, shape, all_fields=True)
+    return config, joined, [*reasons, *length_reasons]
+
+
+def _refuse_variants(config: PeftConfig) -> Iterable[Reason]:
+    variants = {
+        "use_dora": config.use_dora,
+        "lora_bias": config.lora_bias,
+        "alora_invocation_tokens": bool(config.invocation),
+        "use_rslora": config.use_rslora,
+        "target_parameters": bool(config.target_parameters),
+    }
+    for field, is_set in variants.items():
+        if is_set:
+            yield Reason(
+                field,
+                f"{field} is set, and the adapter has tensors for single experts (transformers 4), which are not "
+                "served together; train with transformers 5 and target_parameters",
+            )
+
+
+def _module_path(tensor_name: str) -> str:
+    return tensor_name.removeprefix("base_model.model.").partition(".lora_")[0]
+
+
+_Pair = LoraPair[StoredTensor]
+
+
+class _LayerParts:
+    """The pairs of one layer's experts and router."""
+
+    def __init__(self, prefix: str, block: str, by_path: Mapping[str, tuple[_Pair, Target]]) -> None:
+        self._prefix, self._block, self._by_path = prefix, block, by_path
+
+    def find(self, name: str) -> tuple[_Pair, Target] | None:
+        return self._by_path.get(f"{self._prefix}.{self._block}.{name}")
+
+    def list_wrappers(self) -> list[tuple[str, str, Sequence[str]]]:
+        """For each of the two parameters: its path, the path of PEFT's wrapper, and the linears that it joins."""
+        gate, up, down = _SPELLINGS[self._block]
+        wrapper = f"{self._prefix}.mlp.experts"
+        has_down = self.find(f"experts.0.{down}") is not None
+        return [
+            (f"{self._prefix}.{_GATE_UP}", f"{wrapper}.base_layer" if has_down else wrapper, (gate, up)),
+            (f"{self._prefix}.{_DOWN}", wrapper, (down,)),
+        ]
+
+    def collect(self, linears: Sequence[str], count: int) -> tuple[list[list[_Pair]], list[Reason]]:
+        """Returns the pairs of these linears of each expert; none if none is adapted. They must have one form."""
+        found = [[self.find(f"experts.{expert}.{linear}") for linear in linears] for expert in range(count)]
+        pairs = [pair for experts in found for pair in experts if pair is not None]
+        if not pairs:
+            return [], []
+        names = [
+            f"{self._prefix}.{self._block}.experts.{expert}.{linear}"
+            for expert in range(count)
+            for linear in linears
+        ]
+        absent = [name for name in names if name not in self._by_path]
+        if absent:
+            why = "joined linears of all experts are adapted together"
+            return [], [Reason("missing_tensors", f"there are no tensors for {absent[0]}, but {why}")]
+        forms = {(pair.rank, pair.scale, pair.a.dtype, pair.b.dtype) for pair, _ in pairs}
+        if len(forms) > 1:
+            what = " and ".join(linears)
+            return [], [
+                Reason(
+                    "target_parameters",
+                    f"{what} of the experts of {self._prefix} differ in rank, scale or dtype; all of them must have "
+                    "the same",
+                )
+            ]
+        return [[pair for pair, _ in filter(None, experts)] for experts in found], []
+
+
+def _rename(pair: _Pair, path: str) -> list[StoredTensor]:
+    return [replace(pair.a, name=_name(path, "A")), replace(pair.b, name=_name(path, "B"))]
+
+
+def _name(path: str, factor: str) -> str:
+    return f"base_model.model.{path}.lora_{factor}.weight"
+
+
+def _measure_joined(pairs: list[list[_Pair]]) -> int:
+    (first, *others), count = pairs[0], len(pairs)
+    num_linears = 1 + len(others)
+    return count * num_linears * (first.a.values.nbytes + num_linears * first.b.values.nbytes)
+
+
+def _join(pairs: list[list[_Pair]], wrapper: str) -> list[StoredTensor]:
+    """Joins the pairs of each expert. See `LoraPair` for the order of rows and columns."""
+    first = pairs[0][0]
+    count, num_linears, rank, width = len(pairs), len(pairs[0]), first.rank, first.b.shape[0]
+    a = np.concatenate([pair.a.values for experts in pairs for pair in experts])
+    b: npt.NDArray[Any] = np.zeros(
+        (num_linears * width, num_linears * rank, count), dtype=first.b.values.dtype
+    )
+    for expert, members in enumerate(pairs):
+        for index, pair in enumerate(members):
+            rows, columns = slice(index * width, (index + 1) * width), slice(index * rank, (index + 1) * rank)
+            b[rows, columns, expert] = pair.b.values
+    return [
+        replace(first.a, name=_name(wrapper, "A"), values=a),
+        replace(first.b, name=_name(wrapper, "B"), values=b.reshape(num_linears * width, -1)),
+    ]

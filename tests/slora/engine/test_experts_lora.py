@@ -1,0 +1,253 @@
+"""Adapters of experts and routers give peft's answers, beside adapters of other linears and the base."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from slora import LLM
+from slora.models.model_spec import read_model_spec
+from slora_adapters.errors import AdapterInvalid
+from slora_adapters.peft.adapter import AdapterLimits, certify
+from slora_adapters.peft.peft_directory import read_adapter
+from slora_kernels.layout import ModelShape
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_tensor_parallel import judge_divided
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.model_kit import Kits, ModelKit, make_kit
+from tests.support.peft_adapters import EXPERT_LORA_KINDS, KINDS, make_adapter, write_single_experts
+from tests.support.tiny_models import make_model, write_model
+
+MODELS = ["mixtral", "qwen2_moe", "qwen3_moe_mixed"]
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+    kinds = EXPERT_LORA_KINDS | {"plain": KINDS["r8_on_q_and_v"]}
+    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds))
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize("model", MODELS)
+def test_every_kind_in_one_batch_answers_as_peft_does(
+    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=20 if soak else 1, seed=4)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(600))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with LoRA on experts, {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
+    kits: Kits, kernels: str, *, soak: bool
+) -> None:
+    kit = kits("qwen2_moe")
+    work = mix(kit, prompts_each=8 if soak else 2, seed=5)
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(44), **settings)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    stats = llm.stats()
+    assert stats.preemptions > 0 and stats.adapter_evictions > 0
+    assert verdict.equal, verdict
+
+
+def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:
+    verdict = judge_divided(kits("qwen2_moe"), 2)
+    assert verdict.equal, verdict
+
+
+def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
+    kit = kits("mixtral")
+    llm = LLM(
+        kit.directory,
+        kernels="triton",
+        device=TRITON_DEVICE,
+        pool_bytes=kit.pool_bytes(100),
+        max_model_len=128,
+    )
+    work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["all_linear", "router", "patterns"])
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(kits: Kits, model: str) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=1, seed=6)
+    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
+    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        verdict = kit.oracle.judge(prompt, given.token_ids, None, given.logprobs)
+        assert kind is None or verdict.logprob_error > 0.01, kind
+
+
+def test_a_row_has_the_same_bits_in_every_batch(kits: Kits) -> None:
+    kit = kits("qwen3_moe_mixed")
+    work = mix(kit, prompts_each=1, seed=7)
+    settings = {"kernels": KERNELS, "pool_bytes": kit.pool_bytes(400), "max_model_len": 128}
+    together = answer(LLM(kit.directory, **settings), kit, work)
+    chunked = answer(LLM(kit.directory, max_num_batched_tokens=24, max_num_seqs=3, **settings), kit, work)
+    alone = LLM(kit.directory, max_num_seqs=1, **settings)
+    for index, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True)):
+        (single,) = answer(alone, kit, Work([prompt], [kind]))
+        assert single == together[index] == chunked[index], kind
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_an_adapter_with_linears_of_single_experts_answers_as_peft_does(
+    tmp_path: Path, report: Callable[[str], None], model: str
+) -> None:
+    write_model(tmp_path / "base", model)
+    write_single_experts(tmp_path / "single", make_model(model), seed=3, std=0.15)
+    kit = ModelKit(tmp_path / "base", {"single": tmp_path / "single"})
+    work = Work([[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]], ["single", None, "single"])
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with linears of single experts: {verdict}")
+    assert verdict.equal, verdict
+
+
+def _change(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    """Changes the tensors with this text in their names, or removes them."""
+    path = directory / "adapter_model.safetensors"
+    changed = {key: change(tensor) if name in key else tensor for key, tensor in load_file(path).items()}
+    save_file({key: tensor.contiguous() for key, tensor in changed.items() if tensor is not None}, path)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "change", "lora", "message"),
+    [
+        ("experts.2.w1", lambda tensor: None, {}, r"experts\.2\.w1, but there are no tensors for it"),
+        ("experts.1.w2.lora_B", lambda tensor: tensor[:-1], {}, r"lora_B of .*experts\.1\.w2 has shape"),
+        ("experts.0.w3", lambda tensor: tensor.half(), {}, "differ in rank, scale or dtype"),
+        (
+            "experts.9.w3",
+            lambda tensor: tensor,
+            {"rank_pattern": {"experts.1.w2": 8}},
+            "experts.1.w2 has shape",
+        ),
+        ("gate", lambda tensor: tensor, {"alpha_pattern": {"w3": 3}}, "differ in rank, scale or dtype"),
+        (
+            "gate",
+            lambda tensor: tensor,
+            {"use_dora": True},
+            "use_dora is set, and the adapter has tensors for single",
+        ),
+        (
+            "gate",
+            lambda tensor: tensor,
+            {"use_rslora": True},
+            "use_rslora is set, and the adapter has tensors",
+        ),
+        ("gate", lambda tensor: tensor, {"exclude_modules": ["w2"]}, "which the config does not adapt"),
+        (
+            "gate",
+            lambda tensor: tensor,
+            {"exclude_modules": ["experts.1.w2"]},
+            "which the config does not adapt",
+        ),
+    ],
+)
+def test_linears_of_single_experts_that_can_not_be_joined_are_refused(
+    tmp_path: Path,
+    tensors: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+    lora: dict[str, object],
+    message: str,
+) -> None:
+    write_single_experts(tmp_path / "single", make_model("mixtral", num_hidden_layers=1), **lora)
+    _change(tmp_path / "single", tensors, change)
+    with pytest.raises(AdapterInvalid, match=message):
+        read_adapter(tmp_path / "single", _shape_of(tmp_path, "mixtral"), AdapterLimits())
+
+
+def test_linears_of_single_experts_that_grow_too_large_are_refused(tmp_path: Path) -> None:
+    write_single_experts(tmp_path / "single", make_model("mixtral", num_hidden_layers=1), r=24)
+    shape = _shape_of(tmp_path, "mixtral")
+    joined = read_adapter(tmp_path / "single", shape, AdapterLimits()).tensor_bytes
+    size = (tmp_path / "single" / "adapter_model.safetensors").stat().st_size
+    assert size < joined
+    with pytest.raises(AdapterInvalid, match="the joined tensors of the experts take more than"):
+        read_adapter(tmp_path / "single", shape, AdapterLimits(max_tensor_bytes=size))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "change", "lora", "message"),
+    [
+        ("experts.lora_A", lambda tensor: tensor[:-1], {}, r"lora_A of .*experts\.down_proj has shape"),
+        ("experts.base_layer", lambda tensor: None, {}, r"experts\.gate_up_proj, but there are no tensors"),
+        ("experts.lora", lambda tensor: None, {}, r"experts\.down_proj, but there are no tensors"),
+        ("-", None, {"use_dora": True}, "use_dora is set together with target_parameters"),
+        ("-", None, {"lora_bias": True}, "lora_bias is set together with target_parameters"),
+        (
+            "-",
+            None,
+            {"alora_invocation_tokens": [3]},
+            "target_parameters and alora_invocation_tokens are both",
+        ),
+        ("-", None, {"target_parameters": "experts.down_proj"}, "target_parameters is a text"),
+        (
+            "-",
+            None,
+            {"target_parameters": ["mlp.experts.w1"]},
+            r"names 'mlp.experts.w1', which is not the weight",
+        ),
+        (
+            "-",
+            None,
+            {"target_parameters": ["lm_head.weight"]},
+            "names 'lm_head.weight', which is not the weight",
+        ),
+        (
+            "-",
+            None,
+            {"target_parameters": ["q_proj.weight"], "target_modules": ["q_proj"]},
+            "both name .*q_proj",
+        ),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(
+    tmp_path: Path,
+    tensors: str,
+    change: Callable[[torch.Tensor], torch.Tensor | None],
+    lora: dict[str, object],
+    message: str,
+) -> None:
+    base = make_model("qwen3_moe", num_hidden_layers=1)
+    make_adapter(tmp_path / "adapter", base, **EXPERT_LORA_KINDS["all_experts"])
+    if change is not None:
+        _change(tmp_path / "adapter", tensors, change)
+    path = tmp_path / "adapter" / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | lora), encoding="utf-8")
+    with pytest.raises(AdapterInvalid, match=message):
+        read_adapter(tmp_path / "adapter", _shape_of(tmp_path, "qwen3_moe"), AdapterLimits())
+
+
+def _shape_of(directory: Path, model: str) -> ModelShape:
+    write_model(directory / "base", model, num_hidden_layers=1)
+    return read_model_spec(directory / "base").shape("float32")
+
+
+def test_a_certificate_names_experts_apart(kits: Kits) -> None:
+    kit = kits("qwen2_moe")
+    shape = read_model_spec(kit.directory).shape("float32")
+    adapter = read_adapter(kit.adapters["patterns"], shape, AdapterLimits())
+    assert adapter.target_modules == ("q_proj", "o_proj", "gate", "experts.gate_up_proj", "experts.down_proj")
+    summary = certify(adapter, shape, None).modules["experts.down_proj"]
+    assert (summary.adapted, summary.total, summary.max_rank) == (2, 2, 7)
+    tensors = load_file(kit.adapters["patterns"] / "adapter_model.safetensors")
+    norms = []
+    for layer in (1, 2):
+        prefix = f"base_model.model.model.layers.{layer}.mlp.experts"
+        a, b = (tensors[f"{prefix}.lora_{factor}.weight"].double() for factor in "AB")
+        count = shape.linears[-1].num_experts
+        delta = torch.einsum("ore,eri->eoi", b.view(len(b), 7, count), a.view(count, 7, -1))
+        norms.append(float(delta.norm()) * (3 if layer == 2 else 9) / 7)
+    assert summary.max_norm == pytest.approx(max(norms), rel=1e-3)
