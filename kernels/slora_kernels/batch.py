@@ -6,7 +6,7 @@ row of page ids.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -176,11 +176,14 @@ class AttentionRule:
 
     window: a token sees itself and the window - 1 tokens before it. None: it sees all tokens before it.
     softcap: s -> softcap * tanh(s / softcap) (arXiv 2408.00118, section 2). None: scores are not capped.
+    sinks: float32 [Hq], contiguous. Each head has one more score, neither scaled nor capped, of a token without a
+    value: exp(sink) joins the sum by which the weights are divided (arXiv 2309.17453). None: no sinks.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
+    sinks: Tensor | None = field(default=None, compare=False)
 
     def count_visible(self, context: int) -> int:
         """Number of tokens that the last token of a context sees.

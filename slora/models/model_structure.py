@@ -66,7 +66,7 @@ _ROPE_REMEDY = (
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Arguments of attention functions, other than query, key and value, that paged attention obeys or that change nothing.
 _ARGUMENTS = (
-    "scaling", "sliding_window", "softcap",
+    "scaling", "sliding_window", "softcap", "s_aux",
     "position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k",
 )  # fmt: skip
 
@@ -316,12 +316,17 @@ def _refuse_attention(
         (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
         (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
         (key.shape[3] != query.shape[3] or value.shape != key.shape, "keys and values differ in width"),
+        (_has_odd_sinks(query, others.get("s_aux")), "its sinks are not one number for each head"),
         (query.shape[1] % key.shape[1] != 0, f"{query.shape[1]} heads share {key.shape[1]} KV heads"),
         (bool(extra), f"it uses {', '.join(extra)}"),
     )
     for is_so, what in problems:
         if is_so:
             raise ConfigError(f"{name}: paged attention can't serve it, because {what}")
+
+
+def _has_odd_sinks(query: Tensor, sinks: Tensor | None) -> bool:
+    return sinks is not None and sinks.shape != (query.shape[1],)
 
 
 def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str) -> str:

@@ -194,7 +194,13 @@ def _attend_paged(
     attention: _LayerAttention = getattr(module, _LayerAttention.ATTRIBUTE)
     scaling = options.get("scaling")
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scale, options.get("sliding_window") or None, options.get("softcap") or None)
+    sinks = options.get("s_aux")
+    rule = AttentionRule(
+        scale,
+        options.get("sliding_window") or None,
+        options.get("softcap") or None,
+        None if sinks is None else sinks.float(),
+    )
     return attention.attend(query, key, value, rule), None
 
 

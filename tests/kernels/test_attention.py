@@ -127,6 +127,32 @@ def test_attention_reads_only_the_tokens_inside_the_window(
         check_against_twin(kernels, device, KVGeometry(2, *heads, dtype), WINDOWED, window, softcap)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"),
+    [
+        (torch.float32, KVFormat.MODEL),
+        pytest.param(torch.bfloat16, KVFormat.MODEL, marks=SLOW),
+        (torch.float32, KVFormat.FP8),
+    ],
+    ids=str,
+)
+def test_sinks_take_weight_from_the_tokens(
+    kernels: Kernels, device: str, dtype: torch.dtype, kv_format: KVFormat
+) -> None:
+    """The sinks of some heads exceed all scores by far, and those of others are far below them."""
+    for heads, window in ((WINDOW_HEADS[1], None), (WINDOW_HEADS[4], 77), (WINDOW_HEADS[0], 3)):
+        geometry = KVGeometry(2, *heads, dtype, kv_format)
+        scene = build_attention(geometry, (*WINDOWED, (1, 600)), window=window, device=device)
+        sinks = torch.linspace(-20.0, 20.0, heads[0], device=device)
+        rule = replace(make_rule(scene, window), sinks=sinks)
+        expected = reference.attend(scene.q, scene.pages, geometry, scene.layer, scene.batch, rule)
+        out = attend(kernels, scene, rule)
+        check_close(out, expected, units=1)
+        plain = attend(kernels, scene, make_rule(scene, window)).view(-1, *heads[:3:2])
+        ratio = out.view(plain.shape)[:, -1].float().abs().sum() / plain[:, -1].float().abs().sum()
+        assert ratio < 1e-3, "the last head's sink takes nearly all weight"
+
+
 def test_a_window_as_long_as_the_context_changes_no_bit(kernels: Kernels, device: str) -> None:
     scene = build(HEADS[1], torch.float32, MIXED, device)
     plain = attend(kernels, scene, make_rule(scene))

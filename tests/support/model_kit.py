@@ -53,10 +53,11 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     """One adapter of each kind, as fields of LoraConfig, with the names of the model's own linears."""
     if model in ("mixtral", "qwen3_moe", "qwen3_moe_mixed"):
         return EXPERT_KINDS
-    if (
-        model == "phimoe"
-    ):  # A token passes through all linears of attention, but not through those of all experts.
+    # A token passes through all linears of attention, but not through those of all experts.
+    if model == "phimoe":
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    if model == "gpt_oss":
+        return {kind: EXPERT_KINDS[kind] for kind in ("r8_on_q_and_v", "r16_on_attention")}
     if model in OTHER_MODELS:
         return WHOLE_KINDS
     return FUSED_KINDS if model.startswith("phi3") else KINDS

@@ -186,6 +186,12 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         **_LLAMA_LIKE, "head_dim": 20,
         "rope_parameters": {"rope_type": "dynamic", "factor": 1.0, "alpha": 50.0, "rope_theta": 1e4},
     },
+    # Sinks, and experts whose clamped activation and biases are its own.
+    "gpt_oss": {
+        "hidden_size": 48, "intermediate_size": 24, "head_dim": 20, "sliding_window": 21, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "layer_types": [_SLIDING, _FULL],
+        "rope_parameters": {**_YARN, "truncate": False},
+    },
     # The text part of a model that reads images, too.
     "mistral3": {
         "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},

@@ -17,6 +17,7 @@ from slora_kernels.cpu.job_fields import (
     operand_dtype,
     pack_fields,
     pack_pages,
+    pack_row,
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
@@ -76,7 +77,7 @@ class AttentionPlan:
         self._layer_elements = self._layer_scales = self._first_scale = self._num_items = 0
         self._attend_words = self._rotate_words = pack_fields()
         # The words hold addresses of these tensors, so the plan keeps the tensors alive.
-        self._tiles = self._scratch = torch.empty(0)
+        self._tiles = self._scratch = self._no_sinks = torch.empty(0)
         self._norms: tuple[Tensor, Tensor] | None = None
 
     def make_rotate_job(
@@ -108,7 +109,8 @@ class AttentionPlan:
     ) -> tuple[JobWords, int]:
         """Returns the job that fills `out`, and approximately how many elements the job reads."""
         place = self._find_layer(pages, geometry, layer)
-        job = begin_job(self._num_items, *pack_rows(q), *pack_rows(out), *place)
+        sinks = pack_row(self._no_sinks if rule.sinks is None else rule.sinks)
+        job = begin_job(self._num_items, *pack_rows(q), *pack_rows(out), *place, *sinks)
         job.extend(_pack_attention_rule(rule))
         job.extend(self._attend_words)
         return job, len(q) * out.shape[1] * rule.count_visible(self._batch.max_context_len)
@@ -144,6 +146,8 @@ class AttentionPlan:
             geometry.block_tokens,
             scales,
         )
+        # Lower than any score, so that it changes no sum.
+        self._no_sinks = torch.full((geometry.num_heads,), -1e30)
         self._tiles = _tile_queries(batch, max(1, TILE_ROWS // group))
         heads = _choose_heads_per_item(len(self._tiles), geometry.num_kv_heads, group, batch.max_query_len)
         self._num_items = len(self._tiles) * geometry.num_kv_heads // heads

@@ -6,6 +6,7 @@ The models stress the kernels in different ways:
 - Gemma-2-9B: heads of 256, soft cap, window, norms in float32, GELU.
 - Phi-3-mini: heads of 96, which is not a power of two, and one KV head per query head.
 - Qwen3-8B: norms of q and k heads.
+- gpt-oss-20b: sinks, and heads of 64.
 - Qwen3-30B-A3B: 128 experts in each layer.
 """
 
@@ -225,6 +226,14 @@ def _bind_qwen(dtype: torch.dtype) -> Launches:
     yield "Qwen3-8B", _bind_attention(geometry, AttentionRule(0.1), QueryKeyNorm(norm, norm, 1e-6))[-1]
 
 
+def _bind_gpt_oss(dtype: torch.dtype) -> Launches:
+    geometry = KVGeometry(1, 64, 8, 64, _BLOCK_TOKENS, dtype)
+    rule = AttentionRule(1 / 8, window=128, sinks=torch.zeros(64))
+    # Rotating is the same as for other models.
+    for launch in _bind_attention(geometry, rule, None)[:-2]:
+        yield "gpt-oss-20b", launch
+
+
 def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
     """The launches of a decode step, a mixed step and a prefill step, for each 8-bit weight dtype in `forms`."""
     for form in forms:
@@ -288,7 +297,7 @@ def bind_all(
     forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
     """
     yield from _bind_llama(dtype, sizes)
-    for bound in (_bind_gemma, _bind_phi, _bind_qwen):
+    for bound in (_bind_gemma, _bind_phi, _bind_qwen, _bind_gpt_oss):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
     yield from _bind_coded_linears(dtype)

@@ -21,6 +21,7 @@ from slora_kernels.gpu.paged_attention_loop import (
     first_visible,
     pad_head_dim,
     view_pages,
+    weigh_sinks,
 )
 
 # Context tokens per iteration of the loop.
@@ -46,6 +47,7 @@ def _paged_attention_decode_kernel(
     out,
     partial_values,
     partial_sums,
+    sinks,
     query_starts,
     context_lens,
     block_tables,
@@ -109,6 +111,8 @@ def _paged_attention_decode_kernel(
         DOT_DTYPE,
     )
     if context - behind <= split:
+        if sinks is not None:
+            total += weigh_sinks(sinks, heads, rows < GROUP, peak)
         target = out + (token * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
     else:
@@ -123,6 +127,7 @@ def _merge_splits_kernel(
     out,
     partial_values,
     partial_sums,
+    sinks,
     query_starts,
     context_lens,
     num_splits,
@@ -147,10 +152,14 @@ def _merge_splits_kernel(
     place = (b * HEADS + head) * num_splits + parts
     peaks = tl.load(partial_sums + place * 2, mask=used, other=-float("inf"))
     totals = tl.load(partial_sums + place * 2 + 1, mask=used, other=0.0)
-    decay = tl.exp2(peaks - tl.max(peaks, 0))
+    peak = tl.max(peaks, 0)
+    decay = tl.exp2(peaks - peak)
+    total = tl.sum(totals * decay, 0)
+    if sinks is not None:
+        total += weigh_sinks(sinks, head, True, peak)
     source = partial_values + place[:, None] * HEAD_DIM + lanes[None, :]
     values = tl.load(source, mask=used[:, None] & (lanes[None, :] < HEAD_DIM), other=0.0)
-    merged = tl.sum(values * decay[:, None], 0) / tl.sum(totals * decay, 0)
+    merged = tl.sum(values * decay[:, None], 0) / total
     target = out + (token * HEADS + head) * HEAD_DIM + lanes
     tl.store(target, merged.to(out.dtype.element_ty), mask=lanes < HEAD_DIM)
 
@@ -186,10 +195,11 @@ def bind_paged_attention_decode(
     values = torch.empty(*rows, geometry.head_dim, dtype=torch.float32, device=q.device)
     sums = torch.empty(*rows, 2, dtype=torch.float32, device=q.device)
     elements, scales = view_pages(pages, geometry)
-    shared = {
+    shared: dict[str, object] = {
         "out": out,
         "partial_values": values,
         "partial_sums": sums,
+        "sinks": rule.sinks,
         "query_starts": batch.query_starts,
         "context_lens": batch.context_lens,
         "num_splits": splits,

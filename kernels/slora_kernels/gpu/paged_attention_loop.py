@@ -117,6 +117,13 @@ def attend_pages(
 
 
 @triton.jit
+def weigh_sinks(sinks, heads, mask, peak):
+    """Returns what the sinks of `heads` add to sums of weights relative to the maxima `peak` (base 2)."""
+    # 1.4427 = log2(e).
+    return tl.exp2(tl.load(sinks + heads, mask=mask, other=0.0) * 1.4426950408889634 - peak)
+
+
+@triton.jit
 def first_visible(end, WINDOW: tl.constexpr):
     """Position of the first token that the token at end - 1 sees."""
     first = end * 0

@@ -21,6 +21,7 @@ from slora_kernels.gpu.paged_attention_loop import (
     first_visible,
     pad_head_dim,
     view_pages,
+    weigh_sinks,
 )
 
 # Context tokens per iteration of the loop, and warps of a program. On an H200, 64 tokens reach 272 TFLOP/s for a prompt
@@ -64,6 +65,7 @@ def _paged_attention_prefill_kernel(
     pages,
     scales,
     out,
+    sinks,
     query_starts,
     context_lens,
     block_tables,
@@ -106,7 +108,7 @@ def _paged_attention_prefill_kernel(
     layer_start, head_tokens = layer * LAYER_ELEMENTS, kv_head * BLOCK_TOKENS
     before = tl.load(context_lens + b) - size
     begin = first_visible(before + query + 1, WINDOW)
-    acc, _, total = attend_pages(
+    acc, peak, total = attend_pages(
         rows_q,
         tl.where(real, before + queries + 1, begin + 1),
         pages,
@@ -128,6 +130,8 @@ def _paged_attention_prefill_kernel(
         BLOCK_D,
         DOT_DTYPE,
     )
+    if sinks is not None:
+        total += weigh_sinks(sinks, heads, real, peak)
     target = out + ((first + queries) * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
@@ -154,6 +158,7 @@ def bind_paged_attention_prefill(
             "pages": elements,
             "scales": scales,
             "out": out,
+            "sinks": rule.sinks,
             "query_starts": batch.query_starts,
             "context_lens": batch.context_lens,
             "block_tables": batch.block_tables,

@@ -190,7 +190,10 @@ def attend(
             scores = torch.einsum("hd,thd->ht", q[token].double(), k) * rule.scale
             if rule.softcap is not None:
                 scores = rule.softcap * torch.tanh(scores / rule.softcap)
-            out[token] = torch.einsum("ht,thd->hd", scores.softmax(-1), v).to(q.dtype)
+            if rule.sinks is not None:
+                scores = torch.cat((scores, rule.sinks.double()[:, None]), dim=1)
+            weights = scores.softmax(-1)[:, : len(v)]
+            out[token] = torch.einsum("ht,thd->hd", weights, v).to(q.dtype)
     return out.flatten(1)
 
 

@@ -263,6 +263,9 @@ def _attend_pass(
         if rule.softcap is not None:
             scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
         state.add(scores.masked_fill_(hidden, -torch.inf), v)
+    if rule.sinks is not None:
+        sinks = rule.sinks.view(kv_heads, 1, 1, group).expand(-1, -1, queries, -1).flatten(2)[..., None]
+        state.total.add_(torch.exp(sinks - state.peak))
     out = state.values / state.total
     return out.view(kv_heads, n, queries, group, head_dim).permute(1, 2, 0, 3, 4)
 

@@ -20,7 +20,7 @@ from tests.support.tiny_models import OTHER_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
-NUM_PAGES = {"gpt_bigcode": 60, "phimoe": 9}
+NUM_PAGES = {"gpt_bigcode": 60, "phimoe": 9, "gpt_oss": 14}
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,

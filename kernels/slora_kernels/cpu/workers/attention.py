@@ -53,7 +53,6 @@ from slora_kernels.cpu.workers.intrinsics import (
     take_thread_index,
 )
 from slora_kernels.cpu.workers.softmax import (
-    INITIAL_MAX,
     LOG2_E,
     multiply,
     update_softmax_of_rows,
@@ -286,12 +285,13 @@ def attend_tile(
 # LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
 # TILES [n, 4] are (sequence, first token, tokens, KV tokens before the first).
 # ITEM_HEADS is the number of KV heads of an item, a divisor of KV_HEADS.
-# SCALES is used only in fp8.
+# SCALES is used only in fp8. SINKS [1, heads] are `INITIAL_MAX` in a model without sinks.
 (
     Q,
     OUT,
     LAYER_START,
     SCALE_START,
+    SINKS,
     SCALE,
     WINDOW,
     SOFTCAP,
@@ -307,7 +307,7 @@ def attend_tile(
     BLOCK_TOKENS,
     ITEM_HEADS,
     SCALES,
-) = range(19)
+) = range(20)
 
 
 def attend_worker(job: Job) -> None:
@@ -328,7 +328,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
     block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
     window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * LOG2_E
-    item_heads = read_int(job, ITEM_HEADS)
+    item_heads, sinks = read_int(job, ITEM_HEADS), read_float_matrix(job, SINKS)[0]
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
@@ -346,7 +346,8 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
         own_q, sums, state = q[first : first + tokens], all_sums[:num_rows], all_state[:num_rows]
         for m in range(num_rows):
             clear(sums[m])
-            state[m, 0], state[m, 1], state[m, 2] = INITIAL_MAX, _ZERO, _ZERO
+            sink = sinks[(head + m // head_rows) * group + m % group] * LOG2_E
+            state[m, 0], state[m, 1], state[m, 2] = sink, _ONE, _ZERO
         start, table = read_int(job, LAYER_START) + head * head_elements, block_tables[b]
         # Elements in fp8 are only multiplied in pairs after they were copied as bfloat16.
         if tokens == 1 and size % LANES == 0 and not (HAS_BFLOAT16_DOT and scales is not None):

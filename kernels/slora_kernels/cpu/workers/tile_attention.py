@@ -36,6 +36,7 @@ from slora_kernels.cpu.workers.attention import (
     PAGES,
     SCALE,
     SCRATCH,
+    SINKS,
     SOFTCAP,
     STARTS,
     TILES,
@@ -641,11 +642,13 @@ def load_token_queries(
 
 
 @compiled
-def start_rows(state: Array, before: Int, group: Int, first_row: Int, num_rows: Int) -> None:
-    """Initialises the state of a strip. Row m belongs to the token at position `before + m // group`."""
+def start_rows(state: Array, before: Int, group: Int, first_row: Int, num_rows: Int, sinks: Array) -> None:
+    """Initialises the state of a strip. Row m belongs to the token at position `before + m // group`, and has the sink
+    `m % group`.
+    """
     for k in range(STRIP):
         m = first_row + k
-        state[k], state[STRIP + k], state[2 * STRIP + k] = INITIAL_MAX, _ZERO, _ZERO
+        state[k], state[STRIP + k], state[2 * STRIP + k] = sinks[m % group] * LOG2_E, _ONE, _ZERO
         # A row without a query sees nothing.
         position = before + m // group if m < num_rows else -1
         state[3 * STRIP + k] = from_bits(np.int32(position))
@@ -796,7 +799,7 @@ def attend_tile_items(job: Job) -> None:
     kv_heads, group, size = read_int(job, KV_HEADS), read_int(job, GROUP), read_int(job, HEAD_DIM)
     block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
     window, cap = min(read_int(job, WINDOW), _WHOLE_CONTEXT), read_float(job, SOFTCAP) * LOG2_E
-    item_heads = read_int(job, ITEM_HEADS)
+    item_heads, sinks = read_int(job, ITEM_HEADS), read_float_matrix(job, SINKS)[0]
     head_elements, side = block_tokens * size, kv_heads * block_tokens * size
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
@@ -820,7 +823,7 @@ def attend_tile_items(job: Job) -> None:
             if is_token:
                 heads = min(strip_heads, head + item_heads - h)
                 load_token_queries(queries, query_rows, own_q[0], h, group, heads)
-                start_rows(state[:_STATE], before, heads * group, 0, heads * group)
+                start_rows(state[:_STATE], before, heads * group, 0, heads * group, sinks[h * group :])
                 clear(finished)
                 attend_token_strip(
                     results,
@@ -856,7 +859,7 @@ def attend_tile_items(job: Job) -> None:
                     num_rows,
                 )
                 own = state[strip * _STATE : (strip + 1) * _STATE]
-                start_rows(own, before, group, strip * STRIP, num_rows)
+                start_rows(own, before, group, strip * STRIP, num_rows, sinks[h * group :])
             clear(sums[: num_strips * STRIP * size])
             attend_strips(
                 sums,
