@@ -150,6 +150,7 @@ def _make_batch(step: StepShape, limits: TileLimits, max_group_rank: int) -> Ste
         attention=attention,
         lora=lora,
         adapts_embedding=False,
+        adapts_norms=False,
         head_lora=(),
         output_rows=ints(step.batch, dtype=torch.int64),
         sampling_rows=ints(0, dtype=torch.int64),

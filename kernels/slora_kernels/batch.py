@@ -113,8 +113,8 @@ class LoraTiles:
     other tokens.
     num_groups: `LoraTargets.num_groups` of the slots in use together. Sites of later groups have no LoRA work.
     has_affine: whether an adapter of the slots in use has scales and offsets of output columns.
-    runs: the tiles as (slot, first token, number of tokens) on the host, if an adapter replaces rows of the embedding
-    or of the head; otherwise empty.
+    runs: the tiles as (slot, first token, number of tokens) on the host, if an adapter replaces norms, or rows of the
+    embedding or of the head; otherwise empty.
     """
 
     tiles: Tensor

@@ -23,6 +23,9 @@ added (`Affine`). Two rows of float32 behind the module's B hold them.
 An adapter may replace rows of the embedding and of the head: those of some tokens, or all. They come after everything
 else: for each of the two, the token ids (int32, ascending), then a row of the hidden size for each id.
 
+An adapter may also replace weights of norms. They come last: for each replaced norm a row of float32, and a second one
+for its bias if it has one.
+
 Each row is padded to whole segments of `SEGMENT_BYTES`. A page holds a whole number of segments, so a segment never
 crosses a page boundary. A kernel looks up one page id per segment, whatever the rank. Nothing is padded to a maximum
 rank.
@@ -112,6 +115,19 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
+class NormShape:
+    """A norm whose weight is a vector.
+
+    path: as in `LinearShape`. adds_one: the norm multiplies by 1 + weight.
+    """
+
+    path: str
+    width: int
+    has_bias: bool = False
+    adds_one: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class LoraSite:
     """A group of modules that read the same input. One shrink and one expand serve all of them.
 
@@ -144,6 +160,8 @@ class ModelShape:
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
     head_has_bias: whether the head has a bias.
     ties_head: whether the config ties the head to the embedding.
+    layer_norms: the norms that every layer has. final_norm: the norm before the head, with its full path. Adapters
+        replace only these norms.
 
     A module is one linear of one layer, or the embedding, or the head. A site is one group of one layer, or the
     embedding, or the head. Modules and sites are numbered layer by layer. The embedding and the head come last.
@@ -164,6 +182,8 @@ class ModelShape:
     head_path: str = "lm_head"
     head_has_bias: bool = False
     ties_head: bool = False
+    layer_norms: tuple[NormShape, ...] = ()
+    final_norm: NormShape | None = None
 
     def __post_init__(self) -> None:
         members = [linear for group in self.groups for linear in group]
@@ -197,7 +217,18 @@ class ModelShape:
         linears = tuple(LinearShape(**linear) for linear in fields["linears"])
         groups = tuple(tuple(group) for group in fields["groups"])
         of_layer = tuple(tuple(groups) for groups in fields["groups_of_layer"])
-        return ModelShape(**{**fields, "linears": linears, "groups": groups, "groups_of_layer": of_layer})
+        norms = tuple(NormShape(**norm) for norm in fields["layer_norms"])
+        final = fields["final_norm"] and NormShape(**fields["final_norm"])
+        return ModelShape(
+            **{
+                **fields,
+                "linears": linears,
+                "groups": groups,
+                "groups_of_layer": of_layer,
+                "layer_norms": norms,
+                "final_norm": final,
+            }
+        )
 
     @property
     def num_modules(self) -> int:
@@ -222,6 +253,15 @@ class ModelShape:
         return _list_sites(self)
 
     @property
+    def norms(self) -> tuple[NormShape, ...]:
+        """All norms with their full paths, layer by layer. The final norm comes last."""
+        return _list_norms(self)
+
+    def norm_id(self, layer: int, path: str) -> int:
+        """The index in `norms` of a norm of `layer_norms`."""
+        return _find_norm_ids(self)[layer, path]
+
+    @property
     def embedding_module(self) -> int:
         return self.num_modules - 2
 
@@ -237,8 +277,8 @@ class ModelShape:
     def head_site(self) -> LoraSite:
         return self.sites[-1]
 
-    def changes_kv(self, adapted: Collection[int]) -> bool:
-        """Whether an adapter that changes the modules `adapted` changes K or V of any layer.
+    def changes_kv(self, adapted: Collection[int], norms: Collection[int] = ()) -> bool:
+        """Whether an adapter that changes the modules `adapted` and the norms `norms` changes K or V of any layer.
 
         The head does not affect K or V. In the last layer, only the linears that compute K and V affect them. Modules
         of earlier layers change the hidden states that the last layer reads.
@@ -249,7 +289,9 @@ class ModelShape:
             for index in self.layer_linears(last)
             if self.linears[index].path.rpartition(".")[2] in _WITHOUT_KV
         }
-        return not set(adapted) <= free | {self.head_module}
+        if self.final_norm is not None:
+            norms = set(norms) - {len(self.norms) - 1}
+        return bool(norms) or not set(adapted) <= free | {self.head_module}
 
     def layer_groups(self, layer: int) -> tuple[int, ...]:
         """The indexes in `groups` of the groups that the layer has."""
@@ -317,6 +359,22 @@ def _list_modules(shape: ModelShape) -> tuple[LinearShape, ...]:
         LinearShape(shape.embedding_path, shape.vocab_size, shape.hidden_size),
         LinearShape(shape.head_path, shape.hidden_size, shape.vocab_size, shape.head_has_bias),
     )
+
+
+@cache
+def _list_norms(shape: ModelShape) -> tuple[NormShape, ...]:
+    of_layers = (
+        replace(norm, path=f"{shape.layers_path}.{layer}.{norm.path}")
+        for layer in range(shape.num_layers)
+        for norm in shape.layer_norms
+    )
+    return (*of_layers, *(() if shape.final_norm is None else (shape.final_norm,)))
+
+
+@cache
+def _find_norm_ids(shape: ModelShape) -> Mapping[tuple[int, str], int]:
+    places = ((layer, norm.path) for layer in range(shape.num_layers) for norm in shape.layer_norms)
+    return {place: index for index, place in enumerate(places)}
 
 
 @cache
@@ -435,7 +493,9 @@ class LoraTargets:
     kv: whether K or V of any layer changes.
     affine: whether a module has a scale and an offset for each of its output columns.
     rows: whether rows of the embedding or of the head are replaced.
-    stands_alone: whether the adapter can't be part of a sum, because it scales outputs, replaces rows or is activated.
+    norms: whether weights of norms are replaced.
+    stands_alone: whether the adapter can't be part of a sum, because it scales outputs, replaces rows or norms, or is
+        activated.
     invocation: the tokens that activate the adapter. It has no effect on the tokens before their last occurrence in the
         prompt. Empty: it is always active.
     """
@@ -447,6 +507,7 @@ class LoraTargets:
     kv: bool
     affine: bool = False
     rows: bool = False
+    norms: bool = False
     stands_alone: bool = False
     invocation: tuple[int, ...] = ()
 
@@ -473,6 +534,8 @@ class AdapterLayout:
         `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
     rows: int32 [2, 3], (number of replaced rows, first segment of their token ids, first segment of the rows) of the
         embedding and of the head.
+    norms: int32 [num_norms, 2], (whether the weight is replaced, first segment of the weight) of each of
+        `ModelShape.norms`. The bias follows the weight.
     num_groups, invocation: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
@@ -481,6 +544,7 @@ class AdapterLayout:
     modules: Int32Array
     affine: Int32Array
     rows: Int32Array
+    norms: Int32Array
     num_segments: int
     num_groups: int
     changes_kv: bool
@@ -495,7 +559,7 @@ class AdapterLayout:
         embedding, head = (
             bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0] | self.rows[:, 0]
         )
-        has_rows = bool(self.rows[:, 0].any())
+        has_rows, has_norms = (bool(table[:, 0].any()) for table in (self.rows, self.norms))
         return LoraTargets(
             int(self.groups[:, 0].max()),
             self.num_groups,
@@ -504,7 +568,8 @@ class AdapterLayout:
             kv=self.changes_kv,
             affine=bool(self.affine[:, 0].any()),
             rows=has_rows,
-            stands_alone=has_rows or bool(self.affine[:, 2].any() or self.invocation),
+            norms=has_norms,
+            stands_alone=has_rows or has_norms or bool(self.affine[:, 2].any() or self.invocation),
             invocation=self.invocation,
         )
 
@@ -520,10 +585,12 @@ def lay_out_adapter(
     ranks: Sequence[int],
     affine: Mapping[int, Affine] = MappingProxyType({}),
     num_rows: tuple[int, int] = (0, 0),
+    norms: Collection[int] = (),
 ) -> AdapterLayout:
     """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m has no A and B.
 
     affine: the modules with scales and offsets. num_rows: replaced rows of the embedding and of the head.
+    norms: the replaced norms, as indexes in `ModelShape.norms`.
     """
     groups = np.zeros((shape.num_sites, 2), np.int32)
     modules = np.zeros((shape.num_modules, 3), np.int32)
@@ -547,15 +614,21 @@ def lay_out_adapter(
         first_row = segment + affine_segments(count)
         rows[index] = count, segment, first_row
         segment = first_row + count * shape.row_segments(shape.hidden_size)
+    places = np.zeros((len(shape.norms), 2), np.int32)
+    for norm_id in sorted(norms):
+        norm = shape.norms[norm_id]
+        places[norm_id] = True, segment
+        segment += (1 + norm.has_bias) * affine_segments(norm.width)
     adapted = {m for m in range(shape.num_modules) if ranks[m] or m in affine}
     adapted |= {
         m for m, count in zip((shape.embedding_module, shape.head_module), num_rows, strict=True) if count
     }
     used = (site for site in shape.sites[:-2] if not adapted.isdisjoint(site.module_ids))
     num_groups = max((site.kind + 1 for site in used), default=0)
-    return AdapterLayout(groups, modules, columns, rows, segment, num_groups, shape.changes_kv(adapted))
+    changes_kv = shape.changes_kv(adapted, norms)
+    return AdapterLayout(groups, modules, columns, rows, places, segment, num_groups, changes_kv)
 
 
 def affine_segments(width: int) -> int:
-    """Number of segments of `width` scales, offsets or token ids."""
+    """Number of segments of `width` scales, offsets, token ids or elements of a norm."""
     return -(-width // AFFINE_SEGMENT)

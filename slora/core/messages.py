@@ -39,7 +39,7 @@ from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantSh
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 
 _Result = TypeVar("_Result")
 _Decode = Callable[[Any], Any]

@@ -23,7 +23,7 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.batch import AdapterTables, KVGeometry, TokenRows
 from slora_kernels.host_copies import upload
 from slora_kernels.layout import AdapterLayout, ModelShape
-from slora_kernels.torch.lora_matmuls import write_rows
+from slora_kernels.torch.lora_matmuls import read_rows, write_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,13 @@ class _SlotContent(NamedTuple):
     generation: int
     num_pages: int
     is_complete: bool
+
+
+class _OwnNorms(NamedTuple):
+    """An adapter with norms of its own. views: the tensors that lie in one page, by norm, from their first use on."""
+
+    adapter: LoadedAdapter
+    views: dict[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +110,8 @@ class DeviceMemory:
         self._unfinished: dict[int, LoadedAdapter] = {}
         # Loaded adapters with rows of the embedding or of the head, by slot.
         self._with_rows: dict[int, LoadedAdapter] = {}
+        # Loaded adapters with norms of their own, by slot.
+        self._with_norms: dict[int, _OwnNorms] = {}
 
     def load(self, load: AdapterLoad) -> None:
         """Copies a slice of rank 0's part of an adapter. See `load_slice`."""
@@ -117,6 +126,7 @@ class DeviceMemory:
         before = self._slots.pop(part.slot, None)
         self._unfinished.pop(part.slot, None)
         self._with_rows.pop(part.slot, None)
+        self._with_norms.pop(part.slot, None)
         if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
             raise RuntimeError(
                 f"pages of {part.version} from {part.first_page} on were loaded into slot "
@@ -129,6 +139,8 @@ class DeviceMemory:
             loaded, targets = LoadedAdapter(part.pages, part.layout, part.scales), part.layout.targets
             if targets.affine:
                 self._unfinished[part.slot] = loaded
+            if targets.norms:
+                self._with_norms[part.slot] = _OwnNorms(loaded, {})
             if targets.rows:
                 self._with_rows[part.slot] = loaded
         self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
@@ -189,6 +201,26 @@ class DeviceMemory:
         if adapter is None or not adapter.layout.rows[place, 0]:
             return None
         return TokenRows(self.pages, adapter.pages, *adapter.layout.rows[place].tolist())
+
+    def has_norms(self, slot: int) -> bool:
+        """Whether the slot's adapter replaces the weight of a norm."""
+        return slot in self._with_norms
+
+    def find_norm(self, slot: int, norm_id: int, width: int, *, has_bias: bool = False) -> Tensor | None:
+        """Returns the weight of a norm in a slot's adapter, float32 [1, width]; with its bias, [2, width].
+
+        None if the adapter does not replace the norm. norm_id: index in `ModelShape.norms`.
+        """
+        own = self._with_norms.get(slot)
+        if own is None or not own.adapter.layout.norms[norm_id, 0]:
+            return None
+        if norm_id not in own.views:
+            segment, rows = int(own.adapter.layout.norms[norm_id, 1]), 1 + has_bias
+            found = read_rows(self.pages, own.adapter.pages, segment, rows, width, torch.float32)
+            if found.untyped_storage().data_ptr() != self.pages.untyped_storage().data_ptr():
+                return found
+            own.views[norm_id] = found
+        return own.views[norm_id]
 
     @property
     def has_unfinished(self) -> bool:

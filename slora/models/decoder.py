@@ -5,6 +5,7 @@ are loaded. One forward pass computes prefill chunks and decode rows of many seq
 tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,10 +28,11 @@ from slora.models.weights.linear import (
 )
 from slora.models.weights.packed_weight import pack_weight
 from slora.models.weights.weight_reader import WeightReader
-from slora_kernels.batch import KVGeometry
-from slora_kernels.layout import LoraSite
+from slora_kernels.batch import AttentionStep, KVGeometry, QueryKeyNorm
+from slora_kernels.layout import LoraSite, ModelShape
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
+from slora_kernels.torch.lora_matmuls import add_delta
 
 _LARGE_HEAD_BYTES = 512 << 20
 
@@ -96,7 +98,7 @@ class Decoder:
         hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        forward = _Forward(self.config, batch, memory, kernels, deltas, self._collectives)
+        forward = _Forward(self.config, self._shape, batch, memory, kernels, deltas, self._collectives)
         return forward.run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
@@ -154,12 +156,14 @@ class _Forward:
     def __init__(
         self,
         config: ModelConfig,
+        shape: ModelShape,
         batch: StepBatch,
         memory: DeviceMemory,
         kernels: Kernels,
         deltas: LoraDeltas,
         collectives: Collectives,
     ) -> None:
+        self._shape = shape
         self._collectives = collectives
         self._activation = config.activation
         self._experts = config.experts
@@ -169,6 +173,10 @@ class _Forward:
         self._kernels = kernels
         self._step = kernels.prepare_attention(batch.attention)
         self._deltas = deltas
+        # Without post norms, the norm before the MLP is called post_attention_layernorm.
+        self._mlp_norm = ("pre_feedforward" if config.post_norms else "post_attention") + "_layernorm"
+        # The tokens that have q and k norms of their own, as batches of their own.
+        self._own_steps: dict[int, AttentionStep] = {}
 
     def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
         """Runs all layers. residual [T, H] is overwritten.
@@ -177,38 +185,107 @@ class _Forward:
         """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
+        self._replace_norm(hidden, residual, 0, "input_layernorm")
         for index, layer in enumerate(layers):
             attended, delta = self._attend(hidden, layer, index)
             hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps, delta)
-            output, delta = self._transform(hidden, layer)
+            self._replace_norm(hidden, residual, index, self._mlp_norm)
+            output, delta = self._transform(hidden, layer, index)
             if index + 1 < len(layers):
                 hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps, delta)
+                self._replace_norm(hidden, residual, index + 1, "input_layernorm")
         rows = self._batch.output_rows
-        delta = None if delta is None else delta[rows]
-        return kernels.add_rms_norm(output[rows], residual[rows], last_norm, eps, delta)
+        delta, last = None if delta is None else delta[rows], residual[rows]
+        hidden = kernels.add_rms_norm(output[rows], last, last_norm, eps, delta)
+        if self._deltas.norm_runs:
+            self._replace_final_norm(hidden, last)
+        return hidden
+
+    def _replace_norm(self, out: Tensor, x: Tensor, layer: int, name: str) -> None:
+        if self._deltas.norm_runs:
+            self._deltas.replace_norm(out, x, self._shape.norm_id(layer, name), self._eps)
+
+    def _replace_final_norm(self, out: Tensor, x: Tensor) -> None:
+        """Overwrites the rows of out, the final norm of x at `output_rows`, that have a weight of their own."""
+        tokens = self._batch.output_rows.tolist()
+        for rows, weight in self._deltas.find_norms(len(self._shape.norms) - 1, x.shape[1]):
+            places = [place for place, token in enumerate(tokens) if rows.start <= token < rows.stop]
+            if places:
+                out[places] = self._kernels.rms_norm(x[places], weight[0], self._eps)
 
     def _attend(self, hidden: Tensor, layer: DecoderLayer, index: int) -> tuple[Tensor, Tensor | None]:
         """Returns the output of attention, and a delta that is to be added to it, if there is one."""
         kernels, pages, geometry = self._kernels, self._memory.pages, self._memory.geometry
         qkv, delta = self._apply_apart(hidden, layer.qkv)
+        own = list(self._find_own_heads(qkv, delta, layer, index))
         query = kernels.rotate_and_write_kv(
             qkv, layer.cos_sin, pages, geometry, index, self._step, layer.query_key_norm, delta
         )
+        for rows, norm, heads in own:
+            # Their K and V are written once more.
+            query[rows] = kernels.rotate_and_write_kv(
+                heads, layer.cos_sin, pages, geometry, index, self._cut_step(rows), norm
+            )
         attended = kernels.attend(query, pages, geometry, index, self._step, layer.attention_rule)
-        return self._finish(attended, layer.output, layer.attention_post_norm)
+        post_norm = self._post_norm(layer.attention_post_norm, index, "post_attention_layernorm")
+        return self._finish(attended, layer.output, post_norm)
 
-    def _transform(self, hidden: Tensor, layer: DecoderLayer) -> tuple[Tensor, Tensor | None]:
+    def _find_own_heads(
+        self, qkv: Tensor, delta: Tensor | None, layer: DecoderLayer, index: int
+    ) -> Iterator[tuple[slice, QueryKeyNorm, Tensor]]:
+        """Yields the rows of qkv whose adapter has a q or k norm of its own, the norms, and a copy of the rows."""
+        norms, deltas = layer.query_key_norm, self._deltas
+        if norms is None or not deltas.norm_runs:
+            return
+        width = len(norms.query)
+        copies: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for name in ("q_norm", "k_norm"):
+            norm_id = self._shape.norm_id(index, f"self_attn.{name}")
+            for rows, weight in deltas.find_norms(norm_id, width):
+                copies.setdefault((rows.start, rows.stop), {})[name] = weight[0]
+        for (start, stop), weights in copies.items():
+            rows = slice(start, stop)
+            # Kernels want both weights in one dtype.
+            query, key = (
+                weights.get(name, base.float())
+                for name, base in (("q_norm", norms.query), ("k_norm", norms.key))
+            )
+            heads = qkv[rows].clone() if delta is None else add_delta(qkv[rows], delta[rows])
+            yield rows, QueryKeyNorm(query, key, norms.eps), heads
+
+    def _cut_step(self, rows: slice) -> AttentionStep:
+        """The step of these tokens alone, which is only used to write their KV."""
+        if rows.start not in self._own_steps:
+            batch, count = self._batch.attention, rows.stop - rows.start
+            part = replace(
+                batch,
+                query_starts=batch.query_starts.new_tensor([0, count]),
+                context_lens=batch.context_lens.new_tensor([count]),
+                block_tables=batch.block_tables[:1],
+                positions=batch.positions[rows],
+                kv_slots=batch.kv_slots[rows],
+                max_query_len=count,
+                max_context_len=count,
+            )
+            self._own_steps[rows.start] = self._kernels.prepare_attention(part)
+        return self._own_steps[rows.start]
+
+    def _transform(self, hidden: Tensor, layer: DecoderLayer, index: int) -> tuple[Tensor, Tensor | None]:
         """Returns the output of the MLP, and a delta that is to be added to it, if there is one."""
+        post_norm = self._post_norm(layer.mlp_post_norm, index, "post_feedforward_layernorm")
         if isinstance(layer.mlp, DenseMlp):
-            return self._finish(self._gate(hidden, layer.mlp), layer.mlp.down, layer.mlp_post_norm)
+            return self._finish(self._gate(hidden, layer.mlp), layer.mlp.down, post_norm)
         mixed = self._collectives.sum(self._mix_experts(hidden, layer.mlp))
-        return self._norm(mixed, layer.mlp_post_norm), None
+        return mixed if post_norm is None else post_norm(mixed), None
 
-    def _finish(self, x: Tensor, linear: Linear, post_norm: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _finish(
+        self, x: Tensor, linear: Linear, post_norm: Callable[[Tensor], Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
         """Applies the last linear of attention or of an MLP. Other ranks and the post norm need the whole sum."""
         if self._collectives.size == 1 and post_norm is None:
             return self._apply_apart(x, linear)
-        return self._norm(self._collectives.sum(self._apply(x, linear)), post_norm), None
+        output = self._collectives.sum(self._apply(x, linear))
+        return output if post_norm is None else post_norm(output), None
 
     def _gate(self, hidden: Tensor, mlp: DenseMlp) -> Tensor:
         gate_up, delta = self._apply_apart(hidden, mlp.gate_up)
@@ -233,8 +310,17 @@ class _Forward:
         gate = (1 / (1 + torch.exp(-gate.float()))).to(gate.dtype)
         return mixed + gate * self._apply(self._gate(hidden, mlp.shared.mlp), mlp.shared.mlp.down)
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return x if weight is None else self._kernels.rms_norm(x, weight, self._eps)
+    def _post_norm(self, weight: Tensor | None, layer: int, name: str) -> Callable[[Tensor], Tensor] | None:
+        """The norm before an output is added to the residual. None: the family has none."""
+        if weight is None:
+            return None
+
+        def normalize(x: Tensor) -> Tensor:
+            out = self._kernels.rms_norm(x, weight, self._eps)
+            self._replace_norm(out, x, layer, name)
+            return out
+
+        return normalize
 
     def _apply_apart(self, x: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
         """Like `_apply`, but the adapters' part of the sum may be returned on its own."""

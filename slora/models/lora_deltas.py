@@ -8,7 +8,7 @@ parallel.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -96,6 +96,13 @@ class LoraDeltas:
         self._deltas: dict[int, Tensor] = {}
         # For each layer of `_steps`, the tile of each token. Only experts need it.
         self._tile_of_token: dict[int, Tensor] = {}
+        # The rows of adapters that have norms of their own, as (slot, rows).
+        self.norm_runs = [
+            (slot, slice(first, first + count))
+            for step in self._steps
+            for slot, first, count in step.tiles.runs
+            if memory.has_norms(slot)
+        ]
 
     def route(self, starts: Tensor, token_of_row: Tensor, num_tokens: int, site: LoraSite) -> "ExpertDeltas":
         """The LoRA work at the experts of a layer.
@@ -206,6 +213,22 @@ class LoraDeltas:
                 if rows is not None:
                     span = slice(first, first + count)
                     replace_embeddings(out[span], token_ids[span], rows, factor)
+
+    def find_norms(
+        self, norm_id: int, width: int, *, has_bias: bool = False
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Yields the rows of the step that have a weight of their own for a norm, and the weight; see
+        `DeviceMemory.find_norm`.
+        """
+        for slot, rows in self.norm_runs:
+            weight = self._memory.find_norm(slot, norm_id, width, has_bias=has_bias)
+            if weight is not None:
+                yield rows, weight
+
+    def replace_norm(self, out: Tensor, x: Tensor, norm_id: int, eps: float) -> None:
+        """Overwrites the rows of out [T, H], the RMS norm of x [T, H], that have a weight of their own."""
+        for rows, weight in self.find_norms(norm_id, x.shape[1]):
+            out[rows] = self._kernels.rms_norm(x[rows], weight[0], eps)
 
     def multiply_own_rows(self, hidden: Tensor) -> list[OwnLogits]:
         """Multiplies hidden states [N, H] by the rows that their adapters have in place of rows of the head."""

@@ -3,12 +3,13 @@
 This module does not import torch: the API and loader processes need the shapes of adapters.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from slora.models.rope_config import LongRopeScaling, Rope
 from slora.models.stored_quantization import StoredQuantization
-from slora_kernels.layout import LinearShape, ModelShape, fuse_groups, llama_shape, mix_experts
+from slora_kernels.layout import LinearShape, ModelShape, NormShape, fuse_groups, llama_shape, mix_experts
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -110,7 +111,18 @@ class ModelConfig:
             layers_path=f"{self.root}.layers",
             embedding_path=f"{self.root}.embed_tokens",
             ties_head=self.tie_word_embeddings,
+            layer_norms=tuple(self._list_norms()),
+            final_norm=NormShape(f"{self.root}.norm", self.hidden_size, adds_one=self.norm_offset),
         )
+
+    def _list_norms(self) -> Iterator[NormShape]:
+        places = ["input", "post_attention"]
+        if self.post_norms:
+            places += ["pre_feedforward", "post_feedforward"]
+        for place in places:
+            yield NormShape(f"{place}_layernorm", self.hidden_size, adds_one=self.norm_offset)
+        for name in ("q_norm", "k_norm") if self.qk_norm else ():
+            yield NormShape(f"self_attn.{name}", self.head_dim, adds_one=self.norm_offset)
 
     def _mark_bias(self, linear: LinearShape) -> LinearShape:
         name = linear.path.rpartition(".")[2]

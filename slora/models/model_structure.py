@@ -40,7 +40,7 @@ from slora.models.config_fields import read_config as read_json_config
 from slora.models.config_fields import read_eos_token_ids
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
 from slora.models.model_traces import BatchIndexTrace, MaskRecord, describe_mask_difference, find_lengths
-from slora_kernels.layout import LinearShape, ModelShape
+from slora_kernels.layout import LinearShape, ModelShape, NormShape
 
 _ATTENTION = "slora_probe"
 _MASKED_ATTENTION = "slora_mask_probe"
@@ -88,6 +88,8 @@ class _ForwardTrace:
     def __init__(self) -> None:
         self.calls: list[_AttentionCall] = []
         self.linear_calls: dict[str, list[tuple[int, ...]]] = {}
+        # For each call of a norm, whether it normalized the tokens of the step one by one.
+        self.norm_calls: dict[str, list[bool]] = {}
         self.indices = BatchIndexTrace(_TOKENS)
         self._names: dict[int, str] = {}
 
@@ -100,6 +102,19 @@ class _ForwardTrace:
             if isinstance(module, nn.Linear | Conv1D):
                 module.register_forward_hook(
                     lambda _, inputs, output, name=name: self.record_linear(name, inputs[0], output)
+                )
+
+    def hook_norms(self, model: PreTrainedModel) -> None:
+        """Installs a hook on each module whose parameters are vectors: a weight, or a weight and a bias."""
+        for name, module in model.named_modules():
+            parameters = dict(module.named_parameters())
+            vectors = {parameter.shape for parameter in parameters.values() if parameter.dim() == 1}
+            is_norm = "weight" in parameters and parameters.keys() <= {"weight", "bias"} and len(vectors) == 1
+            if is_norm and not any(module.buffers()) and len(module.weight.shape) == 1:
+                module.register_forward_hook(
+                    lambda module, inputs, output, name=name: self.norm_calls.setdefault(name, []).append(
+                        _acts_on_rows(module, inputs, output)
+                    )
                 )
 
     def attend(
@@ -155,11 +170,14 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     model = _build(config, title)
     _refuse_ropes(model, title)
     trace.hook_linears(model)
+    trace.hook_norms(model)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
         _run(model)
     calls = trace.calls
     layers_path = _layers_path(model, calls, title)
     linears = tuple(_linears(model, layers_path, trace))
+    norms = tuple(_layer_norms(model, layers_path, trace))
+    final_norm = _final_norm(model, layers_path, trace)
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
     text = config.get_text_config()
@@ -187,6 +205,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             head_path=_path_of(model, model.get_output_embeddings()),
             ties_head=bool(getattr(config, "tie_word_embeddings", False)),
             head_has_bias=model.get_output_embeddings().bias is not None,
+            layer_norms=norms,
+            final_norm=final_norm,
         ),
         attention_paths=tuple(call.module for call in calls),
     )
@@ -359,6 +379,43 @@ def _linears(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> 
         is_conv = isinstance(module, Conv1D)
         sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
         yield replace(LinearShape(path, *sizes), has_bias=module.bias is not None)
+
+
+def _acts_on_rows(module: nn.Module, inputs: tuple[object, ...], output: object) -> bool:
+    """Whether a call of a norm has one input [1, T, ..., width] and an output of the same shape."""
+    (x,) = inputs if len(inputs) == 1 else (None,)
+    if not isinstance(x, Tensor) or not isinstance(output, Tensor):
+        return False
+    width = len(module.get_parameter("weight"))
+    return x.shape == output.shape and x.shape[:2] == (1, _TOKENS) and x.shape[-1] == width
+
+
+def _layer_norms(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> Iterator[NormShape]:
+    """Yields the norms that every layer calls once, for all tokens."""
+    first = model.get_submodule(f"{layers_path}.0")
+    for path, module in first.named_modules():
+        names = [f"{layers_path}.{layer}.{path}" for layer in range(len(trace.calls))]
+        if all(trace.norm_calls.get(name) == [True] for name in names):
+            shape = _norm_shape(path, module)
+            if all(_norm_shape(path, model.get_submodule(name)) == shape for name in names):
+                yield shape
+
+
+def _final_norm(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> NormShape | None:
+    """The only norm after the layers, beside them in the module tree."""
+    parent, _, layers = layers_path.rpartition(".")
+    siblings = [name for name, _ in model.get_submodule(parent).named_children()]
+    found = [
+        f"{parent}.{name}"
+        for name in siblings[siblings.index(layers) + 1 :]
+        if trace.norm_calls.get(f"{parent}.{name}") == [True]
+    ]
+    return _norm_shape(found[0], model.get_submodule(found[0])) if len(found) == 1 else None
+
+
+def _norm_shape(path: str, module: nn.Module) -> NormShape:
+    bias = getattr(module, "bias", None)
+    return NormShape(path, len(module.get_parameter("weight")), has_bias=isinstance(bias, nn.Parameter))
 
 
 def ignore_padding(model: PreTrainedModel) -> None:

@@ -47,7 +47,7 @@ class TileLayer(NamedTuple):
     batch.
 
     max_group_rank, num_groups: the greatest of the `LoraTargets` of the layer's adapters. has_affine, has_rows:
-    whether one of them has `affine` or `rows`.
+    whether one of them has `affine`, or `rows` or `norms`.
     """
 
     tiles: list[Tile]
@@ -88,6 +88,7 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
         max((targets.max_group_rank for targets in targets), default=0),
         max((targets.num_groups for targets in targets), default=0),
         embedding=any(targets.embedding for targets in targets),
+        norms=any(targets.norms for targets in targets),
         head=any(targets.head for targets in targets),
         kv=any(targets.kv for targets in targets),
         affine=any(targets.affine for targets in targets),
@@ -141,7 +142,9 @@ def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int, 
     targets = [resident.targets for resident in residents if resident]
     rank = max((of_adapter.max_group_rank for of_adapter in targets), default=0)
     num_groups = max((of_adapter.num_groups for of_adapter in targets), default=0)
-    has_affine, has_rows = (any(flags) for flags in ([t.affine for t in targets], [t.rows for t in targets]))
+    has_affine, has_rows = (
+        any(flags) for flags in ([t.affine for t in targets], [t.rows or t.norms for t in targets])
+    )
     return rank, num_groups, has_affine, has_rows
 
 
@@ -190,7 +193,7 @@ class StepBatch:
     of `pooled`, which belong to prompts to embed.
     lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
     batch has an adapter. Rows of the base model are in no tile.
-    adapts_embedding: whether an adapter of the batch changes the embedding.
+    adapts_embedding, adapts_norms: whether an adapter of the batch changes the embedding, or norms.
     head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
     sampling_rows: int64, the row of the sampling table for each entry of `sampling`.
     """
@@ -199,6 +202,7 @@ class StepBatch:
     attention: AttentionBatch
     lora: tuple[LoraTiles, ...]
     adapts_embedding: bool
+    adapts_norms: bool
     head_lora: tuple[LoraTiles, ...]
     output_rows: Tensor
     sampling_rows: Tensor
@@ -257,6 +261,7 @@ class StepArrays:
     max_context_len: int
     lora: tuple[LayerArrays, ...]
     adapts_embedding: bool
+    adapts_norms: bool
     head_lora: tuple[LayerArrays, ...]
     has_pending: bool
     sampling: list[Sequence]
@@ -306,6 +311,7 @@ class StepArrays:
             max_context_len=int(contexts.max()),
             lora=layers,
             adapts_embedding=targets.embedding,
+            adapts_norms=targets.norms,
             head_lora=head_layers,
             has_pending=any(chunk.sequence.num_pending for chunk in chunks),
             sampling=sampling,
@@ -341,6 +347,7 @@ class StepArrays:
             attention=attention,
             lora=tuple(layer.join(tile_tensors) for layer in self.lora),
             adapts_embedding=self.adapts_embedding,
+            adapts_norms=self.adapts_norms,
             head_lora=tuple(layer.join(tile_tensors) for layer in self.head_lora),
             output_rows=output_rows,
             sampling_rows=sampling_rows,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import AttentionInterface, AutoConfig, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
@@ -30,7 +31,7 @@ from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import LoraSite, NormShape
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.torch_kernels import apply_activation
 
@@ -330,6 +331,10 @@ class TransformersDecoder:
         shape = self.spec.sizes
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
             self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._current, site))
+        for norm_id, norm in enumerate(shape.norms):
+            self._model.get_submodule(norm.path).register_forward_hook(
+                _norm_hook(self._current, norm_id, norm)
+            )
         embedding = self._model.get_submodule(shape.embedding_path)
         embedding.register_forward_hook(_embedding_hook(self._current, shape.embedding_site))
 
@@ -343,6 +348,27 @@ def _linear_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
             current.step.deltas.add(_rows(output), _rows(inputs[0]), site)
 
     return add
+
+
+def _norm_hook(current: _CurrentStep, norm_id: int, norm: NormShape) -> _Hook:
+    """Computes the rows of adapters that have a weight of their own again, with the module's own function."""
+    is_replacing = False
+
+    def replace(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        nonlocal is_replacing
+        if is_replacing or not current.is_set or not current.step.deltas.norm_runs:
+            return
+        is_replacing = True
+        try:
+            for rows, own in current.step.deltas.find_norms(norm_id, norm.width, has_bias=norm.has_bias):
+                tensors = dict(
+                    zip(("weight", "bias"), own.to(module.get_parameter("weight").dtype), strict=False)
+                )
+                output[:, rows] = functional_call(module, tensors, (inputs[0][:, rows],))
+        finally:
+            is_replacing = False
+
+    return replace
 
 
 def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:

@@ -54,7 +54,9 @@ class ServedModel:
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
         rows = (spec.vocab_size, spec.vocab_size)
-        largest = lay_out_adapter(self.shape, [config.max_lora_rank] * num_modules, affine, rows)
+        largest = lay_out_adapter(
+            self.shape, [config.max_lora_rank] * num_modules, affine, rows, range(len(self.shape.norms))
+        )
         self._max_adapter_pages = -(-largest.num_bytes // self.full_page_bytes)
 
     def make_memory(

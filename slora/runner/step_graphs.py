@@ -114,8 +114,8 @@ class StepGraphs:
         """The shape of a step that can be replayed.
 
         Returns None if the step has too many tokens, tiles or layers of tiles. Also returns None if an adapter changes
-        the embedding or if logits of prompt tokens are requested, because the graphs compute neither of these. Once
-        there are too many graphs, also returns None for a new shape.
+        the embedding or norms, or if logits of prompt tokens are requested, because the graphs compute none of these.
+        Once there are too many graphs, also returns None for a new shape.
         """
         shape = self._shape_of(batch)
         if shape is None or shape in self._replays:
@@ -132,7 +132,7 @@ class StepGraphs:
             return None
         if len(batch.lora) > len(self._buffers.tiles):
             return None
-        if batch.adapts_embedding or batch.prompts:
+        if batch.adapts_embedding or batch.adapts_norms or batch.prompts:
             return None
         is_short = batch.attention.max_context_len <= _SHORT_CONTEXT
         context = min(_SHORT_CONTEXT, self._max_context) if is_short else self._max_context
@@ -279,6 +279,7 @@ def _cut(buffers: _Buffers, shape: StepShape) -> StepBatch:
         attention=attention,
         lora=tuple(layers),
         adapts_embedding=False,
+        adapts_norms=False,
         head_lora=(),
         output_rows=buffers.output_rows[:sequences],
         sampling_rows=buffers.output_rows[:0],

@@ -399,8 +399,8 @@ class Lifecycle:
         for version, weight in adapters:
             if self._adapters.find_targets(version).stands_alone:
                 raise RequestRefused(
-                    f"adapter {version.digest[:12]} has DoRA, rows of the embedding or the head of its own, or "
-                    "invocation tokens, so it is served alone and with the weight 1; this request has "
+                    f"adapter {version.digest[:12]} has DoRA, norms or rows of the embedding or the head of its own, "
+                    "or invocation tokens, so it is served alone and with the weight 1; this request has "
                     f"{len(adapters)} adapters and gives it the weight {weight:g}; name it as the model instead",
                     "adapters",
                 )

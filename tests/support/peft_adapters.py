@@ -185,6 +185,31 @@ ROW_KINDS: dict[str, dict[str, object]] = {
         "modules_to_save": ["embed_tokens", "lm_head"],
     },
 }
+# Kinds with norms of their own. PEFT takes the names for the ends of paths, so that "norm" names all norms.
+NORM_KINDS: dict[str, dict[str, object]] = {
+    "norms_of_layers": {
+        "r": 4,
+        "target_modules": ["q_proj", "down_proj"],
+        "modules_to_save": ["input_layernorm", "post_attention_layernorm"],
+    },
+    "final_norm_and_head": {
+        "r": 4,
+        "target_modules": ["v_proj"],
+        "modules_to_save": ["model.norm", "lm_head"],
+    },
+    "every_norm_with_dora": {
+        "r": 3,
+        "use_dora": True,
+        "target_modules": ["o_proj", "up_proj"],
+        "modules_to_save": ["norm"],
+    },
+    "norms_of_one_layer": {
+        "r": 3,
+        "target_modules": ["k_proj"],
+        "modules_to_save": ["layers.1.input_layernorm"],
+        "trainable_token_indices": [90, 3, 17],
+    },
+}
 DORA_EMBEDDING_KINDS: dict[str, dict[str, object]] = {
     "dora_on_embedding_and_head": {
         "r": 4,

@@ -18,7 +18,7 @@ from slora_adapters.peft.packing import ByteArray, PackedAdapter
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 Message = dict[str, Any]
 
@@ -80,6 +80,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "modules": entry.layout.modules.tobytes(),
         "affine": entry.layout.affine.tobytes(),
         "rows": entry.layout.rows.tobytes(),
+        "norms": entry.layout.norms.tobytes(),
         "invocation": list(entry.layout.invocation),
         "scales": entry.scales.tobytes(),
         "paces": dict(paces),
@@ -92,12 +93,14 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
     modules = np.frombuffer(bytearray(message["modules"]), np.int32).reshape(-1, 3)
     affine = np.frombuffer(bytearray(message["affine"]), np.int32).reshape(-1, 4)
     rows = np.frombuffer(bytearray(message["rows"]), np.int32).reshape(-1, 3)
+    norms = np.frombuffer(bytearray(message["norms"]), np.int32).reshape(-1, 2)
     scales = np.frombuffer(bytearray(message["scales"]), np.float32)
     layout = AdapterLayout(
         groups,
         modules,
         affine,
         rows,
+        norms,
         message["num_segments"],
         message["num_groups"],
         message["changes_kv"],

@@ -19,6 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -109,6 +110,17 @@ class Vocabulary(NamedTuple, Generic[AnyFactor]):
         return embedding, head
 
 
+class NormTensors(NamedTuple, Generic[AnyFactor]):
+    """The trained weight [width] of a norm, and its bias [width] if the norm has one."""
+
+    weight: AnyFactor
+    bias: AnyFactor | None = None
+
+    @property
+    def tensors(self) -> list[AnyFactor]:
+        return [tensor for tensor in self if tensor is not None]
+
+
 class AdapterTensors(NamedTuple, Generic[AnyFactor]):
     """The tensors of an adapter."""
 
@@ -116,11 +128,13 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
     # Trained biases [out width] that replace those of the base model.
     biases: Mapping[ModuleId, AnyFactor]
     vocabulary: Vocabulary[AnyFactor]
+    norms: Mapping[int, NormTensors[AnyFactor]] = MappingProxyType({})  # By index in `ModelShape.norms`.
     invocation: tuple[int, ...] = ()  # See `PeftConfig`.
 
     def list_all(self) -> list[AnyFactor]:
         factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
-        return [*factors, *self.biases.values(), *self.vocabulary.tensors]
+        of_norms = (tensor for norm in self.norms.values() for tensor in norm.tensors)
+        return [*factors, *self.biases.values(), *self.vocabulary.tensors, *of_norms]
 
     def lay_out(self, shape: ModelShape) -> AdapterLayout:
         """Computes the layout of the adapter in pages, for a base model or a rank's part of it."""
@@ -128,7 +142,8 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
         for module_id, pair in self.pairs.items():
             if pair.magnitude is not None or pair.b_bias is not None:
                 affine[module_id] = Affine(pair.magnitude is not None, module_id in self.biases)
-        layout = lay_out_adapter(shape, list_ranks(self.pairs, shape), affine, self.vocabulary.num_rows)
+        ranks = list_ranks(self.pairs, shape)
+        layout = lay_out_adapter(shape, ranks, affine, self.vocabulary.num_rows, self.norms.keys())
         return replace(layout, invocation=self.invocation)
 
 

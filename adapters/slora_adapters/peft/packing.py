@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.adapter import Adapter, AdapterTensors, LoraPair, ModuleId, TokenRows
+from slora_adapters.peft.adapter import Adapter, AdapterTensors, LoraPair, ModuleId, NormTensors, TokenRows
 from slora_adapters.peft.tensor_file import (
     STORAGE,
+    STORED_NAMES,
     Factor,
     convert,
     fits,
@@ -87,7 +88,7 @@ class Packer:
         layout: AdapterLayout,
         buffer: ByteArray,
     ) -> None:
-        shape, (pairs, biases, vocabulary, _) = partition.rank_shape, tensors
+        shape, (pairs, biases, vocabulary, norms, _) = partition.rank_shape, tensors
         if STORAGE[dtype].itemsize != shape.element_bytes:
             raise ValueError(
                 f"an element of {dtype} takes {STORAGE[dtype].itemsize} bytes, but the model shape "
@@ -99,10 +100,14 @@ class Packer:
         # For each tensor, one destination for each rank.
         self._destinations: defaultdict[str, list[_Destination | _RowDestination]] = defaultdict(list)
         vectors = [vector for pair in pairs.values() for vector in (pair.magnitude, pair.b_bias)]
-        # For each magnitude and bias, a destination for each rank that needs it.
+        # The tensors of norms. They are rounded to the served dtype, as those of the base model are.
+        self._rounded = {tensor.name for norm in norms.values() for tensor in norm.tensors}
+        # For each tensor of a norm, magnitude and bias, a destination for each rank that needs it.
         self._columns: dict[str, list[_ColumnDestination]] = {
             vector.name: [] for vector in (*vectors, *biases.values()) if vector is not None
-        }
+        } | {name: [] for name in self._rounded}
+        for norm_id, norm in norms.items():
+            self._place_norm(norm_id, norm, partition, layout, buffer)
         for index, token_rows in enumerate(vocabulary):
             if token_rows is not None:
                 self._place_rows(token_rows, layout.rows[index].tolist(), partition, layout, buffer)
@@ -135,7 +140,11 @@ class Packer:
         AdapterInvalid if a value overflows.
         """
         if tensor.name in self._columns:
-            numbers = convert(values.reshape(-1), tensor.dtype, "float32")
+            numbers, dtype = values.reshape(-1), tensor.dtype
+            if tensor.name in self._rounded:
+                _check_overflow(tensor, values, tensor.name, self._dtype)
+                numbers, dtype = convert(numbers, dtype, self._dtype), STORED_NAMES[self._dtype]
+            numbers = convert(numbers, dtype, "float32")
             for column in self._columns[tensor.name]:
                 column.write(first_row, numbers)
             return
@@ -165,6 +174,25 @@ class Packer:
             self._destinations[token_rows.tensor.name].append(
                 _RowDestination(rows.reshape(count, -1), order.argsort())
             )
+
+    def _place_norm(
+        self,
+        norm_id: int,
+        norm: NormTensors[Any],
+        partition: Partition,
+        layout: AdapterLayout,
+        buffer: ByteArray,
+    ) -> None:
+        """Notes where the tensors of a norm are written. All ranks hold all of them."""
+        shape, start = partition.shape.norms[norm_id], int(layout.norms[norm_id, 1])
+        for rank in range(partition.size):
+            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
+            rows = memory[_segments(start, len(norm.tensors) * affine_segments(shape.width))]
+            for tensor, row in zip(
+                norm.tensors, rows.view(np.float32).reshape(len(norm.tensors), -1), strict=True
+            ):
+                row[:] = 1.0 if shape.adds_one and tensor is norm.weight else 0.0
+                self._columns[tensor.name].append(_ColumnDestination(row, (range(shape.width),)))
 
     def _place_columns(
         self,
@@ -203,7 +231,7 @@ class Packer:
 
 @dataclass(frozen=True, slots=True)
 class _ColumnDestination:
-    """Where one rank's part of a magnitude or a bias is added."""
+    """Where one rank's part of a magnitude, a bias or a norm is added."""
 
     row: npt.NDArray[np.float32]  # [width and padding]
     parts: tuple[range, ...]  # the columns to write

@@ -21,7 +21,14 @@ from slora_adapters.peft.experts import find_spelling, join_experts
 from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
-from slora_adapters.peft.tensor_file import StoredTensor, convert, map_file, read_shaped, read_tensors
+from slora_adapters.peft.tensor_file import (
+    STORED_NAMES,
+    StoredTensor,
+    convert,
+    map_file,
+    read_shaped,
+    read_tensors,
+)
 from slora_adapters.peft.validation import (
     check_values,
     find_image_part,
@@ -37,8 +44,7 @@ from slora_kernels.layout import ModelShape
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 # Safetensors dtype name -> the name that `convert` expects.
-_SERVED = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_STORED = {served: stored for stored, served in _SERVED.items()}
+_SERVED = {stored: served for served, stored in STORED_NAMES.items()}
 # Rows compared at a time, so that a conversion needs little memory and stops at the first difference.
 _ROWS = 1024
 
@@ -148,7 +154,7 @@ def _equal(tensor: StoredTensor, own: StoredTensor, served: str, rounded: str | 
     for start in range(0, own.shape[0], _ROWS):
         expected, dtype = own.values[start : start + _ROWS], own.dtype
         if rounded is not None:
-            expected, dtype = convert(expected, dtype, rounded), _STORED[rounded]
+            expected, dtype = convert(expected, dtype, rounded), STORED_NAMES[rounded]
         copy = convert(tensor.values[start : start + _ROWS], tensor.dtype, served)
         if not np.array_equal(copy, convert(expected, dtype, served)):
             return False
@@ -302,6 +308,7 @@ def _assemble(
         (len(b_biases), "the biases of lora_B of {} modules"),
         (found.vocabulary.num_rows[0], "{} rows of the embedding"),
         (found.vocabulary.num_rows[1], "{} rows of the head"),
+        (len(found.norms), "the weights of {} norms, which replace those of the base model"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
     )
     variants = [text.format(count) for count, text in counts if count]

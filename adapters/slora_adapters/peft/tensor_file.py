@@ -236,6 +236,9 @@ STORAGE: Mapping[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"),
 }
 
+# Served dtype -> the name of the same dtype in files.
+STORED_NAMES: Mapping[str, str] = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
 # Magnitude bits of infinity in each format.
 _INFINITY_BITS = {"F32": 0x7F80_0000, "F16": 0x7C00, "BF16": 0x7F80}
 # The bits of the smallest float32 magnitude that rounds to infinity in each served dtype. 65520 is half-way between

@@ -19,6 +19,7 @@ from slora_adapters.peft.adapter import (
     AnyFactor,
     LoraPair,
     ModuleId,
+    NormTensors,
     TokenRows,
     Vocabulary,
 )
@@ -66,14 +67,24 @@ def find_other_names(tensor_names: Iterable[str], shape: ModelShape) -> ModelSha
     # The longest root comes first, because one root begins with another.
     for other in sorted(_ROOTS, key=len, reverse=True):
         if any(name.startswith((f"{other}.layers.", f"{other}.embed_tokens.")) for name in names):
-            renamed = replace(shape, layers_path=f"{other}.layers", embedding_path=f"{other}.embed_tokens")
+            final = shape.final_norm and replace(
+                shape.final_norm, path=shape.final_norm.path.replace(root, other, 1)
+            )
+            renamed = replace(
+                shape,
+                layers_path=f"{other}.layers",
+                embedding_path=f"{other}.embed_tokens",
+                final_norm=final,
+            )
             return None if other == root else renamed
     return None
 
 
 def rename_module(tensor_name: str, other: ModelShape, shape: ModelShape) -> str:
     """Returns the name under `shape` of a tensor that is named as under `other`."""
-    pairs = ((other.layers_path, shape.layers_path), (other.embedding_path, shape.embedding_path))
+    pairs = [(other.layers_path, shape.layers_path), (other.embedding_path, shape.embedding_path)]
+    if other.final_norm is not None and shape.final_norm is not None:
+        pairs.append((other.final_norm.path, shape.final_norm.path))
     for theirs, ours in pairs:
         match = re.match(rf"({_PREFIX}){re.escape(theirs)}\.", tensor_name)
         if match is not None:
@@ -124,10 +135,24 @@ def parse_copy_name(tensor_name: str, shape: ModelShape) -> str | None:
     return parameter if parameter in (f"{shape.embedding_path}.weight", *heads) else None
 
 
+def parse_norm_name(tensor_name: str, shape: ModelShape) -> tuple[int, str] | None:
+    """Returns the norm to which a tensor belongs, as an index in `ModelShape.norms`, and "weight" or "bias"; None for
+    other tensors.
+    """
+    match = _COPY.fullmatch(tensor_name)
+    norm_id = None if match is None else _norms_by_path(shape).get(match["path"])
+    return None if match is None or norm_id is None else (norm_id, match["parameter"])
+
+
 def find_image_part(tensor_name: str) -> str | None:
     """Returns the part of a model that reads images to which a LoRA factor belongs; None for other tensors."""
     match = _IMAGE_FACTOR.fullmatch(tensor_name)
     return None if match is None else match["part"]
+
+
+@cache
+def _norms_by_path(shape: ModelShape) -> Mapping[str, int]:
+    return {norm.path: norm_id for norm_id, norm in enumerate(shape.norms)}
 
 
 @cache
@@ -186,7 +211,11 @@ def validate(
     The result is complete only if there is no reason to refuse the adapter.
     """
     vocabulary, row_names, reasons = _find_vocabulary(config, targets, tensors, shape)
-    others = {name: tensor for name, tensor in tensors.items() if name not in row_names}
+    norms, norm_names, faults = _find_norms(config, tensors, shape)
+    reasons += faults
+    others = {
+        name: tensor for name, tensor in tensors.items() if name not in row_names and name not in norm_names
+    }
     found, faults = _sort_tensors(others, shape)
     found = _find_experts(found, targets, shape)
     reasons += faults
@@ -211,7 +240,7 @@ def validate(
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
     reasons += _check_invocation(config, targets, shape)
-    return AdapterTensors(pairs, biases, vocabulary, config.invocation), reasons
+    return AdapterTensors(pairs, biases, vocabulary, norms, config.invocation), reasons
 
 
 def _check_invocation(
@@ -234,13 +263,55 @@ def _check_invocation(
 
 
 def names_module(name: str, path: str) -> bool:
-    """Whether a name in modules_to_save or trainable_token_indices stands for the module at `path`."""
+    """Whether a name in trainable_token_indices stands for the module at `path`."""
     return path == name or path.endswith(f".{name}")
 
 
 def is_saved(path: str, config: PeftConfig) -> bool:
-    """Whether modules_to_save names the module at `path`."""
-    return any(names_module(name, path) for name in config.modules_to_save)
+    """Whether modules_to_save names the module at `path`. As in PEFT, a name may begin within a part of a path: `norm`
+    names every norm whose path ends with it.
+    """
+    return any(path.endswith(name) for name in config.modules_to_save)
+
+
+def _find_norms(
+    config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape
+) -> tuple[dict[int, NormTensors[AnyFactor]], set[str], list[Reason]]:
+    """Returns the replaced norms, the names of their tensors, and reasons to refuse them."""
+    found: dict[tuple[int, str], AnyFactor] = {}
+    names, reasons = set(), []
+    for name, tensor in tensors.items():
+        place = parse_norm_name(name, shape)
+        if place is None:
+            continue
+        names.add(name)
+        norm = shape.norms[place[0]]
+        if place in found:
+            message = f"{name!r} and {found[place].name!r} name the same weight; keep one of them"
+            reasons.append(Reason("duplicate_tensor", message))
+        elif not is_saved(norm.path, config):
+            message = f"tensor {name[:120]!r} is a trained {place[1]}, but modules_to_save does not name {norm.path}"
+            reasons.append(Reason("modules_to_save", message))
+        elif place[1] == "bias" and not norm.has_bias:
+            reasons.append(
+                Reason(
+                    "modules_to_save",
+                    f"tensor {name[:120]!r} is a bias, but {norm.path} of the base model has none",
+                )
+            )
+        elif tensor.shape != (norm.width,):
+            message = f"tensor {name[:120]!r} has shape {list(tensor.shape)}; the base model requires {[norm.width]}"
+            reasons.append(Reason("shape_mismatch", message))
+        found[place] = tensor
+    norms: dict[int, NormTensors[AnyFactor]] = {}
+    for norm_id, norm in enumerate(shape.norms):
+        weight, bias = found.get((norm_id, "weight")), found.get((norm_id, "bias"))
+        if weight is not None and norm.has_bias == (bias is not None):
+            norms[norm_id] = NormTensors(weight, bias)
+        elif is_saved(norm.path, config) or bias is not None:
+            message = f"modules_to_save names {norm.path}, but not all of its tensors are there"
+            reasons.append(Reason("missing_tensors", message))
+    return norms, names, reasons
 
 
 def _find_vocabulary(
@@ -292,15 +363,19 @@ def _find_vocabulary(
 
 def _refuse_other_modules(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:
     paths = (shape.embedding_path, shape.head_path)
-    fields = {
-        "modules_to_save": config.modules_to_save,
-        "trainable_token_indices": [name for name, _ in config.token_indices if name is not None],
-    }
-    for field, names in fields.items():
-        for name in names:
-            if not any(names_module(name, path) for path in paths):
-                message = f"{field} names {name[:80]!r}; this server serves it for {' and '.join(paths)} only"
-                yield Reason(field, message)
+    for name, _ in config.token_indices:
+        if name is not None and not any(names_module(name, path) for path in paths):
+            served = " and ".join(paths)
+            message = f"trainable_token_indices names {name[:80]!r}; this server serves it for {served} only"
+            yield Reason("trainable_token_indices", message)
+    final_norms = () if shape.final_norm is None else (shape.final_norm,)
+    for name in config.modules_to_save:
+        if not any(path.endswith(name) for path in (*paths, *(norm.path for norm in shape.norms))):
+            served = ", ".join((*paths, *(norm.path for norm in (*shape.layer_norms, *final_norms))))
+            message = (
+                f"modules_to_save names {name[:80]!r}; of this base model, it is served for {served} only"
+            )
+            yield Reason("modules_to_save", message)
 
 
 def _check_rows(

@@ -15,7 +15,7 @@ ARENA_PAGES = 12
 
 
 def _layout(num_segments: int) -> AdapterLayout:
-    tables = [np.zeros(size, np.int32) for size in ((6, 2), (9, 3), (9, 4), (2, 3))]
+    tables = [np.zeros(size, np.int32) for size in ((6, 2), (9, 3), (9, 4), (2, 3), (3, 2))]
     return AdapterLayout(*tables, num_segments, 4, True)
 
 

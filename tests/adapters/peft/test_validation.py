@@ -7,6 +7,7 @@ import pytest
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter, read_adapter, refuse_pickles
+from slora_kernels.layout import ModelShape, NormShape
 from tests.adapters.hand_made import (
     SHAPE,
     changed,
@@ -191,9 +192,13 @@ def test_a_file_over_the_byte_limit_is_not_even_parsed() -> None:
 
 def with_rows(tied: bool, config: dict[str, object], **rows: np.ndarray) -> list[str]:
     """The reasons for an adapter with rows of its own. rows: tensors by their names, with _dot_ for dots."""
-    shape = replace(SHAPE, ties_head=tied)
-    tensors = make_tensors() | {name.replace("_dot_", "."): values for name, values in rows.items()}
-    members = make_members(make_config(**config), tensors)
+    tensors = {name.replace("_dot_", "."): values for name, values in rows.items()}
+    return refuse(replace(SHAPE, ties_head=tied), config, tensors)
+
+
+def refuse(shape: ModelShape, config: dict[str, object], tensors: dict[str, np.ndarray]) -> list[str]:
+    """The codes of the reasons to refuse an adapter that also has these tensors."""
+    members = make_members(make_config(**config), make_tensors() | tensors)
     try:
         parse_adapter({name: memoryview(raw) for name, raw in members.items()}, shape, AdapterLimits())
     except AdapterInvalid as error:
@@ -221,6 +226,25 @@ def test_no_tensor_of_embedding_or_head_is_ignored() -> None:
     assert with_rows(False, saved, **twice) == ["duplicate_tensor"]
     assert with_rows(False, saved, **head, **{TOKENS_OF_HEAD: ROWS}) == ["duplicate_tensor"]
     assert with_rows(False, saved, lm_head_dot_weight=np.ones((0, 24), np.float32)) == ["shape_mismatch"]
+
+
+def test_no_tensor_of_a_norm_is_ignored() -> None:
+    final = NormShape("model.norm", 24)
+    shape = replace(SHAPE, layer_norms=(NormShape("norm", 24, has_bias=True),), final_norm=final)
+    names = [f"model.layers.{n}.norm.{part}" for n in range(2) for part in ("weight", "bias")]
+    ones = np.ones(24, np.float32)
+    every, saved = {"modules_to_save": ["norm"]}, dict.fromkeys([*names, "model.norm.weight"], ones)
+
+    assert refuse(shape, every, saved) == []
+    for name in saved:
+        rest = {other: values for other, values in saved.items() if other != name}
+        assert refuse(shape, every, rest) == ["missing_tensors"]
+        assert "shape_mismatch" in refuse(shape, every, {**rest, name: np.ones(23, np.float32)})
+        assert set(refuse(shape, {}, saved)) == {"modules_to_save"}
+    assert refuse(shape, every, saved | {"base_model.model.model.norm.weight": ones}) == ["duplicate_tensor"]
+    assert refuse(shape, every, saved | {"model.norm.bias": ones})[0] == "modules_to_save"
+    assert refuse(shape, {"modules_to_save": ["model.norm"]}, {"model.norm.weight": ones}) == []
+    assert refuse(SHAPE, every, saved)[0] == "modules_to_save"
 
 
 def test_tied_rows_are_refused_where_training_tied_more_than_is_served() -> None:
