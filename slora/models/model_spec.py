@@ -44,6 +44,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     sizes: ModelShape  # With elements of 4 bytes.
     attention_paths: tuple[str, ...] = ()  # The attention modules of a transformers model, one per layer.
+    num_parameters: int = 0  # Numbers in all weights of a transformers model.
     decoder: ModelConfig | None = None  # None if transformers computes the model.
 
     @staticmethod

@@ -42,6 +42,8 @@ from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
 from slora.models.model_traces import BatchIndexTrace, MaskRecord, describe_mask_difference, find_lengths
 from slora_kernels.layout import LinearShape, ModelShape, NormShape
 
+# Four bits with a power of two for each 32 numbers, which bfloat16 and float32 hold exactly.
+MXFP4 = "mxfp4"
 _ATTENTION = "slora_probe"
 _MASKED_ATTENTION = "slora_mask_probe"
 # A number of tokens that is unlikely to equal any size of a model.
@@ -209,6 +211,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             final_norm=final_norm,
         ),
         attention_paths=tuple(call.module for call in calls),
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
     )
 
 
@@ -254,9 +257,11 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         raise ConfigError(
             f"{path}: layer_types has {odd[0]!r}; this server supports {', '.join(_LAYER_TYPES)}"
         )
-    if getattr(config, "quantization_config", None):
+    method = read_quantization_method(config)
+    if method not in (None, MXFP4):
         raise ConfigError(
-            f"{path}: quantization_config is set; transformers' classes are served only without quantization"
+            f"{path}: quantization_config has quant_method {method!r}; transformers' classes are served only without "
+            f"quantization, or with {MXFP4}"
         )
 
 
@@ -267,6 +272,12 @@ def find_auto_class(config: PreTrainedConfig) -> Any:
     kind = type(config)
     has_text_class = kind in MODEL_FOR_CAUSAL_LM_MAPPING or kind not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText
+
+
+def read_quantization_method(config: PreTrainedConfig) -> str | None:
+    """Returns the `quant_method` of the checkpoint, None if its weights are not quantized."""
+    fields = getattr(config, "quantization_config", None)
+    return str(fields.get("quant_method")) if fields else None
 
 
 def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import AttentionInterface, AutoConfig, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, Mxfp4Config, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh, SiLUActivation
 from transformers.pytorch_utils import Conv1D
 
@@ -26,7 +26,7 @@ from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
-from slora.models.model_structure import find_auto_class, ignore_padding
+from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
 from slora.models.parity_check import check_parity
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
@@ -427,10 +427,17 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    config = AutoConfig.from_pretrained(directory)
+    options = {}
+    if read_quantization_method(config) == MXFP4:
+        if dtype == torch.float16:
+            raise ConfigError(f"{directory}: float16 can't hold weights of {MXFP4}; set dtype to bfloat16")
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
     try:
         model: PreTrainedModel
-        model, loading = find_auto_class(AutoConfig.from_pretrained(directory)).from_pretrained(
+        model, loading = find_auto_class(config).from_pretrained(
             directory,
+            **options,
             dtype=dtype,
             attn_implementation=_ATTENTION,
             use_safetensors=True,

@@ -1,10 +1,8 @@
 """Bytes and operations of a model, computed from its config.json without its weights."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from slora.core.engine_config import QUANTIZED_BITS, EngineConfig
-from slora.core.errors import ConfigError
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ROUTER_PATH, ModelShape
@@ -30,21 +28,20 @@ class ModelSize:
 
 
 def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
-    """Computes a model's size from config.json, or from its checkpoint if transformers' classes compute the model.
+    """Computes a model's size from config.json.
 
     With tensor parallelism, the result is the size of one rank's part. Raises ConfigError if the model can't be
-    divided, or if the checkpoint is needed but missing.
+    divided.
     """
     dtype = spec.resolve_dtype(config.dtype)
     element = ELEMENT_BYTES[dtype]
     shape, model = spec.partition(dtype, config.tensor_parallel_size).rank_shape, spec.decoder
     head = shape.vocab_size * shape.hidden_size
     if model is None:
-        stored = _measure_checkpoint(config.model) // ELEMENT_BYTES.get(spec.dtype, element)
         return ModelSize(
-            stored * element,
-            (stored - head) * element,
-            2.0 * max(0, stored - 2 * head),
+            spec.num_parameters * element,
+            (spec.num_parameters - head) * element,
+            2.0 * max(0, spec.num_parameters - 2 * head),
             2.0 * head,
             is_quantized=False,
         )
@@ -143,13 +140,3 @@ def _measure_rotary(model: ModelConfig, config: EngineConfig) -> int:
     positions = config.max_model_len or model.max_positions
     rows = positions * (1 if model.rope_switch is None else 2)
     return sum(rows * (rope.rotary_dim + rope.rotary_dim % 2) * _FLOAT_BYTES for rope in model.ropes)
-
-
-def _measure_checkpoint(directory: Path) -> int:
-    num_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    if not num_bytes:
-        raise ConfigError(
-            f"{directory}: transformers' classes compute this model, so the size of its weights does not follow from "
-            "config.json; put the .safetensors files beside it"
-        )
-    return num_bytes

@@ -240,3 +240,35 @@ def write_coded_checkpoint(source: Path, root: Path, form: CodedForm, kept: str 
         (directory / "generation_config.json").write_text(generation, encoding="utf-8")
         save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     return stored, exact
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def write_mxfp4(directory: Path, plain: Path) -> None:
+    """Draws weights in MXFP4 for the experts of gpt-oss in `plain`, and writes the checkpoint with them to `directory`.
+
+    The experts of `plain` get the same numbers. A weight [E, in, out] is stored as codes [E, out, in / 32, 16] and the
+    exponents [E, out, in / 32] of their scales.
+    """
+    random = torch.Generator().manual_seed(0)
+    stored, numbers = {}, {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        numbers[name] = stored[name] = tensor
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            continue
+        del stored[name]
+        count, width, rows = tensor.shape
+        codes = torch.randint(16, (count, rows, width // 32, 32), generator=random, dtype=torch.uint8)
+        exponents = torch.randint(122, 126, (count, rows, width // 32), generator=random, dtype=torch.uint8)
+        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_scales"] = exponents
+        signs = 1 - 2.0 * (codes >= 8)
+        scaled = _FP4[(codes % 8).long()] * signs * 2.0 ** (exponents.float() - 127)[..., None]
+        numbers[name] = scaled.flatten(2).mT.contiguous()
+    config = json.loads((plain / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    directory.mkdir(exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(numbers, plain / "model.safetensors", metadata={"format": "pt"})

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
 from slora import LLM, SamplingParams
+from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
+from slora.planning.model_size import measure_model
 from tests.slora.engine.test_parity import answer, judge, mix
+from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit
 from tests.support.tiny_models import OTHER_MODELS, write_model
@@ -80,6 +83,40 @@ def test_torch_kernels_serve_them_too(tmp_path: Path) -> None:
     llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), kernels="torch")
     verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
     assert verdict.equal, verdict
+
+
+def test_experts_in_mxfp4_are_the_numbers_that_they_code(tmp_path: Path) -> None:
+    kit = make_kit(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=2)
+    coded = tmp_path / "coded"
+    write_mxfp4(coded, kit.directory)
+    work = mix(kit, prompts_each=2, seed=8)
+    llm = LLM(coded, pool_bytes=kit.pool_bytes(400), dtype="float32")
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    assert verdict.equal, verdict
+    question = EngineConfig(coded, dtype="float32")
+    assert measure_model(read_model_spec(coded), question).weight_bytes == measure_plain(kit.directory)
+
+
+def measure_plain(directory: Path) -> int:
+    return sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "method", "reason"),
+    [
+        ("float16", "mxfp4", "float16 can't hold weights of mxfp4; set dtype to bfloat16"),
+        ("float32", "fp8", "quantization_config has quant_method 'fp8'"),
+    ],
+)
+def test_a_quantization_that_is_not_exact_is_refused(
+    tmp_path: Path, dtype: str, method: str, reason: str
+) -> None:
+    write_model(tmp_path, "gpt_oss", num_hidden_layers=2)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": {"quant_method": method}}
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(ConfigError, match=reason):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)
 
 
 def save(directory: Path, model_type: str, **fields: Any) -> Path:
