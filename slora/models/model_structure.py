@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class _AttentionCall:
     module: str
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # The greater one of the widths of keys and values.
     window: int | None
 
 
@@ -135,11 +135,10 @@ class _ForwardTrace:
                 f"{name}: paged attention can't serve it, because its queries, keys or values depend "
                 "on the index of a token in the batch instead of its position in the sequence"
             )
-        _, num_heads, num_tokens, head_dim = query.shape
-        self.calls.append(
-            _AttentionCall(name, num_heads, key.shape[1], head_dim, options.get("sliding_window") or None)
-        )
-        return query.new_empty(1, num_tokens, num_heads, head_dim), None
+        _, num_heads, num_tokens, key_width = query.shape
+        width, window = max(key_width, value.shape[3]), options.get("sliding_window") or None
+        self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
+        return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
 
     def record_linear(self, name: str, x: Tensor, output: object) -> None:
         """Records a linear's input shape.
@@ -155,7 +154,7 @@ class _ForwardTrace:
 
         An expert in a mixture of experts sees only some of the tokens.
         """
-        return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)])
+        return self.linear_calls.get(name) in ([(1, _TOKENS)], [(_TOKENS,)], [(1, 1, _TOKENS)])
 
 
 def read_transformers_spec(directory: Path) -> ModelSpec:
@@ -177,7 +176,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         _run(model)
     calls = trace.calls
     layers_path = _layers_path(model, calls, title)
-    linears = tuple(_linears(model, layers_path, trace))
+    linears, groups_of_layer = _linears(model, layers_path, trace)
     norms = tuple(_layer_norms(model, layers_path, trace))
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
@@ -195,13 +194,15 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         sizes=ModelShape(
             num_layers=len(calls),
             num_heads=calls[0].num_heads,
-            num_kv_heads=calls[0].num_kv_heads,
-            head_dim=calls[0].head_dim,
+            # A layer with fewer KV heads stores each of them several times, and one with narrower heads adds zeros.
+            num_kv_heads=max(call.num_kv_heads for call in calls),
+            head_dim=max(call.head_dim for call in calls),
             hidden_size=_size(text, "hidden_size", directory),
             vocab_size=_size(text, "vocab_size", directory),
             element_bytes=4,
             linears=linears,
             groups=tuple((linear,) for linear in range(len(linears))),
+            groups_of_layer=groups_of_layer,
             layers_path=layers_path,
             embedding_path=_path_of(model, model.get_input_embeddings()),
             head_path=_path_of(model, model.get_output_embeddings()),
@@ -244,10 +245,12 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
 
     text: the part of the config that describes the decoder.
     """
-    for name in _COUNTS:
-        if getattr(text, name, None) is not None:
-            _size(text, name, path.parent)
-    _refuse_uneven_heads(text, path)
+    # A config whose layers differ has one for each layer.
+    for layer in text.per_layer_config if getattr(text, "is_heterogeneous", False) else (text,):
+        for name in _COUNTS:
+            if getattr(layer, name, None) is not None:
+                _size(layer, name, path.parent)
+        _refuse_uneven_heads(layer, path)
     for name, table in _rope_tables(text):
         kind = str(table["rope_type"])
         if kind not in _ROPE_TYPES and not (kind == "dynamic" and table.get("alpha")):
@@ -346,7 +349,11 @@ def _refuse_attention(
         (attention_mask is not None, "it needs its own mask"),
         (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
         (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
-        (key.shape[3] != query.shape[3] or value.shape != key.shape, "keys and values differ in width"),
+        (
+            key.shape[3] != query.shape[3],
+            f"its keys have {key.shape[3]} elements and its queries {query.shape[3]}",
+        ),
+        (value.shape[:3] != key.shape[:3], f"its values have shape {list(value.shape)}"),
         (_has_odd_sinks(query, others.get("s_aux")), "its sinks are not one number for each head"),
         (query.shape[1] % key.shape[1] != 0, f"{query.shape[1]} heads share {key.shape[1]} KV heads"),
         (bool(extra), f"it uses {', '.join(extra)}"),
@@ -364,12 +371,14 @@ def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str
     """Returns the path of the module list whose members each made one attention call, in order."""
     if not calls:
         raise ConfigError(f"{title} never calls an attention function")
-    shapes = {(call.num_heads, call.num_kv_heads, call.head_dim) for call in calls}
-    if len(shapes) > 1:
-        raise ConfigError(
-            f"{title} has layers of different (heads, KV heads, head dim): {sorted(shapes)}; pages "
-            "need the same for all layers"
-        )
+    most = max(call.num_kv_heads for call in calls)
+    for call in calls:
+        if call.num_heads != calls[0].num_heads or most % call.num_kv_heads or call.num_heads % most:
+            shapes = sorted({(call.num_heads, call.num_kv_heads) for call in calls})
+            raise ConfigError(
+                f"{title} has layers of different (heads, KV heads): {shapes}; pages need the same number of heads, "
+                "and a number of KV heads that is a multiple of those of all layers"
+            )
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == len(calls):
             names = [f"{path}.{layer}." for layer in range(len(module))]
@@ -381,15 +390,33 @@ def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str
     )
 
 
-def _linears(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> Iterator[LinearShape]:
-    """Yields the linears that LoRA can adapt in every layer, in the order of the first layer's modules."""
-    for path, module in model.get_submodule(f"{layers_path}.0").named_modules():
-        names = (f"{layers_path}.{layer}.{path}" for layer in range(len(trace.calls)))
-        if not isinstance(module, nn.Linear | Conv1D) or not all(map(trace.can_adapt, names)):
-            continue
-        is_conv = isinstance(module, Conv1D)
-        sizes = (module.nx, module.nf) if is_conv else (module.in_features, module.out_features)
-        yield replace(LinearShape(path, *sizes), has_bias=module.bias is not None)
+def _linears(
+    model: PreTrainedModel, layers_path: str, trace: _ForwardTrace
+) -> tuple[tuple[LinearShape, ...], tuple[tuple[int, ...], ...]]:
+    """Returns the linears that LoRA can adapt, in the order of the layers' modules, and those of each layer.
+
+    The second result is empty if all layers have the same linears.
+    """
+    found: dict[LinearShape, int] = {}
+    of_layer = []
+    layers: Any = model.get_submodule(layers_path)
+    for layer, block in enumerate(layers):
+        linears = [
+            _describe_linear(path, module)
+            for path, module in block.named_modules()
+            if isinstance(module, nn.Linear | Conv1D) and trace.can_adapt(f"{layers_path}.{layer}.{path}")
+        ]
+        own = [found.setdefault(linear, len(found)) for linear in linears]
+        of_layer.append(tuple(sorted(own)))
+    is_even = len(set(of_layer)) == 1
+    return tuple(found), () if is_even else tuple(of_layer)
+
+
+def _describe_linear(path: str, module: nn.Linear | Conv1D) -> LinearShape:
+    sizes = (
+        (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
+    )
+    return LinearShape(path, *sizes, has_bias=module.bias is not None)
 
 
 def _acts_on_rows(module: nn.Module, inputs: tuple[object, ...], output: object) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AttentionInterface, AutoConfig, Mxfp4Config, PreTrainedModel
@@ -171,16 +172,24 @@ class _LayerAttention:
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """Computes attention of the step's tokens over the pages.
 
-        query [1, Hq, T, D], key and value [1, Hk, T, D], already rotated -> [1, T, Hq, D].
+        query [1, Hq, T, Dk], key [1, Hk, T, Dk] and value [1, Hk, T, Dv], already rotated -> [1, T, Hq, Dv].
+
+        Pages hold heads of the model's widest keys or values. Zeros beside narrower ones change neither scores nor
+        sums. If the pages hold more KV heads than the layer has, each of its heads is stored several times.
         """
         step = self._current.step
-        qkv = torch.cat((query[0], key[0], value[0])).transpose(0, 1).flatten(1)
         memory, kernels = step.memory, step.kernels
+        width, copies = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1]
+        heads = [
+            F.pad(part[0], (0, width - part.shape[3]))
+            for part in (query, *(side.repeat_interleave(copies, dim=1) for side in (key, value)))
+        ]
+        qkv = torch.cat(heads).transpose(0, 1).flatten(1)
         rows = kernels.rotate_and_write_kv(
             qkv, None, memory.pages, memory.geometry, self._layer, step.attention
         )
         out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, step.attention, rule)
-        return out.view(1, query.shape[2], query.shape[1], query.shape[3])
+        return out.view(1, query.shape[2], query.shape[1], width)[..., : value.shape[3]]
 
 
 def _attend_paged(

@@ -12,6 +12,7 @@ from tests.support.peft_adapters import (
     EXPERT_KINDS,
     FUSED_KINDS,
     KINDS,
+    LATENT_KINDS,
     WHOLE_KINDS,
     make_adapter,
 )
@@ -19,6 +20,12 @@ from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
 
 # A and B with this standard deviation make weight deltas about as large as the base weights.
 _ADAPTER_STD = 0.15
+
+_SEVEN: dict[str, object] = {
+    "r": 5,
+    "lora_alpha": 7,
+    "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,11 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     # A token passes through all linears of attention, but not through those of all experts.
     if model == "phimoe":
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
+    if model.startswith("deepseek"):
+        return LATENT_KINDS
+    # One linear outside the layers is not adapted, which "all-linear" would name.
+    if model == "gemma4_text":
+        return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"], "odd_rank": _SEVEN}
     if model == "gpt_oss":
         return {kind: EXPERT_KINDS[kind] for kind in ("r8_on_q_and_v", "r16_on_attention")}
     if model in OTHER_MODELS:

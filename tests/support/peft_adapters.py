@@ -70,6 +70,15 @@ WHOLE_KINDS: dict[str, dict[str, object]] = {
         "target_modules": r".*\.1\.(self_attn|attn|attention)\.(q_proj|c_attn|query_key_value)",
     },
 }
+# Kinds for the linears of latent attention.
+LATENT_KINDS: dict[str, dict[str, object]] = {
+    "r8_on_attention": {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"],
+    },
+    "odd_rank_on_latent": {"r": 5, "lora_alpha": 7, "target_modules": ["kv_b_proj"]},
+}
 
 # Kinds that adapt experts and routers, some of them beside other linears. PEFT 0.21 takes "all-linear" for all of them
 # in Mixtral and Qwen3-MoE, and adapts the two parts of gate_up_proj with twice the rank.

@@ -164,6 +164,11 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 }  # fmt: skip
 
 _LLAMA_LIKE = {"hidden_size": 48, "intermediate_size": 72}
+_LATENT = {
+    **_LLAMA_LIKE, "num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+    "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN,
+}  # fmt: skip
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
 # fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
 OTHER_MODELS: dict[str, dict[str, Any]] = {
@@ -192,6 +197,15 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "layer_types": [_SLIDING, _FULL],
         "rope_parameters": {**_YARN, "truncate": False},
     },
+    # Latent attention: the values are wider than the keys, or narrower.
+    "deepseek_v2": {**_LATENT, "v_head_dim": 28, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
+    # The layers with full attention have fewer and wider heads than the others, and no v_proj.
+    "gemma4_text": {
+        **_LLAMA_LIKE, "head_dim": 16, "sliding_window": 21, "layer_types": [_SLIDING, _FULL], "global_head_dim": 24,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+    },
     # The text part of a model that reads images, too.
     "mistral3": {
         "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},
@@ -218,7 +232,12 @@ def make_config(name: str, **changes: object) -> PreTrainedConfig:
         if "text_config" in own:
             return kind(**{**own, "text_config": {**_COMMON, **own["text_config"], **changes}})
         fields = {**_COMMON, **own, **changes}
-        known = {*kind.attribute_map, *inspect.signature(kind).parameters}
+        known = {
+            "global_head_dim",
+            "num_global_key_value_heads",
+            *kind.attribute_map,
+            *inspect.signature(kind).parameters,
+        }
         return kind(**{field: value for field, value in fields.items() if field in known})
     family, fields = MODELS[name.removesuffix(SEEING)]
     if name.endswith(SEEING):

@@ -6,7 +6,7 @@ The models stress the kernels in different ways:
 - Gemma-2-9B: heads of 256, soft cap, window, norms in float32, GELU.
 - Phi-3-mini: heads of 96, which is not a power of two, and one KV head per query head.
 - Qwen3-8B: norms of q and k heads.
-- gpt-oss-20b: sinks, and heads of 64.
+- gpt-oss-20b: sinks, and heads of 64. DeepSeek-V3 and Gemma-4-E4B: heads of 192 and 512.
 - Qwen3-30B-A3B: 128 experts in each layer.
 """
 
@@ -226,12 +226,16 @@ def _bind_qwen(dtype: torch.dtype) -> Launches:
     yield "Qwen3-8B", _bind_attention(geometry, AttentionRule(0.1), QueryKeyNorm(norm, norm, 1e-6))[-1]
 
 
-def _bind_gpt_oss(dtype: torch.dtype) -> Launches:
-    geometry = KVGeometry(1, 64, 8, 64, _BLOCK_TOKENS, dtype)
-    rule = AttentionRule(1 / 8, window=128, sinks=torch.zeros(64))
-    # Rotating is the same as for other models.
-    for launch in _bind_attention(geometry, rule, None)[:-2]:
-        yield "gpt-oss-20b", launch
+def _bind_other_attention(dtype: torch.dtype) -> Launches:
+    """The attention launches of models that transformers' classes compute. Rotating is the same as for other models."""
+    for model, heads, rule in (
+        ("gpt-oss-20b", (64, 8, 64), AttentionRule(1 / 8, window=128, sinks=torch.zeros(64))),
+        ("DeepSeek-V3", (128, 128, 192), AttentionRule(0.1)),
+        ("Gemma-4-E4B", (8, 2, 512), AttentionRule(1.0)),
+    ):
+        geometry = KVGeometry(1, *heads, _BLOCK_TOKENS, dtype)
+        for launch in _bind_attention(geometry, rule, None)[:-2]:
+            yield model, launch
 
 
 def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
@@ -297,7 +301,7 @@ def bind_all(
     forms: 8-bit dtypes of weights. kv_formats: formats of KV in pages.
     """
     yield from _bind_llama(dtype, sizes)
-    for bound in (_bind_gemma, _bind_phi, _bind_qwen, _bind_gpt_oss):
+    for bound in (_bind_gemma, _bind_phi, _bind_qwen, _bind_other_attention):
         yield from bound(dtype)
     yield from _bind_quantized_linears(dtype, forms)
     yield from _bind_coded_linears(dtype)

@@ -156,7 +156,7 @@ def _merge_splits_kernel(
     decay = tl.exp2(peaks - peak)
     total = tl.sum(totals * decay, 0)
     if sinks is not None:
-        total += weigh_sinks(sinks, head, True, peak)
+        total += weigh_sinks(sinks, head, None, peak)
     source = partial_values + place[:, None] * HEAD_DIM + lanes[None, :]
     values = tl.load(source, mask=used[:, None] & (lanes[None, :] < HEAD_DIM), other=0.0)
     merged = tl.sum(values * decay[:, None], 0) / total

@@ -118,9 +118,12 @@ def attend_pages(
 
 @triton.jit
 def weigh_sinks(sinks, heads, mask, peak):
-    """Returns what the sinks of `heads` add to sums of weights relative to the maxima `peak` (base 2)."""
+    """Returns what the sinks of `heads` add to sums of weights relative to the maxima `peak` (base 2).
+
+    mask: which of the heads there are. None: all.
+    """
     # 1.4427 = log2(e).
-    return tl.exp2(tl.load(sinks + heads, mask=mask, other=0.0) * 1.4426950408889634 - peak)
+    return tl.exp2(tl.load(sinks + heads, mask=mask) * 1.4426950408889634 - peak)
 
 
 @triton.jit
@@ -133,8 +136,11 @@ def first_visible(end, WINDOW: tl.constexpr):
 
 
 def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
-    """Context tokens per iteration of the loop, at most `most`. In 16 bits: 64 for head dim 128, 32 for 256."""
-    return min(most, ITERATION_BYTES // (pad_head_dim(geometry) * geometry.dtype.itemsize))
+    """Context tokens per iteration of the loop, at most `most`. In 16 bits: 64 for head dim 128, 32 for 256.
+
+    `tl.dot` needs 16 at least.
+    """
+    return max(16, min(most, ITERATION_BYTES // (pad_head_dim(geometry) * geometry.dtype.itemsize)))
 
 
 def pad_head_dim(geometry: KVGeometry) -> int:

@@ -38,7 +38,16 @@ def _count_rows(geometry: KVGeometry) -> int:
     """
     if geometry.dtype.itemsize == 4:
         return 16
-    return 128 if geometry.head_dim <= 128 else 64
+    return 128 if geometry.head_dim <= 128 else 64 if geometry.head_dim <= 256 else 32
+
+
+def _count_most_tokens(geometry: KVGeometry, rule: AttentionRule) -> int:
+    """The context tokens per iteration of the loop, if K of so many fits.
+
+    Windows of layers with sinks are short, so they take few iterations. With more tokens, gfx942 would spill registers.
+    """
+    is_short = rule.window is not None and rule.sinks is not None
+    return FP8_ITERATION_TOKENS if geometry.has_scales or is_short else ITERATION_TOKENS
 
 
 @triton.jit
@@ -131,7 +140,7 @@ def _paged_attention_prefill_kernel(
         DOT_DTYPE,
     )
     if sinks is not None:
-        total += weigh_sinks(sinks, heads, real, peak)
+        total += weigh_sinks(sinks, heads, None, peak)
     target = out + ((first + queries) * HEADS + heads)[:, None] * HEAD_DIM + lanes[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=mask)
 
@@ -179,9 +188,7 @@ def bind_paged_attention_prefill(
             "CAP": base_two_cap(rule),
             "TILE_QUERIES": tile_queries,
             "BLOCK_M": rows,
-            "BLOCK_N": count_iteration_tokens(
-                geometry, FP8_ITERATION_TOKENS if geometry.has_scales else ITERATION_TOKENS
-            ),
+            "BLOCK_N": count_iteration_tokens(geometry, _count_most_tokens(geometry, rule)),
             "BLOCK_D": pad_head_dim(geometry),
             "DOT_DTYPE": dot_dtype(geometry.dtype),
         },

@@ -23,7 +23,14 @@ from tests.support.tiny_models import OTHER_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
-NUM_PAGES = {"gpt_bigcode": 60, "phimoe": 9, "gpt_oss": 14}
+NUM_PAGES = {
+    "gpt_bigcode": 60,
+    "phimoe": 9,
+    "gpt_oss": 14,
+    "deepseek_v2": 10,
+    "deepseek_v3": 10,
+    "gemma4_text": 11,
+}
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,
@@ -129,7 +136,6 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
     [
         ("bloom", {}, "never calls an attention function"),
         ("falcon", {}, "can't be built with paged attention by transformers"),
-        ("minicpm3", {"num_key_value_heads": 4}, "keys and values differ in width"),
         ("llama4_text", {"head_dim": 8, "num_key_value_heads": 2}, "layer_types has 'chunked_attention'"),
         # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
@@ -207,7 +213,7 @@ def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
         ),
         (
             {"model_type": "granite", "per_layer_config": {"0": {"num_attention_heads": 2}}},
-            "'num_attention_heads' is a per-layer attribute",
+            "num_key_value_heads is 4; num_attention_heads 2 must be a multiple of it",
         ),
         ({"model_type": "musicgen"}, "Multiple valid text configs"),
     ],
