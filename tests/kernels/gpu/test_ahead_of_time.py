@@ -195,7 +195,10 @@ def test_products_of_16_bit_numbers_run_on_matrix_units(compiled: list[CompiledK
         if kernel.kernel in LINEARS and kernel.dtype != "float32":
             assert kernel.product is not None, kernel
         elif kernel.dtype != "float32":
-            assert kernel.product == PRODUCTS.get(kernel.kernel, {}).get(kernel.target), kernel
+            # Heads of 512 leave registers for 32 rows.
+            is_narrow = "Gemma-4" in kernel.case and kernel.kernel in PRODUCTS
+            products = SMALL_PRODUCTS if is_narrow else PRODUCTS.get(kernel.kernel, {})
+            assert kernel.product == products.get(kernel.target), kernel
 
 
 def test_multiply_adds_are_fused_regardless_of_the_environment(compiled: list[CompiledKernel]) -> None:
