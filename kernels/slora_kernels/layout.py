@@ -2,8 +2,9 @@
 
 The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds one of two things:
 
-- A KV block: for each layer, K and V of `block_tokens` tokens as `[2, num_kv_heads, block_tokens, head_dim]`. The
-  elements are of the model's dtype, or 8-bit floats followed by their scales (`KVFormat`).
+- A KV block: for each layer with attention, K and V of `block_tokens` tokens as
+  `[2, num_kv_heads, block_tokens, head_dim]`. The elements are of the model's dtype, or 8-bit floats followed by their
+  scales (`KVFormat`).
 - A part of a packed adapter. A packed adapter is one long byte string, cut at page boundaries. A cut may fall inside a
   layer.
 
@@ -157,6 +158,7 @@ class ModelShape:
     linears: the linears that layers have, in the order that all tables use.
     groups: for each group, the indexes of consecutive linears that read the same input.
     groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
+    num_layers_without_kv: number of layers without attention. They have no part in a KV block.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
     head_has_bias: whether the head has a bias.
     ties_head: whether the config ties the head to the embedding.
@@ -177,6 +179,7 @@ class ModelShape:
     linears: tuple[LinearShape, ...]
     groups: tuple[tuple[int, ...], ...]
     groups_of_layer: tuple[tuple[int, ...], ...] = ()
+    num_layers_without_kv: int = 0
     layers_path: str = "model.layers"
     embedding_path: str = "model.embed_tokens"
     head_path: str = "lm_head"
@@ -229,6 +232,10 @@ class ModelShape:
                 "final_norm": final,
             }
         )
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_layers_without_kv
 
     @property
     def num_modules(self) -> int:

@@ -203,18 +203,23 @@ class KVFootprint:
     # The maximum number of tokens, itself included, that a token attends to in any layer. None if a layer attends to
     # all tokens.
     window: int | None = None
+    state_pages: int = 0  # The pages of the recurrent state, whatever the length of the sequence.
 
     def pages(self, num_tokens: int, chunk_tokens: int = 1) -> int:
         """The maximum number of pages that a sequence of `num_tokens` holds when it computes `chunk_tokens` at a time.
 
         Worked example: blocks of 16 tokens, a window of 32, one token at a time. 32 consecutive tokens touch up to 3
-        blocks.
+        blocks. With a recurrent state of 2 pages, the sequence holds up to 5 pages.
         """
         whole = -(-num_tokens // self.block_tokens)
         if self.window is None:
-            return whole
+            return self.state_pages + whole
         in_sight = self.window - 1 + chunk_tokens
-        return min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
+        return self.state_pages + min(whole, (in_sight + self.block_tokens - 2) // self.block_tokens + 1)
+
+    def tokens(self, num_pages: int) -> int:
+        """How many tokens of KV fit into `num_pages` pages, without a window."""
+        return max(0, num_pages - self.state_pages) * self.block_tokens
 
     def chunk_tokens(self, num_tokens: int, num_pages: int) -> int:
         """The maximum chunk size with which a sequence of `num_tokens` holds at most `num_pages` pages.
@@ -225,7 +230,7 @@ class KVFootprint:
             return num_tokens
         if self.window is None:
             return 0
-        return (num_pages - 1) * self.block_tokens + 2 - self.window
+        return (num_pages - self.state_pages - 1) * self.block_tokens + 2 - self.window
 
     def first_token_seen(self, position: int) -> int:
         """The first token that the token at `position` attends to, in the layer with the largest window."""

@@ -6,6 +6,7 @@ Single-threaded: all methods must be called from the thread that built the engin
 API keys.
 """
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -13,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from slora.core.cost_model import CostModel, StepTimes
-from slora.core.engine_config import EngineConfig, KVFootprint, SchedulerConfig
+from slora.core.engine_config import EngineConfig, SchedulerConfig
 from slora.core.engine_state import (
     MAX_SPANS,
     AdapterPlace,
@@ -43,6 +44,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
+_log = logging.getLogger(__name__)
 _BREAKS_ALONE = (
     "the engine cannot compute this request, even in a step of its own; the server's log has the reason"
 )
@@ -102,11 +104,17 @@ class Engine:
             prefault(self._runner.memory.pages)
         num_pages = len(self._runner.memory.pages)
         budget = config.token_budget(self._runner.device.type)
+        prefix_cache = config.prefix_cache
+        if model.states and prefix_cache != "off":
+            _log.warning(
+                "the prefix cache is off: it does not keep the recurrent state of a model (%s)", model.family
+            )
+            prefix_cache = "off"
         scheduler = SchedulerConfig(
             num_pages=num_pages,
             num_slots=self._runner.num_slots,
             full_page_bytes=self._runner.full_page_bytes,
-            footprint=KVFootprint(config.block_tokens, model.window),
+            footprint=self._runner.footprint,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             rope_switch=model.rope_switch,
@@ -115,7 +123,7 @@ class Engine:
             prompt_lookup_tokens=config.prompt_lookup_tokens,
             loads_beside=self._runner.loads_beside,
             metrics_tenants=config.metrics_tenants,
-            prefix_cache=config.prefix_cache,
+            prefix_cache=prefix_cache,
             preemption=config.preemption,
             scheduling=config.scheduling,
         )
@@ -154,7 +162,7 @@ class Engine:
             shape=model.shape(self._runner.dtype_name),
             can_embed=self._runner.can_embed,
             num_ranks=config.tensor_parallel_size,
-            prefix_cache=config.prefix_cache,
+            prefix_cache=prefix_cache,
         )
 
     @property
@@ -182,7 +190,8 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._tenants.set_share(request.tenant, request.share)
         tenant = self._tenants.find(request.tenant, is_background=request.is_background)
-        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, self._config.block_tokens)
+        sizes = self._config.block_tokens, self._runner.footprint.state_pages
+        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, *sizes)
         if request.emitted is None:
             self._scheduler.add(sequence, time.monotonic())
             self._observer.num_prompt_tokens += len(request.prompt_token_ids)
@@ -285,9 +294,14 @@ class Engine:
             return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
         ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
         ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
+        sampled = result.sampled
+        if self._runner.footprint.state_pages:
+            # Each run has advanced the recurrent states again, so no result of them counts.
+            ended += self._scheduler.restart_chunks(plan, StepFailed(_GIVEN_UP))
+            sampled = []
         self._scheduler.advance(plan)
         step = _LaunchedStep(plan, RunningStep(), started_s)
-        return ended + self._finish_step(step, result.sampled, is_timed=False)
+        return ended + self._finish_step(step, sampled, is_timed=False)
 
     def _finish_step(
         self, step: "_LaunchedStep", sampled: list[SampledToken], *, is_timed: bool = True

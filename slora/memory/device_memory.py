@@ -85,6 +85,7 @@ class DeviceMemory:
     """The pool's pages and the adapters' tables on one device.
 
     pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
+    num_state_pages: number of pages with the recurrent state of a sequence. 0 if the model has none.
     host_pages: `num_host_pages` pages of the same size in host memory, page-locked if `device` is a GPU.
     """
 
@@ -98,7 +99,9 @@ class DeviceMemory:
         max_adapter_pages: int,
         device: torch.device,
         num_host_pages: int = 0,
+        num_state_pages: int = 0,
     ) -> None:
+        self.num_state_pages = num_state_pages
         self.geometry = geometry
         self.full_page_bytes = full_page_bytes
         self.device = device

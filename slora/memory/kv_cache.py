@@ -311,23 +311,40 @@ class KVCache:
 # With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries stay in
 # the table. No result depends on these entries, but each must be the id of a page with finite values. So they point to
 # the first page that the sequence still holds.
+#
+# A model with recurrent layers keeps a state for each sequence, which every step overwrites. Its bytes fill whole pages
+# that belong to the same table. Forks share them until one of them computes its next token.
 
 
 class BlockTable:
     """The pages of one sequence. Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
 
-    Worked example, 16 tokens per block: 33 tokens need 3 pages, and the third page has room for 15 more tokens.
+    Worked example, 16 tokens per block: 33 tokens need 3 pages, and the third page has room for 15 more tokens. With a
+    recurrent state of 2 pages they need 5.
 
     Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
+
+    num_state_pages: number of pages that the recurrent state takes. 0 if the model has none.
+    state_pages: these pages, in order. They are allocated together with the first block.
 
     page_seconds: the number of held pages, integrated over time. It is valid only while the table holds no page,
         because the final reading of a page is added when the page is released.
     """
 
-    __slots__ = ("_array", "block_tokens", "num_freed", "num_pages", "page_seconds")
+    __slots__ = (
+        "_array",
+        "block_tokens",
+        "num_freed",
+        "num_pages",
+        "num_state_pages",
+        "page_seconds",
+        "state_pages",
+    )
 
-    def __init__(self, block_tokens: int) -> None:
+    def __init__(self, block_tokens: int, num_state_pages: int = 0) -> None:
         self.block_tokens = block_tokens
+        self.num_state_pages = num_state_pages
+        self.state_pages: list[int] = []
         self.num_pages = 0
         self.num_freed = 0
         self.page_seconds = 0.0
@@ -341,12 +358,21 @@ class BlockTable:
 
     @property
     def held_pages(self) -> list[int]:
+        """The pages of the recurrent state, and then those of the blocks in order."""
         pages: list[int] = self._array[self.num_freed : self.num_pages].tolist()
-        return pages
+        return [*self.state_pages, *pages] if self.state_pages else pages
+
+    def filled_pages(self, num_tokens: int) -> list[int]:
+        """The first of `held_pages`: those with content once `num_tokens` tokens are computed."""
+        if not num_tokens:
+            return []
+        num_blocks = -(-num_tokens // self.block_tokens) - self.num_freed
+        return self.held_pages[: len(self.state_pages) + max(0, num_blocks)]
 
     def pages_missing(self, num_tokens: int) -> int:
         """Number of pages to allocate before the sequence can hold `num_tokens` tokens."""
-        return max(0, -(-num_tokens // self.block_tokens) - self.num_pages)
+        num_blocks = max(0, -(-num_tokens // self.block_tokens) - self.num_pages)
+        return num_blocks + self.num_state_pages - len(self.state_pages)
 
     def allocate(self, count: int, tenant: TenantAccount, kv: KVCache) -> None:
         """Appends `count` new pages that `tenant` owns. The caller has made room."""
@@ -356,7 +382,14 @@ class BlockTable:
             self.extend(pages)
 
     def extend(self, pages: list[int]) -> None:
-        """Appends pages without measuring how long they are held."""
+        """Appends pages without measuring how long they are held. The pages of the recurrent state come first."""
+        num_state_pages = self.num_state_pages - len(self.state_pages)
+        if num_state_pages:
+            self.state_pages = [*self.state_pages, *pages[:num_state_pages]]
+            pages = pages[num_state_pages:]
+        self._append(pages)
+
+    def _append(self, pages: list[int]) -> None:
         end = self.num_pages + len(pages)
         if end > len(self._array):
             grown = np.zeros(max(end, 2 * len(self._array)), np.int32)
@@ -368,24 +401,26 @@ class BlockTable:
 
     def fork(self, kv: KVCache) -> "BlockTable":
         """Returns a new table of the same pages, with its own reference to each held page."""
-        table = BlockTable(self.block_tokens)
+        table = BlockTable(self.block_tokens, self.num_state_pages)
         held = self.held_pages
         kv.retain(held)
-        table.extend(self.pages.tolist())
+        table.state_pages = self.state_pages
+        table._append(self.pages.tolist())
         table.num_freed = self.num_freed
         table.page_seconds = -kv.read(held)
         return table
 
     def adopt(self, num_freed: int, pages: list[int], kv: KVCache) -> None:
         """Fills the empty table with `num_freed` freed blocks, followed by `pages`. Takes over the references to
-        `pages`, which the caller has just acquired.
+        `pages`, which the caller has just acquired. They begin with the pages of the recurrent state.
 
         Worked example: adopt(2, [7, 9], kv) gives the entries 7, 7, 7, 9; the last two are held.
         """
         assert self.num_pages == 0, f"a block table with {self.num_pages} pages cannot adopt other pages"
         self.num_freed = num_freed
         self.page_seconds -= kv.read(pages)
-        self.extend([0] * num_freed + pages)
+        self.state_pages, pages = pages[: self.num_state_pages], pages[self.num_state_pages :]
+        self._append([0] * num_freed + pages)
 
     def free_before(self, token: int, kv: KVCache) -> None:
         """Frees the blocks that lie completely before `token`."""
@@ -395,8 +430,38 @@ class BlockTable:
             self.num_freed = end
             self._fill_freed()
 
-    def needs_copy(self, token: int, kv: KVCache) -> bool:
-        """Whether the page of `token` is shared and must be copied before the KV of `token` is written."""
+    def count_shared(self, token: int, kv: KVCache) -> int:
+        """Number of shared pages that must be copied before the KV of `token` and the state after it are written."""
+        count = len(self.state_pages) if self.state_pages and kv.is_shared(self.state_pages[0]) else 0
+        return count + self._shares_block(token, kv)
+
+    def copy_on_write(self, token: int, kv: KVCache, tenant: TenantAccount) -> list[tuple[int, int]]:
+        """Replaces the pages that `count_shared` counts by new pages that `tenant` owns.
+
+        Returns (source, target) of each, whose bytes the caller copies. A source keeps its key; the targets have none.
+        """
+        index, shares_block = token // self.block_tokens, self._shares_block(token, kv)
+        sources = self.state_pages if self.state_pages and kv.is_shared(self.state_pages[0]) else []
+        num_state_pages = len(sources)
+        if shares_block:
+            sources = [*sources, int(self._array[index])]
+        targets = kv.allocate(len(sources), tenant)
+        self.page_seconds -= kv.read(targets)
+        self._release(sources, kv)
+        if num_state_pages:
+            self.state_pages = targets[:num_state_pages]
+        if shares_block:
+            self._array[index] = targets[-1]
+            self._fill_freed()
+        return list(zip(sources, targets, strict=True))
+
+    def release(self, kv: KVCache) -> None:
+        """Releases every page and empties the table."""
+        self._release(self.held_pages, kv)
+        self.num_pages = self.num_freed = 0
+        self.state_pages = []
+
+    def _shares_block(self, token: int, kv: KVCache) -> bool:
         index = token // self.block_tokens
         if not self.num_freed <= index < self.num_pages:
             return False
@@ -406,25 +471,6 @@ class BlockTable:
         # Each token is written once, and a block is inserted only after its last token was written.
         assert not kv.has_key(page), f"token {token} would be written into page {page}, which has a key"
         return False
-
-    def copy_on_write(self, token: int, kv: KVCache, tenant: TenantAccount) -> tuple[int, int]:
-        """Replaces the shared page of `token` by a new page that `tenant` owns.
-
-        Returns (source, target), whose bytes the caller copies. The source keeps its key; the target has none.
-        """
-        index = token // self.block_tokens
-        source = int(self._array[index])
-        (target,) = kv.allocate(1, tenant)
-        self.page_seconds -= kv.read([target])
-        self._release([source], kv)
-        self._array[index] = target
-        self._fill_freed()
-        return source, target
-
-    def release(self, kv: KVCache) -> None:
-        """Releases every page and empties the table."""
-        self._release(self.held_pages, kv)
-        self.num_pages = self.num_freed = 0
 
     def _release(self, pages: list[int], kv: KVCache) -> None:
         self.page_seconds += kv.read(pages)

@@ -14,7 +14,7 @@ MAX_SLOTS = 1024
 def find_full_page_bytes(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes of one page over all layers. Raises ConfigError if block_tokens is too small for this model."""
     try:
-        return shape.num_layers * shape.page_bytes(config.block_tokens, config.kv_format)
+        return shape.num_kv_layers * shape.page_bytes(config.block_tokens, config.kv_format)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 
@@ -57,20 +57,26 @@ def count_swap_pages(config: EngineConfig, num_pages: int, full_page_bytes: int,
 
 
 def find_max_model_len(
-    config: EngineConfig, num_pages: int, full_page_bytes: int, max_positions: int, window: int | None
+    config: EngineConfig, num_pages: int, full_page_bytes: int, max_positions: int, footprint: KVFootprint
 ) -> int:
     """Returns the maximum length of a sequence, in tokens. Raises ConfigError if a requested length does not fit.
 
-    If no length was requested, the model's length is reduced to what fits into the pool. window: as in `KVFootprint`.
+    If no length was requested, the model's length is reduced to what fits into the pool.
     """
-    room = num_pages * config.block_tokens
+    room = footprint.tokens(num_pages)
     wanted = config.max_model_len
     longest = wanted or max_positions
-    if KVFootprint(config.block_tokens, window).pages(longest) <= num_pages:
+    if footprint.pages(longest) <= num_pages:
         return longest
+    without_window = KVFootprint(footprint.block_tokens, state_pages=footprint.state_pages)
     if wanted is not None:
         raise ConfigError(
             f"max_model_len is {wanted}, but the pool holds {room} tokens; raise pool_bytes to "
-            f"{-(-wanted // config.block_tokens) * full_page_bytes} or lower max_model_len"
+            f"{without_window.pages(wanted) * full_page_bytes} or lower max_model_len"
+        )
+    if not room:
+        raise ConfigError(
+            f"the pool has {num_pages} pages, but the recurrent state of one sequence takes {footprint.state_pages}; "
+            f"raise pool_bytes to at least {without_window.pages(1) * full_page_bytes}"
         )
     return room

@@ -6,6 +6,7 @@ that has not imported torch runs that module in a subprocess. This module does n
 
 import importlib
 import json
+import math
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
+from slora.core.engine_config import KVFootprint
 from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config
 from slora.models.families import FAMILIES, read_model_config
@@ -26,6 +28,24 @@ ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Exit code of the program slora.models.model_structure when it refused the model and printed the reason on standard
 # output.
 REFUSED_EXIT_CODE = 3
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor of a recurrent layer that one token passes on to the next token of its sequence."""
+
+    module: str  # The layer's module that computes it.
+    kind: str  # `conv`: the last inputs of a convolution. `recurrent`: the state of a recurrence.
+    index: int  # The number of this tensor among those of the same module and kind.
+    shape: tuple[int, ...]
+    is_float32: bool  # False: it has the model's dtype.
+
+    def num_bytes(self, dtype: str) -> int:
+        return math.prod(self.shape) * ELEMENT_BYTES["float32" if self.is_float32 else dtype]
+
+
+# The states of a sequence are one byte string. Each tensor begins at a multiple of this.
+_STATE_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +63,8 @@ class ModelSpec:
     dtype: str  # The checkpoint's own dtype.
     eos_token_ids: tuple[int, ...]
     sizes: ModelShape  # With elements of 4 bytes.
-    attention_paths: tuple[str, ...] = ()  # The attention modules of a transformers model, one per layer.
+    attention_paths: tuple[str, ...] = ()  # The attention modules of a transformers model, in order.
+    states: tuple[StateTensor, ...] = ()  # The states of a transformers model's recurrent layers.
     num_parameters: int = 0  # Numbers in all weights of a transformers model.
     decoder: ModelConfig | None = None  # None if transformers computes the model.
 
@@ -69,6 +90,9 @@ class ModelSpec:
                 "window_of_layer": tuple(fields["window_of_layer"]),
                 "eos_token_ids": tuple(fields["eos_token_ids"]),
                 "attention_paths": tuple(fields["attention_paths"]),
+                "states": tuple(
+                    StateTensor(**{**state, "shape": tuple(state["shape"])}) for state in fields["states"]
+                ),
                 "sizes": ModelShape.from_plain(fields["sizes"]),
             }
         )
@@ -82,6 +106,21 @@ class ModelSpec:
         """Maximum number of tokens that a token sees in any layer, itself included. None if a layer has no window."""
         windows = [window for window in self.window_of_layer if window is not None]
         return max(windows) if windows and len(windows) == len(self.window_of_layer) else None
+
+    def lay_out_states(self, dtype: str) -> list[tuple[int, int]]:
+        """The first byte of each of `states` in a sequence's byte string, and the byte after its last. Both are
+        multiples of `_STATE_ALIGNMENT`.
+        """
+        spans, end = [], 0
+        for state in self.states:
+            start, end = end, end - (-state.num_bytes(dtype) // _STATE_ALIGNMENT) * _STATE_ALIGNMENT
+            spans.append((start, end))
+        return spans
+
+    def footprint(self, block_tokens: int, dtype: str, full_page_bytes: int) -> KVFootprint:
+        """The pages that a sequence needs when the model runs in `dtype`."""
+        state_bytes = max((end for _, end in self.lay_out_states(dtype)), default=0)
+        return KVFootprint(block_tokens, self.window, -(-state_bytes // full_page_bytes))
 
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide the layout of pages and adapters when the model runs in `dtype`."""

@@ -4,17 +4,19 @@
 
 There is no table of architectures. The model is built on torch's meta device, which needs no memory and no weights. The
 model runs with an attention function that records how each layer calls the function. Hooks record which linears project
-all tokens of the step. A second run records the masks that transformers would build. A model that paged attention or
-LoRA would compute wrongly is refused here, with the reason. A process that has not imported torch runs this module in a
-subprocess.
+all tokens of the step. A second run records the states of recurrent layers, and a third one the masks that transformers
+would build. A model that paged attention or LoRA would compute wrongly is refused here, with the reason. A process that
+has not imported torch runs this module in a subprocess.
 """
 
 import argparse
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +40,14 @@ from transformers.utils import logging
 from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config as read_json_config
 from slora.models.config_fields import read_eos_token_ids
-from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec
+from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import BatchIndexTrace, MaskRecord, describe_mask_difference, find_lengths
+from slora.models.recurrent_layers import (
+    LayerStates,
+    call_with_states,
+    describe_states,
+    find_stateful_modules,
+)
 from slora_kernels.layout import LinearShape, ModelShape, NormShape
 
 # Four bits with a power of two for each 32 numbers, which bfloat16 and float32 hold exactly.
@@ -65,7 +73,11 @@ _ROPE_REMEDY = (
     f"with transformers' classes, this server supports {', '.join(_ROPE_TYPES)}, whose angles do not depend on the "
     "longest sequence of a batch"
 )
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+_LAYER_TYPES = (
+    "full_attention", "sliding_attention",
+    "conv", "linear_attention", "hybrid",  # Recurrent layers, see `recurrent_layers`.
+    "mlp", "moe",  # Layers that compute each token by itself.
+)  # fmt: skip
 # Arguments of attention functions, other than query, key and value, that paged attention obeys or that change nothing.
 _ARGUMENTS = (
     "scaling", "sliding_window", "softcap", "s_aux",
@@ -85,7 +97,7 @@ class _AttentionCall:
 
 
 class _ForwardTrace:
-    """Records one forward pass: the attention calls in order, and the input shapes of each linear."""
+    """Records the first forward pass: the attention calls in order, and the input shapes of each linear."""
 
     def __init__(self) -> None:
         self.calls: list[_AttentionCall] = []
@@ -93,6 +105,7 @@ class _ForwardTrace:
         # For each call of a norm, whether it normalized the tokens of the step one by one.
         self.norm_calls: dict[str, list[bool]] = {}
         self.indices = BatchIndexTrace(_TOKENS)
+        self.is_complete = False  # Set after the pass. Later passes are not recorded.
         self._names: dict[int, str] = {}
 
     def hook_linears(self, model: PreTrainedModel) -> None:
@@ -113,11 +126,7 @@ class _ForwardTrace:
             vectors = {parameter.shape for parameter in parameters.values() if parameter.dim() == 1}
             is_norm = "weight" in parameters and parameters.keys() <= {"weight", "bias"} and len(vectors) == 1
             if is_norm and not any(module.buffers()) and len(module.weight.shape) == 1:
-                module.register_forward_hook(
-                    lambda module, inputs, output, name=name: self.norm_calls.setdefault(name, []).append(
-                        _acts_on_rows(module, inputs, output)
-                    )
-                )
+                module.register_forward_hook(partial(self.record_norm, name))
 
     def attend(
         self,
@@ -137,8 +146,13 @@ class _ForwardTrace:
             )
         _, num_heads, num_tokens, key_width = query.shape
         width, window = max(key_width, value.shape[3]), options.get("sliding_window") or None
-        self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
+        if not self.is_complete:
+            self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
         return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
+
+    def record_norm(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
+        if not self.is_complete:
+            self.norm_calls.setdefault(name, []).append(_acts_on_rows(module, inputs, output))
 
     def record_linear(self, name: str, x: Tensor, output: object) -> None:
         """Records a linear's input shape.
@@ -146,6 +160,8 @@ class _ForwardTrace:
         The shape is recorded as () for a subclass that returns something other than the product, as PhiMoE's router
         does.
         """
+        if self.is_complete:
+            return
         is_product = isinstance(output, Tensor) and output.shape[:-1] == x.shape[:-1]
         self.linear_calls.setdefault(name, []).append(tuple(x.shape[:-1]) if is_product else ())
 
@@ -174,10 +190,12 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     trace.hook_norms(model)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
         _run(model)
-    calls = trace.calls
-    layers_path = _layers_path(model, calls, title)
+    trace.is_complete, calls = True, trace.calls
+    states = _find_states(model, calls, title)
+    layers_path = _layers_path(model, calls, states, title)
+    num_layers = len(model.get_submodule(layers_path))
     linears, groups_of_layer = _linears(model, layers_path, trace)
-    norms = tuple(_layer_norms(model, layers_path, trace))
+    norms = tuple(_layer_norms(model, layers_path, states, trace))
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
@@ -192,7 +210,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         dtype=str(dtype).removeprefix("torch."),
         eos_token_ids=read_eos_token_ids(read_json_config(directory), directory),
         sizes=ModelShape(
-            num_layers=len(calls),
+            num_layers=num_layers,
             num_heads=calls[0].num_heads,
             # A layer with fewer KV heads stores each of them several times, and one with narrower heads adds zeros.
             num_kv_heads=max(call.num_kv_heads for call in calls),
@@ -203,6 +221,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             linears=linears,
             groups=tuple((linear,) for linear in range(len(linears))),
             groups_of_layer=groups_of_layer,
+            num_layers_without_kv=num_layers - len(calls),
             layers_path=layers_path,
             embedding_path=_path_of(model, model.get_input_embeddings()),
             head_path=_path_of(model, model.get_output_embeddings()),
@@ -213,6 +232,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         ),
         attention_paths=tuple(call.module for call in calls),
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        states=states,
     )
 
 
@@ -367,8 +387,49 @@ def _has_odd_sinks(query: Tensor, sinks: Tensor | None) -> bool:
     return sinks is not None and sinks.shape != (query.shape[1],)
 
 
-def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str) -> str:
-    """Returns the path of the module list whose members each made one attention call, in order."""
+def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str) -> tuple[StateTensor, ...]:
+    """Runs the model with a cache in each of its recurrent layers, and returns the states that they leave there."""
+    attending = [call.module for call in calls]
+    found: dict[str, tuple[StateTensor, ...]] = {}
+
+    def record(name: str, forward: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        states, given = LayerStates(), inspect.signature(forward).bind(*args, **options)
+        given.arguments["cache"] = states
+        out = forward(*given.args, **given.kwargs)
+        if states.tensors:
+            if name in found:
+                raise ConfigError(f"{title} runs {name} several times, so it would need several states")
+            found[name] = tuple(describe_states(name, states))
+            hidden = args[0] if args else options["hidden_states"]
+            for num_tokens in (_TOKENS, 1):
+                again = call_with_states(forward, hidden[:, :num_tokens], states)
+                if (
+                    again.shape != (1, num_tokens, out.shape[-1])
+                    or tuple(describe_states(name, states)) != found[name]
+                ):
+                    raise ConfigError(f"{name}: its states change their shapes or their dtype")
+        return out
+
+    stateful = [
+        (name, module)
+        for name, module in find_stateful_modules(model)
+        if not any(f"{other}.".startswith(f"{name}.") for other in attending)
+    ]
+    if not (stateful and calls):
+        return ()
+    for name, module in stateful:
+        module.forward = partial(record, name, module.forward)
+    with _refusing(f"{title} can't be run with the states of its recurrent layers in pages"):
+        _run(model)
+    for _, module in stateful:
+        del module.forward
+    return tuple(state for states in found.values() for state in states)
+
+
+def _layers_path(
+    model: PreTrainedModel, calls: list[_AttentionCall], states: tuple[StateTensor, ...], title: str
+) -> str:
+    """Returns the path of the module list whose members each made one attention call, in order, or have a state."""
     if not calls:
         raise ConfigError(f"{title} never calls an attention function")
     most = max(call.num_kv_heads for call in calls)
@@ -379,11 +440,20 @@ def _layers_path(model: PreTrainedModel, calls: list[_AttentionCall], title: str
                 f"{title} has layers of different (heads, KV heads): {shapes}; pages need the same number of heads, "
                 "and a number of KV heads that is a multiple of those of all layers"
             )
+    attending = [call.module for call in calls]
+    stateful = list(dict.fromkeys(state.module for state in states))
     for path, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == len(calls):
-            names = [f"{path}.{layer}." for layer in range(len(module))]
-            if all(call.module.startswith(name) for call, name in zip(calls, names, strict=True)):
-                return str(path)
+        if not isinstance(module, nn.ModuleList):
+            continue
+        names = [f"{path}.{layer}." for layer in range(len(module))]
+        with_attention, with_states = (
+            [at for path in paths for at, name in enumerate(names) if path.startswith(name)]
+            for paths in (attending, stateful)
+        )
+        is_complete = len(with_attention) == len(attending) and len(with_states) == len(stateful)
+        in_order = with_attention == sorted(set(with_attention)) and with_states == sorted(set(with_states))
+        if is_complete and in_order and (states or len(attending) == len(module)):
+            return str(path)
     raise ConfigError(
         f"{title} makes {len(calls)} attention calls, but not one in each layer; layers without "
         "attention, or with another kind of state, can't be served"
@@ -428,11 +498,15 @@ def _acts_on_rows(module: nn.Module, inputs: tuple[object, ...], output: object)
     return x.shape == output.shape and x.shape[:2] == (1, _TOKENS) and x.shape[-1] == width
 
 
-def _layer_norms(model: PreTrainedModel, layers_path: str, trace: _ForwardTrace) -> Iterator[NormShape]:
-    """Yields the norms that every layer calls once, for all tokens."""
-    first = model.get_submodule(f"{layers_path}.0")
-    for path, module in first.named_modules():
-        names = [f"{layers_path}.{layer}.{path}" for layer in range(len(trace.calls))]
+def _layer_norms(
+    model: PreTrainedModel, layers_path: str, states: tuple[StateTensor, ...], trace: _ForwardTrace
+) -> Iterator[NormShape]:
+    """Yields the norms that every layer calls once, for all tokens, outside its recurrence."""
+    layers: Any = model.get_submodule(layers_path)
+    for path, module in layers[0].named_modules():
+        names = [f"{layers_path}.{layer}.{path}" for layer in range(len(layers))]
+        if any(name.startswith(f"{state.module}.") for name in names for state in states):
+            continue
         if all(trace.norm_calls.get(name) == [True] for name in names):
             shape = _norm_shape(path, module)
             if all(_norm_shape(path, model.get_submodule(name)) == shape for name in names):

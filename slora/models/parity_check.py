@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slora.core.engine_config import KVFootprint
 from slora.core.errors import ConfigError
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
@@ -124,16 +125,18 @@ def compute_paged_logits(
 
     long_rows: the row of the rotary table at which the positions of long sequences begin.
     """
-    num_pages = 2 * sum(-(-len(prompt) // geometry.block_tokens) for prompt in prompts)
     dtype_name = str(geometry.dtype).removeprefix("torch.")
     page_bytes = geometry.num_layers * geometry.layout.num_bytes
-    memory = DeviceMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, 1, 1, device)
+    footprint = spec.footprint(geometry.block_tokens, dtype_name, page_bytes)
+    num_pages = 2 * sum(footprint.state_pages - (-len(prompt) // geometry.block_tokens) for prompt in prompts)
+    sizes = {"num_slots": 1, "max_adapter_pages": 1, "num_state_pages": footprint.state_pages}
+    memory = DeviceMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, device=device, **sizes)
     # All bits set: reading a page before it is written gives NaN.
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))
 
     def make_sequence(prompt: list[int]) -> Sequence:
-        sequence = _make_sequence(prompt, free, geometry)
+        sequence = _make_sequence(prompt, free, footprint)
         sequence.uses_long_rope = spec.rope_switch is not None and len(prompt) > spec.rope_switch
         return sequence
 
@@ -156,9 +159,12 @@ def compute_paged_logits(
     return {"alone": alone, "in chunks beside other prompts": batched}
 
 
-def _make_sequence(prompt: list[int], free_pages: Iterator[int], geometry: KVGeometry) -> Sequence:
-    request = EngineRequest("check", "", prompt, (), SamplingParams(temperature=0.0))
-    sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, geometry.block_tokens)
+def _make_sequence(prompt: list[int], free_pages: Iterator[int], footprint: KVFootprint) -> Sequence:
+    request, sizes = (
+        EngineRequest("check", "", prompt, (), SamplingParams(temperature=0.0)),
+        (footprint.block_tokens, footprint.state_pages),
+    )
+    sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, *sizes)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
 

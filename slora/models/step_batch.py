@@ -20,7 +20,7 @@ from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
 from slora_kernels.host_copies import upload
-from slora_kernels.layout import LoraTargets
+from slora_kernels.layout import Int32Array, LoraTargets
 
 # Cuts the LoRA work of a step into tiles, which are runs of rows with the same adapter and weight.
 #
@@ -178,7 +178,26 @@ def _cut(runs: Collection[_Run], tile_tokens: int) -> Iterator[Tile]:
 
 
 IntArray = npt.NDArray[np.integer]
-HostArray = IntArray | npt.NDArray[np.float32]
+HostArray = IntArray | npt.NDArray[np.float32] | npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a step that a recurrent layer computes together: `num_tokens` tokens of each of B sequences.
+
+    rows: int64 [B * num_tokens], indices of the step's rows, sequence by sequence.
+    tables: int64 [B, P], the pages of each sequence's state.
+    is_new: bool [B], whether the sequence begins with these rows. Its pages then hold no state yet.
+    all_new: whether all of `is_new` are True.
+    lora: the layers of LoRA work of these rows alone, see `StepBatch.lora`.
+    """
+
+    rows: Tensor
+    tables: Tensor
+    is_new: Tensor
+    num_tokens: int
+    all_new: bool
+    lora: tuple[LoraTiles, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +215,8 @@ class StepBatch:
     adapts_embedding, adapts_norms: whether an adapter of the batch changes the embedding, or norms.
     head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
     sampling_rows: int64, the row of the sampling table for each entry of `sampling`.
+    states: the parts that recurrent layers compute, which together are all rows of the step. Empty if the model has no
+    such layers.
     """
 
     token_ids: Tensor
@@ -209,6 +230,7 @@ class StepBatch:
     sampling: list[Sequence]
     prompts: list[PromptRows]
     pooled: list[PooledRows]
+    states: tuple[StateRows, ...] = ()
 
     @staticmethod
     def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepBatch":
@@ -253,6 +275,41 @@ class LayerArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class StateArrays:
+    """A `StateRows` in host memory. arrays: its rows, tables and is_new."""
+
+    arrays: tuple[IntArray, IntArray, npt.NDArray[np.bool_]]
+    num_tokens: int
+    lora: tuple[LayerArrays, ...]
+
+    @staticmethod
+    def cut(chunks: list[Chunk], starts: Int32Array, limits: TileLimits) -> "tuple[StateArrays, ...]":
+        """Cuts a step into its chunks of one token, together, and each other chunk. starts: the first row of each."""
+        places = [place for place, chunk in enumerate(chunks) if chunk.num_tokens == 1]
+        parts = [places] if places else []
+        parts += [[place] for place, chunk in enumerate(chunks) if chunk.num_tokens > 1]
+        return tuple(
+            StateArrays._of([chunks[place] for place in part], starts[part], limits) for part in parts
+        )
+
+    @staticmethod
+    def _of(chunks: list[Chunk], starts: Int32Array, limits: TileLimits) -> "StateArrays":
+        num_tokens = chunks[0].num_tokens
+        rows = starts[:, None].astype(np.int64) + np.arange(num_tokens)
+        tables = np.array([chunk.sequence.blocks.state_pages for chunk in chunks], np.int64)
+        is_new = np.array([chunk.start == 0 for chunk in chunks])
+        return StateArrays(
+            (rows.reshape(-1), tables, is_new), num_tokens, _lay_out(cut_token_tiles(chunks, limits))
+        )
+
+    def join(self, tensors: Iterator[Tensor]) -> StateRows:
+        """tensors: the arrays on the device: these three, and two for each layer of LoRA work."""
+        rows, tables, is_new = (next(tensors) for _ in self.arrays)
+        lora = tuple(layer.join(tensors) for layer in self.lora)
+        return StateRows(rows, tables, is_new, self.num_tokens, bool(self.arrays[2].all()), lora)
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrays:
     """A `StepBatch` in host memory. The ranks of a group get it without the sequences (`without_sequences`)."""
 
@@ -267,6 +324,7 @@ class StepArrays:
     sampling: list[Sequence]
     prompts: list[PromptRows]
     pooled: list[PooledRows]
+    states: tuple[StateArrays, ...] = ()
 
     @staticmethod
     def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepArrays":
@@ -288,6 +346,7 @@ class StepArrays:
         targets = join_targets(chunks)
         layers = _lay_out(cut_token_tiles(chunks, limits))
         head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
+        states = StateArrays.cut(chunks, starts, limits) if memory.num_state_pages else ()
         sampled = [chunk.sampled_sequences for chunk in chunks]
         sampling = [sequence for sequences in sampled for sequence in sequences]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
@@ -305,6 +364,8 @@ class StepArrays:
             np.array([sequence.row for sequence in sampling], np.int64),
             *(array for layer in (*layers, *head_layers) for array in layer.arrays),
         ]
+        for part in states:
+            arrays += [*part.arrays, *(array for layer in part.lora for array in layer.arrays)]
         return StepArrays(
             arrays=arrays,
             max_query_len=int(counts.max()),
@@ -317,6 +378,7 @@ class StepArrays:
             sampling=sampling,
             prompts=prompts,
             pooled=pooled,
+            states=states,
         )
 
     @property
@@ -354,6 +416,7 @@ class StepArrays:
             sampling=self.sampling,
             prompts=self.prompts,
             pooled=self.pooled,
+            states=tuple(part.join(tile_tensors) for part in self.states),
         )
 
 

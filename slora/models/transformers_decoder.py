@@ -9,7 +9,7 @@ for each model at start.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
 from slora.models.parity_check import check_parity
-from slora.models.step_batch import StepBatch
+from slora.models.recurrent_layers import StatePages
+from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite, NormShape
@@ -48,6 +49,8 @@ class _StepInputs:
     attention: AttentionStep
     deltas: LoraDeltas  # LoRA for the tokens of the step.
     adapts_embedding: bool
+    # The parts that recurrent layers compute, each with LoRA for its tokens.
+    states: list[tuple[StateRows, LoraDeltas]]
 
 
 class _CurrentStep:
@@ -67,11 +70,11 @@ class _CurrentStep:
 
     @contextmanager
     def activate(self, step: _StepInputs) -> Iterator[None]:
-        self._step = step
+        before, self._step = self._step, step
         try:
             yield
         finally:
-            self._step = None
+            self._step = before
 
 
 class _HeadHooks:
@@ -192,6 +195,29 @@ class _LayerAttention:
         return out.view(1, query.shape[2], query.shape[1], width)[..., : value.shape[3]]
 
 
+class _RecurrentLayer:
+    """One recurrent layer. Within a step, its states are in the pages of the step's sequences."""
+
+    def __init__(self, current: _CurrentStep, pages: StatePages, forward: Callable[..., Tensor]) -> None:
+        self._current = current
+        self._pages = pages
+        self._forward = forward
+
+    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Tensor:
+        """hidden_states: [1, T, H] -> [1, T, H]. The cache and the mask in the other arguments are replaced."""
+        if not self._current.is_set:
+            return self._forward(hidden_states, *others, **options)
+        step, hidden = self._current.step, hidden_states[0]
+        out: Tensor | None = None
+        for part, deltas in step.states:
+            with self._current.activate(replace(step, deltas=deltas)):
+                rows = self._pages.compute(self._forward, hidden[part.rows], part, step.memory)
+            out = rows.new_empty(len(hidden), rows.shape[1]) if out is None else out
+            out[part.rows] = rows
+        assert out is not None, "a step has rows"
+        return out[None]
+
+
 def _attend_paged(
     module: nn.Module,
     query: Tensor,
@@ -233,6 +259,10 @@ class TransformersDecoder:
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
+        for path in dict.fromkeys(state.module for state in spec.states):
+            module = self._model.get_submodule(path)
+            layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), module.forward)
+            module.forward = layer.forward
         self._install_lora_hooks()
 
     @property
@@ -256,6 +286,7 @@ class TransformersDecoder:
             kernels.prepare_attention(batch.attention),
             LoraDeltas(batch.lora, memory, kernels),
             batch.adapts_embedding,
+            [(part, LoraDeltas(part.lora, memory, kernels)) for part in batch.states],
         )
         num_pooled = sum(len(rows.tokens) for rows in batch.pooled)
         with (

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from slora.core.byte_text import format_bytes
 from slora.core.cost_model import StepWork
-from slora.core.engine_config import EngineConfig, KVFootprint
+from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.memory.pool_sizing import (
     MAX_SLOTS,
@@ -186,9 +186,10 @@ class _Planner:
         self._modules = _find_modules(self._shape, adapters.targets)
         self._size = measure_model(spec, config)
         self._page_bytes = find_full_page_bytes(self._shape, config)
-        self._request_pages = KVFootprint(config.block_tokens, spec.window).pages(
-            load.prompt_tokens + load.output_tokens
+        self._footprint = spec.footprint(
+            config.block_tokens, spec.resolve_dtype(config.dtype), self._page_bytes
         )
+        self._request_pages = self._footprint.pages(load.prompt_tokens + load.output_tokens)
         self._roofline = Roofline.of(
             question.device,
             self._size,
@@ -314,7 +315,7 @@ class _Planner:
             return config, 0, 0
         config = replace(config, pool_bytes=pool_bytes)
         num_pages = count_pages(pool_bytes, self._page_bytes)
-        longest = find_max_model_len(config, num_pages, self._page_bytes, spec.max_positions, spec.window)
+        longest = find_max_model_len(config, num_pages, self._page_bytes, spec.max_positions, self._footprint)
         return config, num_pages, longest
 
     @property

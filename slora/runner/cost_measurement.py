@@ -132,7 +132,8 @@ class _Bench:
         self._context_tokens = min(_CONTEXT_TOKENS, max_model_len)
         self._prefill_tokens = min(_PREFILL_TOKENS[memory.device.type], max_tokens)
         self._block_tokens = memory.geometry.block_tokens
-        wanted = self._num_rows * -(-self._context_tokens // self._block_tokens)
+        num_blocks = -(-self._context_tokens // self._block_tokens)
+        wanted = self._num_rows * (num_blocks + memory.num_state_pages)
         self._num_scratch = min(len(memory.pages), wanted, max(2, 4 * _COPY_BYTES // memory.full_page_bytes))
         # On a GPU, the first run of each kind of step compiles its kernels, so at least one more run is timed.
         self._fewest_runs = 1 if memory.device.type == "cpu" else 2
@@ -185,7 +186,8 @@ class _Bench:
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
         """A chunk with the last `num_tokens` tokens of a new sequence of `context_tokens` tokens."""
         request = EngineRequest("measured", "", [0] * context_tokens, (), SamplingParams())
-        sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, self._block_tokens)
+        sizes = self._block_tokens, self._memory.num_state_pages
+        sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, *sizes)
         sequence.row = row
         num_blocks = sequence.blocks.pages_missing(context_tokens)
         sequence.blocks.extend([(row * num_blocks + n) % self._num_scratch for n in range(num_blocks)])

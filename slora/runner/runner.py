@@ -168,8 +168,9 @@ class Runner:
         free_bytes = machine_limits().free_memory_bytes() // group.collectives.size
         self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_bytes)
         self.memory = self._memory(num_pages, self.num_swap_pages)
+        self.footprint = served.footprint
         self.max_model_len = find_max_model_len(
-            config, num_pages, self.full_page_bytes, model.max_positions, model.window
+            config, num_pages, self.full_page_bytes, model.max_positions, served.footprint
         )
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
@@ -257,7 +258,7 @@ class Runner:
             memory = self._served.make_memory(2, num_slots=1)
             memory.pages.zero_()
             batch = StepBatch.build(
-                StepPlan(chunks=[_scratch_chunk(self._geometry.block_tokens)]),
+                StepPlan(chunks=[_scratch_chunk(memory)]),
                 memory,
                 self.kernels.tile_limits,
             )
@@ -306,7 +307,9 @@ class Runner:
             logits = self._model.logits(sampled, deltas)
         # The masks are computed after the launch of the model's head, because uploading them waits until the device has
         # computed the logits.
-        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device)
+        # A deferred sequence computes its last token again, which a recurrent state has passed.
+        may_defer = not self.memory.num_state_pages
+        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device, may_defer=may_defer)
         if masks is None or len(masks.kept) == num_sampled:
             rows = sample(logits, self._sampling, batch.sampling, self.kernels, masks)
             self._last_tokens[batch.sampling_rows] = rows.choice
@@ -423,7 +426,7 @@ class Runner:
         count = min(num_tokens, 16) if self.device.type == "cpu" else num_tokens
         plan = StepPlan()
         for number in range(count):
-            chunk = _scratch_chunk(self._geometry.block_tokens)
+            chunk = _scratch_chunk(self.memory)
             if number < num_rows:
                 chunk.sequence.row = number
                 plan.rows_to_write.append(chunk.sequence)
@@ -432,11 +435,12 @@ class Runner:
         self.run(plan)
 
 
-def _scratch_chunk(block_tokens: int) -> Chunk:
-    """A chunk of one token on page 0, for a sequence without a request."""
+def _scratch_chunk(memory: DeviceMemory) -> Chunk:
+    """A chunk of one token on page 0, for a sequence without a request. Its recurrent state is on page 1."""
     request = EngineRequest("trial", "", [0], (), SamplingParams(top_p=0.9))
-    sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, block_tokens)
-    sequence.blocks.extend([0])
+    sizes = memory.geometry.block_tokens, memory.num_state_pages
+    sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, *sizes)
+    sequence.blocks.extend([1] * memory.num_state_pages + [0])
     return Chunk(sequence, 0, 1, samples=True, slots=())
 
 

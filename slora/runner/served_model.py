@@ -43,6 +43,11 @@ class ServedModel:
         if config.kv_format is KVFormat.FP8:
             check_float8_kv(self.device)
         _check_positions(config, spec)
+        if spec.states and config.prompt_lookup_tokens:
+            raise ConfigError(
+                f"prompt_lookup_tokens is {config.prompt_lookup_tokens}, but this model ({spec.family}) has recurrent "
+                "layers, whose state cannot return to the token before a wrong guess; set prompt_lookup_tokens to 0"
+            )
         self.long_rows = wanted_len = config.max_model_len or spec.max_positions
         self.shape = spec.partition(self.dtype_name, collectives.size).rank_shape
         if collectives.size > 1:
@@ -50,6 +55,7 @@ class ServedModel:
         self.model: Model = load(config, spec, dtype, self.device, wanted_len)
         self.geometry = _geometry(self.shape, config, dtype)
         self.full_page_bytes = find_full_page_bytes(self.shape, config)
+        self.footprint = spec.footprint(config.block_tokens, self.dtype_name, self.full_page_bytes)
         self._collectives = collectives
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
@@ -71,6 +77,7 @@ class ServedModel:
             self._max_adapter_pages,
             self.device,
             num_host_pages,
+            self.footprint.state_pages,
         )
 
     def finish_adapters(self, memory: DeviceMemory, arrays: StepArrays) -> None:
@@ -91,7 +98,7 @@ def find_device(config: EngineConfig, rank: int) -> torch.device:
 
 def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
     return KVGeometry(
-        num_layers=shape.num_layers,
+        num_layers=shape.num_kv_layers,
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,

@@ -5,6 +5,7 @@ the cheapest masks first. When the time runs out, the remaining sequences are de
 The sequence that was deferred for the most steps always gets its mask, so every deferred sequence makes progress.
 """
 
+import math
 import time
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
@@ -30,8 +31,12 @@ class TokenMasks:
     words: Tensor  # int32 [N, ceil(vocab_size / 32)], see `Kernels.mask_logits`.
 
     @staticmethod
-    def compute(sequences: Rows[Sequence], vocab_size: int, device: torch.device) -> "TokenMasks | None":
+    def compute(
+        sequences: Rows[Sequence], vocab_size: int, device: torch.device, *, may_defer: bool = True
+    ) -> "TokenMasks | None":
         """Computes the masks of the sequences that have a matcher. None if there is no such sequence.
+
+        may_defer: whether the step's time for masks is limited.
 
         On a GPU, the host computes masks while the device computes the step. A sequence whose grammar allows no token
         gets an empty mask, and its matcher has the reason.
@@ -40,7 +45,8 @@ class TokenMasks:
         if not formed:
             return None
         words = np.empty((len(formed), -(-vocab_size // 32)), np.int32)
-        is_written = _write_masks([sequences[row] for row in formed], words)
+        most_s = _STEP_S if may_defer else math.inf
+        is_written = _write_masks([sequences[row] for row in formed], words, most_s)
         deferred = {row for row, written in zip(formed, is_written, strict=True) if not written}
         kept = [row for row in range(len(sequences)) if row not in deferred]
         rows = np.searchsorted(kept, [row for row in formed if row not in deferred])
@@ -49,8 +55,10 @@ class TokenMasks:
         return TokenMasks(kept, upload(rows, device), upload(words, device))
 
 
-def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
+def _write_masks(sequences: list[Sequence], words: Int32Array, most_s: float) -> list[bool]:
     """Writes the mask of each sequence into its row of `words`, unless the sequence is deferred.
+
+    most_s: the step's CPU seconds for masks.
 
     Returns for each sequence whether its mask was written.
 
@@ -62,7 +70,7 @@ def _write_masks(sequences: list[Sequence], words: Int32Array) -> list[bool]:
     for place in order:
         sequence = sequences[place]
         waits_longest = sequence is longest and sequence.num_deferrals > 0
-        if spent_s > _STEP_S and sequence.num_generated and not waits_longest:
+        if spent_s > most_s and sequence.num_generated and not waits_longest:
             sequence.num_deferrals += 1
             continue
         matcher, started_s = sequence.matcher, time.thread_time()

@@ -165,8 +165,9 @@ class Admission:
 
     def _measure_needs(self, sequence: Sequence, budget: int) -> _Needs:
         """Returns what the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
-        self._lifecycle.restart_with_long_rope(sequence)
-        swapped, block_tokens = sequence.swapped, self._paging.footprint.block_tokens
+        self._lifecycle.restart_if_needed(sequence)
+        footprint, swapped = self._paging.footprint, sequence.swapped
+        block_tokens = footprint.block_tokens
         num_cached_blocks = self._prefixes.count_cached(sequence) if swapped is None else 0
         num_computed = num_cached_blocks * block_tokens if swapped is None else swapped.num_computed
         num_tokens = min(len(sequence.token_ids) - num_computed, sequence.max_chunk_tokens, budget)
@@ -175,7 +176,7 @@ class Admission:
             num_reserved_tokens = self._count_reserved_tokens(sequence, num_computed)
         num_blocks = -(-num_reserved_tokens // block_tokens)
         num_present = num_cached_blocks if swapped is None else swapped.num_freed
-        new_pages = num_blocks - num_present
+        new_pages = num_blocks - num_present + footprint.state_pages
         # Pages that are cached now and will be held by this sequence.
         taken = self._prefixes.num_pages(num_cached_blocks)
         to_load = []
@@ -198,7 +199,8 @@ class Admission:
         """
         footprint, num_tokens = self._paging.footprint, len(sequence.token_ids)
         first_block = footprint.first_token_seen(num_computed) // footprint.block_tokens
-        most_blocks = first_block + footprint.pages(num_tokens, sequence.max_chunk_tokens)
+        most_pages = footprint.pages(num_tokens, sequence.max_chunk_tokens)
+        most_blocks = first_block + most_pages - footprint.state_pages
         return min(num_tokens, most_blocks * footprint.block_tokens)
 
     def _reserve(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> bool:

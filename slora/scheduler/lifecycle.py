@@ -238,16 +238,17 @@ class Lifecycle:
             if sequence.is_background and sequence in self.queue:
                 self._adapters.release_copies(sequence)
 
-    def restart_with_long_rope(self, sequence: Sequence) -> None:
-        """Restarts a sequence that has become longer than `rope_switch` tokens.
+    def restart_if_needed(self, sequence: Sequence) -> None:
+        """Restarts a sequence that has become longer than `rope_switch` tokens, or whose recurrent state is too late.
 
         Keys that were rotated with the short factors can't be used with queries that are rotated with the long factors.
         """
         switch = self._rope_switch
-        if switch is None or sequence.uses_long_rope or len(sequence.token_ids) <= switch:
+        is_long = switch is not None and len(sequence.token_ids) > switch
+        if sequence.uses_long_rope == is_long and not sequence.has_overrun:
             return
         assert not sequence.num_pending, "a sequence restarts before its last token is known"
-        sequence.uses_long_rope = True
+        sequence.uses_long_rope = is_long
         sequence.num_computed = sequence.num_inserted = 0
         sequence.block_keys.clear()
         sequence.blocks.release(self._paging.kv)
@@ -260,6 +261,7 @@ class Lifecycle:
         """
         sequence.blocks = parent.blocks.fork(self._paging.kv)
         sequence.num_computed, sequence.num_inserted = parent.num_computed, parent.num_inserted
+        sequence.num_state_tokens = parent.num_state_tokens
         sequence.block_keys = parent.block_keys.copy()
         sequence.set_residents(parent.residents)
         for resident in sequence.residents:
@@ -422,7 +424,7 @@ class Lifecycle:
         room = (most - adapter_pages) // width
         open_ended = sequence.request.sampling.max_tokens is None
         if open_ended and footprint.chunk_tokens(sequence.max_kv_tokens, room) < 1:
-            room_tokens = room * footprint.block_tokens
+            room_tokens = footprint.tokens(room)
             num_sampled = sequence.num_generated + sequence.num_pending
             most_tokens = max(room_tokens - sequence.num_prompt, num_sampled) + 1
             sequence.max_tokens = min(sequence.max_tokens, most_tokens)
@@ -439,7 +441,7 @@ class Lifecycle:
         )
         if most == self._paging.pool.num_pages:
             bound, setting = f"the pool has only {most} (pool_bytes)", "pool_bytes"
-        most_tokens = max(0, most - adapter_pages) // width * self._footprint.block_tokens
+        most_tokens = self._footprint.tokens(max(0, most - adapter_pages) // width)
         beams, remedy = (f" for each of {width} beams", " or beams") if width > 1 else ("", "")
         adapters = "adapter"
         if len(sequence.request.adapters) > 1:

@@ -330,6 +330,7 @@ class Scheduler:
             if sequence.is_finished or chunk.drafts:
                 continue
             sequence.num_computed += chunk.num_tokens
+            sequence.num_state_tokens = sequence.num_computed
             # If the chunk samples, its last token may be pending or be computed again.
             self.prefixes.insert(sequence, sequence.num_computed - chunk.samples)
             if chunk.samples and sequence.num_choices > 1 and sequence.search is None:
@@ -406,12 +407,34 @@ class Scheduler:
                 outputs.append(self._lifecycle.fail(chunk.sequence, error))
         return outputs
 
-    def undo_step(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
-        """Undoes a step that failed to move its pages and was not launched. No other step is running.
+    def restart_chunks(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        """Removes all chunks of a failed step from the plan. Their sequences are computed from the beginning.
 
-        All content that this step was to write into the pool is invalid. Sequences that need this content go back to
-        the queue. After `_MAX_FAILED_STEPS` such steps a sequence ends with `error`. All other sequences continue as
-        before the step.
+        After `_MAX_FAILED_STEPS` such steps a sequence ends with `error`. Called before `advance`.
+        """
+        outputs = []
+        for chunk in plan.chunks:
+            for fork in chunk.forks:
+                self._batch.release_row(fork)
+            if not chunk.sequence.is_finished:
+                chunk.sequence.drop_unreported()
+                outputs += self._requeue_failed(chunk.sequence, error)
+        plan.chunks.clear()
+        return outputs
+
+    def _requeue_failed(self, sequence: Sequence, error: Exception) -> list[StepOutput]:
+        sequence.num_failed_steps += 1
+        if sequence.num_failed_steps >= _MAX_FAILED_STEPS:
+            return [self._lifecycle.fail(sequence, error)]
+        misfit = self._lifecycle.requeue(sequence)
+        return [self._lifecycle.fail(sequence, misfit)] if misfit is not None else []
+
+    def undo_step(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+        """Undoes a step that failed to move its pages and does not count. No other step is running.
+
+        All content that this step was to write into the pool is invalid, and so are the recurrent states that it may
+        have advanced. Sequences that need this content go back to the queue. After `_MAX_FAILED_STEPS` such steps a
+        sequence ends with `error`. All other sequences continue as before the step.
         """
         outputs: list[StepOutput] = []
         for chunk in plan.chunks:
@@ -421,15 +444,13 @@ class Scheduler:
         self.pins.record_failed_loads(residents)
         restored = self.swapping.undo_step()
         targets = {target for _, target in plan.copies}
+        if self.paging.footprint.state_pages:
+            restored += [chunk.sequence for chunk in plan.chunks]
         for sequence in self._batch:
             is_trusted = residents.isdisjoint(sequence.residents) and sequence not in restored
             if sequence.is_finished or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
                 continue
-            sequence.num_failed_steps += 1
-            if sequence.num_failed_steps >= _MAX_FAILED_STEPS:
-                outputs.append(self._lifecycle.fail(sequence, error))
-            elif (misfit := self._lifecycle.requeue(sequence)) is not None:
-                outputs.append(self._lifecycle.fail(sequence, misfit))
+            outputs += self._requeue_failed(sequence, error)
         self.swapping.finish_step()
         # The step may not have written the sampling table rows of these sequences, or may have counted tokens in them
         # that are lost.
@@ -507,10 +528,10 @@ class Scheduler:
 
         Returns the number of tokens that the step can still spend on prompts of waiting sequences.
         """
-        if self._config.rope_switch is not None:
+        if self._config.rope_switch is not None or self.paging.footprint.state_pages:
             for sequence in self._batch:
                 if not sequence.num_pending:
-                    self._lifecycle.restart_with_long_rope(sequence)
+                    self._lifecycle.restart_if_needed(sequence)
         running = [
             sequence
             for sequence in self._batch
@@ -572,12 +593,12 @@ class Scheduler:
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if the pool has too few.
 
-        If other sequences share the page of the first token, the page is copied first (copy-on-write). Returns False
-        if `sequence` itself was preempted or ended.
+        If other sequences share the page of the first token or the recurrent state, these pages are copied first
+        (copy-on-write). Returns False if `sequence` itself was preempted or ended.
         """
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
         self._preemption.free_behind_window(sequence)
-        missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.count_shared(start, kv)
         if not missing and not copied:  # The common case: a decoding sequence whose last block has room.
             return True
         while not self._preemption.make_room(missing + copied, sequence):
@@ -587,10 +608,10 @@ class Scheduler:
             # request, it has stopped running too.
             if not sequence.is_running:
                 return False
-            # After another choice was preempted, this sequence may be the only user of the page.
-            copied = blocks.needs_copy(start, kv)
+            # After another choice was preempted, this sequence may be the only user of the pages.
+            copied = blocks.count_shared(start, kv)
         if copied:
-            plan.copies.append(blocks.copy_on_write(start, kv, sequence.tenant))
+            plan.copies.extend(blocks.copy_on_write(start, kv, sequence.tenant))
         blocks.allocate(missing, sequence.tenant, kv)
         return True
 

@@ -12,6 +12,8 @@ Invariants:
               order; a waiting sequence has none and holds nothing in the pool
     row       a running sequence owns row `row` of the sampling table
     named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
+    state     for a model with recurrent layers: the pages of the state hold it as it is after `num_state_tokens`
+              tokens; a sequence that must compute one of these tokens again restarts
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
@@ -124,7 +126,8 @@ MAX_REPEAT_PREEMPTIONS = 3
 class SwappedBlocks(NamedTuple):
     """The swapped KV of tokens [0, num_computed)."""
 
-    host_pages: list[int]  # The host pages of blocks num_freed, num_freed + 1, and so on, in order.
+    # The host pages of the recurrent state, and then those of blocks num_freed, num_freed + 1, and so on, in order.
+    host_pages: list[int]
     num_freed: int  # Number of leading blocks that lie behind the sliding window and were not saved.
     num_computed: int
 
@@ -208,6 +211,7 @@ class Sequence:
         "num_prompt",
         "num_repeat_preemptions",
         "num_scored",
+        "num_state_tokens",
         "pooled",
         "request",
         "residents",
@@ -233,7 +237,9 @@ class Sequence:
         stop_ids: frozenset[int],
         seed: int,
         block_tokens: int,
+        num_state_pages: int = 0,
     ) -> None:
+        """num_state_pages: see `BlockTable`."""
         self.arrival = next(_arrivals)
         self.index = 0  # The number of this choice or beam within the request.
         # Number of choices that start when the prompt is computed; 1 afterwards and in the forks.
@@ -262,7 +268,8 @@ class Sequence:
         self.len_at_preemption = 0  # Number of tokens at the last preemption.
         # Number of steps that failed to move adapters or KV of the sequence into the pool.
         self.num_failed_steps = 0
-        self.blocks = BlockTable(block_tokens)
+        self.blocks = BlockTable(block_tokens, num_state_pages)
+        self.num_state_tokens = 0
         self.block_keys: list[bytes] = []
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None
@@ -296,9 +303,9 @@ class Sequence:
         """Creates choice or beam `index` of the same request. The new sequence has the same place in the order of
         arrival, and holds no pages yet.
         """
-        block_tokens = self.blocks.block_tokens
+        sizes = self.blocks.block_tokens, self.blocks.num_state_pages
         seed = choice_seed(self.seed, index)
-        choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, block_tokens)
+        choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, *sizes)
         choice.arrival, choice.index = self.arrival, index
         choice.num_choices = choice.num_places = 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
@@ -383,6 +390,15 @@ class Sequence:
         if self.matcher is not None and token_id not in self.stop_ids:
             self.matcher.accept(token_id)
 
+    def drop_unreported(self) -> None:
+        """Drops what a failed step has left for the client: log-probabilities and pooled hidden states."""
+        self.num_scored -= len(self.scores)
+        if self.scores and not self.num_scored:
+            self.scores, self.num_scored = [None], 1
+        else:
+            self.scores = []
+        self.pooled = PooledPrompt.of(self.request)
+
     def record_preemption(self) -> None:
         self.num_preemptions += 1
         self.times.num_preemptions += 1
@@ -410,6 +426,12 @@ class Sequence:
     @property
     def num_generated(self) -> int:
         return len(self.token_ids) - self.num_prompt
+
+    @property
+    def has_overrun(self) -> bool:
+        """Whether the recurrent state has passed the next token to compute, or will have once it is swapped in."""
+        num_computed = self.num_computed if self.swapped is None else self.swapped.num_computed
+        return bool(self.blocks.num_state_pages and num_computed and num_computed != self.num_state_tokens)
 
     @property
     def has_proposed(self) -> bool:

@@ -44,14 +44,15 @@ class Swapping:
 
     def swap_out(self, sequence: Sequence, plan: StepPlan) -> None:
         """Plans to copy the sequence's computed KV to the host, if that is cheaper than recomputing and the host has
-        room.
+        room. A recurrent state that has passed the next token to compute is not kept.
 
         The sequence keeps its pages until the caller releases them.
         """
+        if sequence.has_overrun:
+            return
         blocks = sequence.blocks
         # Skip pages that were allocated for a chunk that was never computed because the adapter was still loading.
-        num_computed = -(-sequence.num_computed // blocks.block_tokens) - blocks.num_freed
-        pages = blocks.held_pages[: max(0, num_computed)]
+        pages = blocks.filled_pages(sequence.num_computed)
         if not pages or len(pages) > self._space.num_free or not self._is_cheaper(sequence, len(pages)):
             return
         host_pages = self._space.allocate(len(pages))

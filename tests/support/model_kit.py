@@ -13,10 +13,11 @@ from tests.support.peft_adapters import (
     FUSED_KINDS,
     KINDS,
     LATENT_KINDS,
+    RECURRENT_KINDS,
     WHOLE_KINDS,
     make_adapter,
 )
-from tests.support.tiny_models import OTHER_MODELS, make_model, write_model
+from tests.support.tiny_models import OTHER_MODELS, RECURRENT_MODELS, make_model, write_model
 
 # A and B with this standard deviation make weight deltas about as large as the base weights.
 _ADAPTER_STD = 0.15
@@ -49,7 +50,7 @@ class ModelKit:
         kv_format: KVFormat = KVFormat.MODEL,
     ) -> int:
         shape = read_model_spec(self.directory).shape(dtype)
-        return num_pages * shape.num_layers * shape.page_bytes(block_tokens, kv_format)
+        return num_pages * shape.num_kv_layers * shape.page_bytes(block_tokens, kv_format)
 
 
 # Returns the kit of a model by name.
@@ -70,6 +71,13 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"], "odd_rank": _SEVEN}
     if model == "gpt_oss":
         return {kind: EXPERT_KINDS[kind] for kind in ("r8_on_q_and_v", "r16_on_attention")}
+    if model in ("falcon_h1", "nemotron_h"):  # peft refuses to adapt the output of their recurrent layers.
+        return {
+            **RECURRENT_KINDS,
+            "r3_on_recurrent_layers": {"r": 3, "lora_alpha": 7, "target_modules": ["in_proj"]},
+        }
+    if model in RECURRENT_MODELS:
+        return RECURRENT_KINDS
     if model in OTHER_MODELS:
         return WHOLE_KINDS
     return FUSED_KINDS if model.startswith("phi3") else KINDS

@@ -60,6 +60,15 @@ EXPERT_KINDS: dict[str, dict[str, object]] = {
     "some_layers": {**KINDS["some_layers"], "target_modules": ["k_proj", "o_proj"]},
 }
 # Kinds for models whose linears have other names: adapters on all linears, or on all linears of one layer.
+# Of low ranks, because a page of a model with few layers of attention is small.
+RECURRENT_KINDS: dict[str, dict[str, object]] = {
+    "r4_on_all": {
+        "r": 4,
+        "lora_alpha": 6,
+        "target_modules": r".*\.(in_proj\w*|[qkvo]_proj|w[123]|input_linear|feed_forward\.down_proj|mixer\.up_proj)",
+    },
+    "r3_on_recurrent_layers": {"r": 3, "lora_alpha": 7, "target_modules": r".*\.(in_proj\w*|out_proj)"},
+}
 WHOLE_KINDS: dict[str, dict[str, object]] = {
     "r16_on_all": {"r": 16, "lora_alpha": 16},
     "odd_rank": {"r": 5, "lora_alpha": 7},

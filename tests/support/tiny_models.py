@@ -220,6 +220,48 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }  # fmt: skip
 
+_LINEAR = "linear_attention"
+_MAMBA = {
+    "mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}  # fmt: skip
+_DELTA_NET = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}  # fmt: skip
+# Suffix of a model name: a model of the family with recurrent layers.
+RECURRENT = "_recurrent"
+# Models with recurrent layers, which also run through transformers' own classes.
+RECURRENT_MODELS: dict[str, dict[str, object]] = {
+    "lfm2": {
+        **_LLAMA_LIKE, "num_hidden_layers": 4, "layer_types": ["conv", _FULL, "conv", "conv"],
+        "block_auto_adjust_ff_dim": False, "conv_bias": True,
+    },
+    f"granitemoehybrid{RECURRENT}": {
+        **_LLAMA_LIKE, **_MAMBA, "layer_types": [_LINEAR, _FULL, _LINEAR], "shared_intermediate_size": 40,
+        "num_local_experts": 3, "num_experts_per_tok": 2, "position_embedding_type": "rope",
+        "logits_scaling": 2.0, "residual_multiplier": 0.6,
+    },
+    "bamba": {**_LLAMA_LIKE, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
+    # Each layer has attention beside the recurrence.
+    "falcon_h1": {
+        **_LLAMA_LIKE, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": True,
+        "ssm_in_multiplier": 1.3, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7],
+    },
+    # Layers of experts and of an MLP have neither attention nor a state.
+    "nemotron_h": {
+        **_LLAMA_LIKE, "layer_types": [_LINEAR, "moe", _FULL, "mlp", _LINEAR], "head_dim": 16,
+        "ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
+        "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 32,
+    },
+    "qwen3_next": {
+        **_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen3_5_text": {**_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16},
+}  # fmt: skip
+
 
 # Suffix of a model name: the same model, wrapped as the text part of a vision-language model.
 SEEING = "_seeing"
@@ -227,8 +269,8 @@ SEEING = "_seeing"
 
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """changes: fields of the config."""
-    if name in OTHER_MODELS:
-        own, kind = OTHER_MODELS[name], CONFIG_MAPPING[name]
+    if name in OTHER_MODELS or name in RECURRENT_MODELS:
+        own, kind = (OTHER_MODELS | RECURRENT_MODELS)[name], CONFIG_MAPPING[name.removesuffix(RECURRENT)]
         if "text_config" in own:
             return kind(**{**own, "text_config": {**_COMMON, **own["text_config"], **changes}})
         fields = {**_COMMON, **own, **changes}

@@ -30,11 +30,13 @@ class BlockTableMachine(RuleBasedStateMachine):
     """Sequences grow, fork, free blocks behind their windows and end, over one pool. A model holds what each must
     read.
 
-    Every write stores a unique number. This reveals a page that two sequences write to, or that was freed too early.
+    Every write stores a unique number, and also in all pages of the recurrent state. This reveals a page that two
+    sequences write to, or that was freed too early.
     """
 
-    @initialize(num_pages=st.integers(1, 16))
-    def start(self, num_pages: int) -> None:
+    @initialize(num_pages=st.integers(1, 16), num_state_pages=st.integers(0, 2))
+    def start(self, num_pages: int, num_state_pages: int) -> None:
+        self.num_state_pages = num_state_pages
         setup = Setup(num_pages)
         self.pool, self.kv, self.tenant = setup.pool, setup.kv, setup.tenant
         self.tables: dict[int, BlockTable] = {}
@@ -48,7 +50,8 @@ class BlockTableMachine(RuleBasedStateMachine):
     @rule()
     def arrive(self) -> None:
         self.count += 1
-        self.tables[self.count], self.written[self.count] = BlockTable(BLOCK), []
+        table = BlockTable(BLOCK, self.num_state_pages)
+        self.tables[self.count], self.written[self.count] = table, []
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data(), num_tokens=st.integers(1, 6))
@@ -56,12 +59,13 @@ class BlockTableMachine(RuleBasedStateMachine):
         name = self._choose(data)
         table, start = self.tables[name], len(self.written[name])
         missing = table.pages_missing(start + num_tokens)
-        if missing + table.needs_copy(start, self.kv) > self.pool.num_free:
+        if missing + table.count_shared(start, self.kv) > self.pool.num_free:
             return
-        if table.needs_copy(start, self.kv):
-            source, target = table.copy_on_write(start, self.kv, self.tenant)
-            for offset in range(BLOCK):
-                self.bytes[target, offset] = self.bytes.get((source, offset), -1)
+        if table.count_shared(start, self.kv):
+            for source, target in table.copy_on_write(start, self.kv, self.tenant):
+                for offset in range(BLOCK):
+                    self.bytes[target, offset] = self.bytes.get((source, offset), -1)
+        assert not table.count_shared(start, self.kv)
         if missing:
             table.allocate(missing, self.tenant, self.kv)
         for token in range(start, start + num_tokens):
@@ -70,6 +74,8 @@ class BlockTableMachine(RuleBasedStateMachine):
             page = int(table.pages[token // BLOCK])
             assert not self.kv.is_shared(page)
             self.bytes[page, token % BLOCK] = self.count
+        for page in table.state_pages:
+            self.bytes[page, 0] = self.count
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -104,9 +110,11 @@ class BlockTableMachine(RuleBasedStateMachine):
             assert len(pages) == -(-len(marks) // BLOCK)
             found = [self.bytes[pages[token // BLOCK], token % BLOCK] for token in range(freed, len(marks))]
             assert found == marks[freed:]
-            assert not table.held_pages or set(pages) == set(table.held_pages), (
-                "an entry is no page of the sequence"
-            )
+            num_state_pages = self.num_state_pages if marks else 0
+            assert [self.bytes[page, 0] for page in table.state_pages] == marks[-1:] * num_state_pages
+            held = set(table.held_pages) - set(table.state_pages)
+            assert not held or set(pages) == held, "an entry is no page of the sequence"
+            assert table.filled_pages(len(marks)) == table.held_pages
 
 
 TestBlockTable = BlockTableMachine.TestCase
@@ -117,7 +125,7 @@ def test_copy_on_write_of_the_first_held_page_also_updates_the_freed_entries() -
     table = setup.table(3)
     table.free_before(9, setup.kv)
     other = table.fork(setup.kv)
-    source, target = table.copy_on_write(9, setup.kv, setup.tenant)
+    [(source, target)] = table.copy_on_write(9, setup.kv, setup.tenant)
     assert table.pages.tolist() == [target] * 3 and other.pages.tolist() == [source] * 3
     setup.pool.check_invariants([target, source], [])
 
@@ -125,7 +133,7 @@ def test_copy_on_write_of_the_first_held_page_also_updates_the_freed_entries() -
 def test_a_copy_belongs_to_the_tenant_that_writes_it() -> None:
     setup = Setup(5)
     table, writer = setup.table(1), TenantAccount("writer")
-    _, target = table.fork(setup.kv).copy_on_write(0, setup.kv, writer)
+    [(_, target)] = table.fork(setup.kv).copy_on_write(0, setup.kv, writer)
     assert setup.pool.owner(target) is writer
 
 
@@ -134,8 +142,8 @@ def test_copy_on_write_of_a_cached_page_keeps_the_key_on_the_original() -> None:
     table = setup.table(1)
     setup.kv.insert(int(table.pages[0]), b"key", None, ())
     fork = table.fork(setup.kv)
-    assert fork.needs_copy(3, setup.kv)
-    source, target = fork.copy_on_write(3, setup.kv, setup.tenant)
+    assert fork.count_shared(3, setup.kv)
+    [(source, target)] = fork.copy_on_write(3, setup.kv, setup.tenant)
     assert setup.kv.has_key(source) and not setup.kv.has_key(target)
     fork.release(setup.kv)
     table.release(setup.kv)
@@ -146,9 +154,9 @@ def test_writing_into_a_page_that_others_can_find_is_an_error() -> None:
     setup = Setup(5)
     table = setup.table(2)
     setup.kv.insert(int(table.pages[0]), b"key", None, ())
-    assert not table.needs_copy(4, setup.kv)
+    assert not table.count_shared(4, setup.kv)
     with pytest.raises(AssertionError, match=r"token 3 would be written into page \d, which has a key"):
-        table.needs_copy(3, setup.kv)
+        table.count_shared(3, setup.kv)
 
 
 @pytest.mark.parametrize("num_freed", [0, 1, 20])

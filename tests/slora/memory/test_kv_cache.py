@@ -148,7 +148,7 @@ class PrefixMachine(RuleBasedStateMachine):
         fork = parent.fork(self.kv)
         fork.token_ids[start:] = [token_id]
         fork.num_computed, fork.num_named = start, min(fork.num_named, start // BLOCK)
-        assert fork.blocks.needs_copy(start, self.kv)
+        assert fork.blocks.count_shared(start, self.kv)
         assert self._compute(fork, 1)
         self.running.append(fork)
 
@@ -229,11 +229,11 @@ class PrefixMachine(RuleBasedStateMachine):
         """Computes tokens as the scheduler does. Returns False, and allocates nothing, if there is no room."""
         start, blocks = sequence.num_computed, sequence.blocks
         blocks.free_before(self.footprint.first_token_seen(start), self.kv)
-        missing, copied = blocks.pages_missing(start + num_tokens), blocks.needs_copy(start, self.kv)
+        missing, copied = blocks.pages_missing(start + num_tokens), blocks.count_shared(start, self.kv)
         if not self._make_room(missing + copied, sequence.tenant):
             return False
         if copied:
-            source, target = blocks.copy_on_write(start, self.kv, sequence.tenant)
+            [(source, target)] = blocks.copy_on_write(start, self.kv, sequence.tenant)
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content[source, offset]
             assert not self.kv.has_key(target)

@@ -160,7 +160,12 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
         ),
         ("granite", {"is_causal": False}, "mask shows token 1 to token 0"),
         ("bart", {}, "depend on the index of a token in the batch"),
-        ("recurrent_gemma", {}, "layer_types has"),
+        ("recurrent_gemma", {}, "never calls an attention function"),
+        (
+            "minimax",
+            {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2},
+            "has no attribute 'get_linear_cache'",
+        ),
         ("bert", {"is_decoder": False}, "it is not causal"),
         (
             "granite",

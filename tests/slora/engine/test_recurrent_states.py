@@ -1,0 +1,238 @@
+"""Models with recurrent layers: the states of their sequences are in pages of the pool, and answers equal peft's."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slora import LLM, SamplingParams
+from slora.core.errors import ConfigError
+from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapter
+from slora.core.request_check import NOT_SAMPLED
+from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.runner.runner import PageTransferFailed, RunningStep
+from slora.scheduler.step_plan import StepPlan
+from slora_adapters.loader.source import DirectorySource
+from slora_adapters.peft.adapter import AdapterLimits
+from slora_adapters.peft.packing import pack
+from tests.slora.engine.test_forks import apart, ask, assert_same
+from tests.slora.engine.test_overlapped_steps import SAMPLING
+from tests.slora.engine.test_parity import answer, judge, mix
+from tests.support.driving import Answer, drive, make_engine, make_source, read_once
+from tests.support.model_kit import Kits, ModelKit, make_kit
+from tests.support.poison import poison
+from tests.support.tiny_models import RECURRENT_MODELS
+
+PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
+
+_CHOSEN = {("lfm2", "recompute"), ("bamba", "swap"), ("qwen3_5_text", "swap")}
+
+
+def count_few_pages(kit: ModelKit) -> int:
+    """The pages of all adapters and of two of the longest sequences."""
+    spec = read_model_spec(kit.directory)
+    shape = spec.shape("float32")
+    page_bytes = shape.num_kv_layers * shape.page_bytes(16)
+    adapters = (read_once(path, shape, AdapterLimits()) for path in kit.adapters.values())
+    num_bytes = [pack(adapter, shape, "float32").layout.num_bytes for adapter in adapters]
+    sequence_pages = spec.footprint(16, "float32", page_bytes).pages(60)
+    return sum(-(-count // page_bytes) for count in num_bytes) + sequence_pages * 2
+
+
+@pytest.mark.parametrize("model", RECURRENT_MODELS)
+def test_parity_holds_alone_mixed_in_chunks_and_preempted(
+    kits: Kits, report: Callable[[str], None], model: str, *, soak: bool
+) -> None:
+    kit = kits(model)
+    work = mix(kit, prompts_each=8 if soak else 2, seed=6)
+    small = {
+        "pool_bytes": kit.pool_bytes(count_few_pages(kit)),
+        "max_model_len": 96,
+        "max_num_seqs": 9,
+        "max_num_batched_tokens": 11,
+    }
+    ways: dict[str, dict[str, Any]] = {
+        "alone": {"max_num_seqs": 1},
+        "mixed": {"max_num_batched_tokens": 23, "max_num_seqs": 16},
+        "swapped": {**small, "preemption": "swap"},
+        "recomputed": {**small, "preemption": "recompute"},
+    }
+    # The quick run has every way for one model.
+    chosen = ways if soak or model == "lfm2" else {"swapped": ways["swapped"]}
+    for way, settings in chosen.items():
+        llm = LLM(kit.directory, **{"pool_bytes": kit.pool_bytes(2000), **settings})
+        verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+        num_preemptions = llm.stats().preemptions
+        report(f"{model} {way}, {num_preemptions} preemptions: {verdict}")
+        assert (num_preemptions > 0) == ("pool" in str(settings)), num_preemptions
+        assert verdict.equal, (way, verdict)
+
+
+@pytest.mark.parametrize(
+    ("model", "preemption"),
+    [
+        pytest.param(model, way, marks=[] if (model, way) in _CHOSEN else pytest.mark.soak)
+        for model in RECURRENT_MODELS
+        for way in ("swap", "recompute")
+    ],
+)
+def test_choices_have_states_of_their_own_and_no_free_page_is_read(
+    kits: Kits, model: str, preemption: str
+) -> None:
+    kit = kits(model)
+    source, versions = make_source(kit)
+    adapters = [None, *versions.values()] * 2
+    requests = [
+        ask(str(number), adapter, n=number % 3 + 1, max_tokens=20) for number, adapter in enumerate(adapters)
+    ]
+    separate = [one for request in requests for one in apart(request)]
+    expected = drive(make_engine(kit, source, 2000), [separate])
+    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 11, "preemption": preemption}
+    engine = make_engine(kit, source, count_few_pages(kit), **settings)
+    poison(engine)
+    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
+    assert_same(found, expected)
+    assert engine.stats().preemptions > 0
+    assert engine.stats().pages_held == 0
+
+
+def ask_all(versions: dict, seed: int) -> list[EngineRequest]:
+    rng = random.Random(seed)
+    names = [None, *versions]
+    requests = []
+    for number, (kind, sampling) in enumerate(SAMPLING.items()):
+        prompt = [rng.randrange(3, 60) for _ in range(rng.randint(1, 30))]
+        name = names[number % len(names)]
+        version = single_adapter(versions[name] if name else None)
+        requests.append(EngineRequest(kind, "t", prompt, version, sampling))
+    pooled = Pooling(PoolingKind.MEAN)
+    requests.append(EngineRequest("pooled", "t", [5] * 30, (), NOT_SAMPLED, pooling=pooled))
+    return requests
+
+
+def answer_apart(kit: ModelKit, source: DirectorySource, requests: list[EngineRequest]) -> dict[str, Answer]:
+    """Answers the requests one after the other, with enough pages."""
+    engine = make_engine(kit, source, 2000)
+    answers: dict[str, Answer] = {}
+    for request in requests:
+        answers |= drive(engine, [[request]])
+    return answers
+
+
+def assert_close(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+    assert found.keys() == expected.keys()
+    for name, one in expected.items():
+        other = found[name]
+        assert (other.token_ids, other.reason, other.error) == (one.token_ids, one.reason, None), name
+        assert other.logprobs == pytest.approx(one.logprobs, abs=1e-4), name
+        theirs, ours = ([entry.logprob for entry in a.prompt_logprobs if entry] for a in (one, other))
+        assert ours == pytest.approx(theirs, abs=1e-4), name
+        assert (other.embedding is None) == (one.embedding is None)
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
+def test_requests_of_all_kinds_get_the_answers_of_an_idle_engine(kits: Kits, *, overlap: bool) -> None:
+    """Beams, seeds, filters, prompt log-probabilities and embeddings, in few pages and in chunks."""
+    kit = kits("lfm2")
+    source, versions = make_source(kit)
+    requests = ask_all(versions, seed=1)
+    expected = answer_apart(kit, source, requests)
+    engine = make_engine(
+        kit, source, count_few_pages(kit), max_num_seqs=6, max_num_batched_tokens=13, overlap=overlap
+    )
+    poison(engine)
+    found = drive(engine, [requests[at : at + 2] for at in range(0, len(requests), 2)])
+    assert_close(found, expected)
+    assert engine.stats().preemptions > 0
+
+
+def test_a_failed_computation_restarts_the_other_sequences_of_its_step(kits: Kits) -> None:
+    """A step that fails has advanced some states. Its runs in smaller groups advance them again."""
+    kit = kits("lfm2")
+    source, versions = make_source(kit)
+    requests = ask_all(versions, seed=2)
+    expected = answer_apart(kit, source, requests)
+    engine = make_engine(kit, source, 2000, max_num_seqs=12, max_num_batched_tokens=40)
+    sample, sampled = engine._runner._sample_tokens, 0
+
+    def fail_sometimes(*args: Any) -> Any:
+        nonlocal sampled
+        sampled += 1
+        if sampled in (3, 4, 9):
+            raise RuntimeError("out of memory")
+        return sample(*args)
+
+    engine._runner._sample_tokens = fail_sometimes  # type: ignore[method-assign]
+    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
+    assert sampled > 9
+    assert_close(found, expected)
+
+
+def test_a_step_that_could_not_move_pages_restarts_its_sequences(kits: Kits) -> None:
+    kit = kits("lfm2")
+    source, versions = make_source(kit)
+    requests = ask_all(versions, seed=3)
+    expected = answer_apart(kit, source, requests)
+    engine = make_engine(kit, source, 2000, max_num_seqs=9, max_num_batched_tokens=40)
+    launch, steps = engine._runner.launch, 0
+
+    def fail_afterwards(plan: StepPlan) -> RunningStep:
+        nonlocal steps
+        running, steps = launch(plan), steps + 1
+        if steps in (4, 9):
+            raise PageTransferFailed("pages could not be copied")
+        return running
+
+    engine._runner.launch = fail_afterwards  # type: ignore[method-assign]
+    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
+    assert steps > 9
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        (
+            {"prompt_lookup_tokens": 4},
+            "prompt_lookup_tokens is 4, but this model .lfm2. has recurrent layers",
+        ),
+        (
+            {"tensor_parallel_size": 2},
+            "tensor_parallel_size is 2, but transformers' classes compute this model",
+        ),
+        ({"pool_bytes": 6144}, "the recurrent state of one sequence takes 2; raise pool_bytes to at least"),
+    ],
+)
+def test_what_states_cannot_do_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, int], reason: str
+) -> None:
+    kit = make_kit(tmp_path, "lfm2", {}, conv_L_cache=9)
+    with pytest.raises(ConfigError, match=reason):
+        LLM(kit.directory, **{"pool_bytes": kit.pool_bytes(40), **settings})
+
+
+def test_the_prefix_cache_is_off_and_said_to_be(kits: Kits) -> None:
+    kit = kits("lfm2")
+    engine = make_engine(kit, make_source(kit)[0], 40)
+    assert engine.info.prefix_cache == "off"
+    request = EngineRequest("a", "t", [7] * 40, (), PARAMS)
+    first = drive(engine, [[request]])["a"]
+    second = drive(engine, [[request]])["a"]
+    assert second.num_cached == 0
+    assert second.token_ids == first.token_ids
+
+
+def test_a_spec_keeps_its_states_in_json(kits: Kits) -> None:
+    spec = read_model_spec(kits("lfm2").directory)
+    assert spec.states and spec == ModelSpec.from_plain(json.loads(json.dumps(asdict(spec))))
+
+
+def test_a_step_of_other_arithmetic_than_the_whole_prompt_is_refused_at_start(tmp_path: Path) -> None:
+    """transformers limits the time steps of a prompt, but not those of single tokens after it."""
+    kit = make_kit(tmp_path, "bamba", {}, time_step_limit=[0.01, 0.6])
+    with pytest.raises(ConfigError, match="in chunks beside other prompts, its logits differ from those"):
+        LLM(kit.directory, pool_bytes=kit.pool_bytes(40))
