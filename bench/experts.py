@@ -1,14 +1,16 @@
-"""Decode of a mixture of experts: our own decoder, and transformers' classes inside slora and alone.
+"""Decode of a mixture of experts: our own decoder, transformers' classes inside slora and alone, and peft.
 
     python -m bench.experts [--batches 1 16 64] [--threads 2] [--write FILE]
 
 The model is a Qwen3-MoE with random weights in bf16: 12 layers, 32 experts of width 256, of which 8 compute each token.
-Prompts have 64 tokens and answers 64. "adapters" are 8 adapters of rank 8 on the attention linears, given out in turn.
-`--model-impl transformers` computed these models before slora had a decoder for them. The ways alternate in each round,
-and a figure is the median of the rounds.
+Prompts have 64 tokens and answers 64. "attention" stands for 8 adapters of rank 8 on the attention linears, used in
+turn, and "experts" for 8 on all experts as well. peft computes the whole batch with one adapter, because it can't mix
+adapters of experts. `--model-impl transformers` computed these models before slora had a decoder for them. The ways
+alternate in each round, and a figure is the median of the rounds.
 """
 
 import argparse
+import copy
 import statistics
 import tempfile
 import time
@@ -23,7 +25,8 @@ from bench.stepped_engine import SteppedEngine
 from bench.table import Row, print_table, write_json
 
 PROMPT_TOKENS, OUTPUT_TOKENS, NUM_ADAPTERS = 64, 64, 8
-OWN, INSIDE, ALONE = "slora", "slora, transformers' classes", "transformers"
+OWN, INSIDE, ALONE, PEFT = "slora", "slora, transformers' classes", "transformers", "transformers + peft"
+NONE, ATTENTION, EXPERTS = "none", "attention", "experts"
 _SETTINGS = {"dtype": "bfloat16", "pool_bytes": 1 << 30, "swap_bytes": 0}
 
 
@@ -47,9 +50,15 @@ def make_model(folder: Path) -> Qwen3MoeForCausalLM:
     return model
 
 
-def write_adapters(model: PreTrainedModel, folder: Path) -> list[Path]:
-    config = LoraConfig(r=8, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], init_lora_weights=False)
-    paths = [folder / f"adapter-{number}" for number in range(NUM_ADAPTERS)]
+def configure(targets: str) -> LoraConfig:
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if targets == EXPERTS else None
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return LoraConfig(r=8, target_modules=modules, target_parameters=parameters, init_lora_weights=False)
+
+
+def write_adapters(model: PreTrainedModel, folder: Path, targets: str) -> list[Path]:
+    config = configure(targets)
+    paths = [folder / f"{targets}-{number}" for number in range(NUM_ADAPTERS)]
     for path in paths:
         adapted = get_peft_model(model, config)
         adapted.save_pretrained(path)
@@ -62,9 +71,11 @@ def prompts(batch: int) -> list[list[int]]:
     return drawn.tolist()
 
 
-def slora_way(engine: SteppedEngine, num_adapters: int) -> Callable[[int], float]:
+def slora_way(engine: SteppedEngine, first: int | None) -> Callable[[int], float]:
+    """first: the index of the first adapter. None: no adapters."""
+
     def run(batch: int) -> float:
-        adapters = [(number % num_adapters,) if num_adapters else () for number in range(batch)]
+        adapters = [() if first is None else (first + number % NUM_ADAPTERS,) for number in range(batch)]
         engine.add(prompts(batch), adapters, OUTPUT_TOKENS)
         began = time.perf_counter()
         num_tokens = engine.finish()
@@ -93,33 +104,37 @@ def transformers_way(model: PreTrainedModel) -> Callable[[int], float]:
 
 def measure(folder: Path, batches: list[int], rounds: int) -> list[Row]:
     model = make_model(folder)
-    adapters = write_adapters(model, folder)
-    own = SteppedEngine(folder / "model", adapters, _SETTINGS)
-    inside = SteppedEngine(folder / "model", adapters, {**_SETTINGS, "model_impl": "transformers"})
+    on_attention = write_adapters(model, folder, ATTENTION)
+    on_experts = write_adapters(model, folder, EXPERTS)
+    own = SteppedEngine(folder / "model", [*on_attention, *on_experts], _SETTINGS)
+    inside = SteppedEngine(folder / "model", on_attention, {**_SETTINGS, "model_impl": "transformers"})
+    adapted = get_peft_model(copy.deepcopy(model), configure(EXPERTS))
     ways = {
-        (OWN, 0): slora_way(own, 0),
-        (OWN, NUM_ADAPTERS): slora_way(own, NUM_ADAPTERS),
-        (INSIDE, 0): slora_way(inside, 0),
-        (INSIDE, NUM_ADAPTERS): slora_way(inside, NUM_ADAPTERS),
-        (ALONE, 0): transformers_way(model),
+        (OWN, NONE): slora_way(own, None),
+        (OWN, ATTENTION): slora_way(own, 0),
+        (OWN, EXPERTS): slora_way(own, NUM_ADAPTERS),
+        (INSIDE, NONE): slora_way(inside, None),
+        (INSIDE, ATTENTION): slora_way(inside, 0),
+        (ALONE, NONE): transformers_way(model),
+        (PEFT, EXPERTS): transformers_way(adapted),
     }
     rows: list[Row] = []
     for batch in batches:
-        rates: dict[tuple[str, int], list[float]] = {way: [] for way in ways}
+        rates: dict[tuple[str, str], list[float]] = {way: [] for way in ways}
         for _ in range(rounds + 1):
             for way, run in ways.items():
                 rates[way].append(run(batch))
         # The first round compiles kernels.
         medians = {way: statistics.median(seen[1:]) for way, seen in rates.items()}
-        for (name, num_adapters), rate in medians.items():
-            ratio = medians[OWN, num_adapters] / rate
+        for (name, targets), rate in medians.items():
             rows.append(
                 {
                     "batch": batch,
                     "computed by": name,
-                    "adapters": num_adapters,
+                    "adapters": targets,
                     "tokens/s": round(rate, 1),
-                    "slora is faster by": round(ratio, 2),
+                    "slora is faster by": round(medians[OWN, targets] / rate, 2),
+                    "of slora without": round(rate / medians[OWN, NONE], 2),
                 }
             )
     return rows

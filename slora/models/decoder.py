@@ -295,7 +295,9 @@ class _Forward:
         kernels, experts = self._kernels, self._experts
         assert experts is not None, "a layer has experts that the config does not describe"
         choice = ExpertChoice.of(self._apply(hidden, mlp.router), experts)
-        routed = self._deltas.route(choice.starts, choice.token_of_row, len(hidden), mlp.gate_up.site)
+        routed = self._deltas.route(
+            choice.starts, choice.token_of_row, len(hidden), (mlp.gate_up.site, mlp.down.site)
+        )
         rows = choice.spread(hidden)
         gate_up = mlp.gate_up.apply(rows, choice.starts, kernels)
         routed.add(gate_up, rows, mlp.gate_up.site)

@@ -8,7 +8,7 @@ parallel.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -104,20 +104,30 @@ class LoraDeltas:
             if memory.has_norms(slot)
         ]
 
-    def route(self, starts: Tensor, token_of_row: Tensor, num_tokens: int, site: LoraSite) -> "ExpertDeltas":
+    def route(
+        self, starts: Tensor, token_of_row: Tensor, num_tokens: int, sites: Sequence[LoraSite]
+    ) -> "ExpertDeltas":
         """The LoRA work at the experts of a layer.
 
         Expert e computes the rows from `starts[e]` to `starts[e + 1]`. Each row is for one of the step's tokens
-        (`token_of_row`), which are in ascending order for each expert. site: the first one of the experts.
+        (`token_of_row`), which are in ascending order for each expert. sites: those of the experts' linears.
         """
-        parts = []
+        memory, kernels = self._memory, self._kernels
+        routed = []
         for index, step in enumerate(self._steps):
-            if site.kind < step.tiles.num_groups:
+            used = [site for site in sites if site.kind < step.tiles.num_groups]
+            if used:
                 if index not in self._tile_of_token:
                     self._tile_of_token[index] = _find_tile_of_token(step.tiles, num_tokens)
                 tile_of_row = self._tile_of_token[index][token_of_row]
-                parts.append((step, _split_by_expert(step.tiles, tile_of_row, starts)))
-        return ExpertDeltas(parts, self._memory, self._kernels)
+                expert_tiles = _split_by_expert(step.tiles, tile_of_row, starts)
+                element_bytes = memory.geometry.dtype.itemsize
+                tables = expert_tiles.point(step.tables, used, element_bytes, memory.full_page_bytes)
+                routed += [
+                    (site.kind, kernels.prepare_lora(expert_tiles.tiles, table))
+                    for site, table in zip(used, tables, strict=True)
+                ]
+        return ExpertDeltas(routed, memory, kernels)
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""
@@ -245,6 +255,28 @@ class LoraDeltas:
         return own
 
 
+class ExpertDeltas:
+    """The LoRA work of one step at the two linears of one layer's experts.
+
+    Each expert has its own factors. An adapter at an expert is therefore like another adapter, whose few pages are a
+    part of the adapter's. So the kernels need to know nothing of experts.
+    """
+
+    def __init__(self, steps: list[tuple[int, LoraStep]], memory: DeviceMemory, kernels: Kernels) -> None:
+        """steps: for each of them, the kind of the site (`LoraSite.kind`), and tiles with tables of one module."""
+        self._steps = steps
+        self._pages = memory.pages
+        self._kernels = kernels
+
+    def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
+        """out [S, out width] += scale * (x A^T) B^T, with the factors of each row's expert. x: [S, site.in_width]."""
+        alone = LoraSite(0, site.kind, 0, site.in_width, site.widths)
+        for kind, step in self._steps:
+            if kind == site.kind:
+                shrunk = self._kernels.shrink(x, self._pages, alone, step)
+                self._kernels.expand(out, shrunk, self._pages, alone, step)
+
+
 @dataclass(frozen=True, slots=True)
 class _ExpertTiles:
     """Rows of experts that one tile's adapter changes: for each tile, its rows at each expert that has some of them.
@@ -256,76 +288,44 @@ class _ExpertTiles:
     slots: Tensor
     experts: Tensor
 
-
-class ExpertDeltas:
-    """The LoRA work of one step at the linears of one layer's experts.
-
-    Each expert has its own factors. An adapter at an expert is therefore like another adapter, whose few pages are a
-    part of the adapter's. So the kernels need to know nothing of experts.
-    """
-
-    def __init__(
-        self, parts: list[tuple[LoraStep, _ExpertTiles]], memory: DeviceMemory, kernels: Kernels
-    ) -> None:
-        self._parts = parts
-        self._memory = memory
-        self._kernels = kernels
-
-    def add(self, out: Tensor, x: Tensor, site: LoraSite) -> None:
-        """out [S, out width] += scale * (x A^T) B^T, with the factors of each row's expert. x: [S, site.in_width]."""
-        pages = self._memory.pages
-        for step, expert_tiles in self._parts:
-            if site.kind >= step.tiles.num_groups:
-                continue
-            tables = self._point_at_experts(step, expert_tiles, site)
-            if tables is not None:
-                alone = LoraSite(0, site.kind, 0, site.in_width, site.widths)
-                routed = self._kernels.prepare_lora(expert_tiles.tiles, tables)
-                shrunk = self._kernels.shrink(x, pages, alone, routed)
-                self._kernels.expand(out, shrunk, pages, alone, routed)
-
-    def _point_at_experts(
-        self, step: LoraStep, expert_tiles: _ExpertTiles, site: LoraSite
-    ) -> AdapterTables | None:
-        """Returns tables with one module, and with a slot for each tile. None if no adapter changes this site."""
-        tables, slots = step.tables, expert_tiles.slots
-        groups, modules = tables.groups[slots, site.group], tables.modules[slots, site.first_module]
-        rank = groups[:, 0]
-        if rank.device.type == "cpu" and not rank.any():
-            return None
-        (width,) = site.widths
-        zero = torch.zeros_like(rank)
-        pages_of_a, first_a = self._find_pages(step, expert_tiles, rank, groups[:, 1], site.in_width)
-        pages_of_b, first_b = self._find_pages(step, expert_tiles, rank, modules[:, 2], width)
-        first_b = first_b + pages_of_a.shape[1] * self._page_segments
-        return AdapterTables(
-            torch.cat((pages_of_a, pages_of_b), dim=1),
-            torch.stack((rank, first_a), dim=1)[:, None],
-            torch.stack((rank, zero, first_b), dim=1)[:, None],
-            tables.scales[slots, site.first_module, None],
-            torch.zeros(len(rank), 1, 4, dtype=rank.dtype, device=rank.device),
+    def point(
+        self, tables: AdapterTables, sites: Sequence[LoraSite], element_bytes: int, page_bytes: int
+    ) -> list[AdapterTables]:
+        """Returns tables with one module for each site, in which a slot has the pages of an adapter at an expert."""
+        slots = self.slots[:, None]
+        groups = [site.group for site in sites]
+        modules = [site.first_module for site in sites]
+        widths = [width for site in sites for width in (site.in_width, *site.widths)]
+        row_segments = [-(-width * element_bytes // SEGMENT_BYTES) for width in widths]
+        page_segments = page_bytes // SEGMENT_BYTES
+        ranks, first_a = tables.groups[slots, groups].unbind(2)
+        # For each site, A and transposed B: int32 [tiles, sites, 2].
+        first = torch.stack((first_a, tables.modules[slots, modules, 2]), dim=2)
+        per_rank = (
+            torch.tensor(row_segments, dtype=first.dtype).view(1, -1, 2).to(first.device, non_blocking=True)
         )
-
-    def _find_pages(
-        self, step: LoraStep, expert_tiles: _ExpertTiles, rank: Tensor, start: Tensor, width: int
-    ) -> tuple[Tensor, Tensor]:
-        """Returns the ids of the pages that hold the rows of an expert, int32 [tiles, n], and the rows' first segment.
-
-        start: int32 [tiles], the first segment of expert 0. width: elements of a row.
-        """
-        row_bytes = width * self._memory.geometry.dtype.itemsize
-        row_segments, page_segments = -(-row_bytes // SEGMENT_BYTES), self._page_segments
-        first = start + expert_tiles.experts.to(start.dtype) * rank * row_segments
-        num_pages = -(-step.tiles.max_group_rank * row_segments // page_segments) + 1
-        table = step.tables.page_table
-        indexes = (first // page_segments)[:, None] + torch.arange(num_pages, device=first.device)
+        first += (self.experts.to(first.dtype)[:, None] * ranks)[:, :, None] * per_rank
         # An adapter may end before the last of these pages, and then no row lies there.
-        pages = table[expert_tiles.slots[:, None], indexes.clamp_(max=table.shape[1] - 1)]
-        return pages, first % page_segments
-
-    @property
-    def _page_segments(self) -> int:
-        return self._memory.full_page_bytes // SEGMENT_BYTES
+        num_pages = -(-self.tiles.max_group_rank * max(row_segments) // page_segments) + 1
+        indexes = (first // page_segments)[..., None] + torch.arange(num_pages, device=first.device)
+        most = tables.page_table.shape[1] - 1
+        page_ids = tables.page_table[slots[:, :, None, None], indexes.clamp_(max=most)].flatten(2)
+        first %= page_segments
+        first[:, :, 1] += num_pages * page_segments
+        scales, zeros = tables.scales[slots, modules], torch.zeros_like(ranks)
+        new_groups = torch.stack((ranks, first[:, :, 0]), dim=2)
+        new_modules = torch.stack((ranks, zeros, first[:, :, 1]), dim=2)
+        affine = ranks.new_zeros(len(ranks), 1, 4)
+        return [
+            AdapterTables(
+                page_ids[:, index].contiguous(),
+                new_groups[:, index, None].contiguous(),
+                new_modules[:, index, None].contiguous(),
+                scales[:, index, None].contiguous(),
+                affine,
+            )
+            for index in range(len(sites))
+        ]
 
 
 def _find_tile_of_token(tiles: LoraTiles, num_tokens: int) -> Tensor:
