@@ -85,7 +85,7 @@ class AdapterTables:
 
 @dataclass(frozen=True, slots=True)
 class TokenRows:
-    """Where the rows lie that an adapter has in place of some rows of the embedding or of the head.
+    """Where the rows lie that an adapter has in place of some rows of the embedding or of the head, or as a head.
 
     pages: uint8 [num_pages, page_bytes], the pool. page_ids: those of the adapter, in order. first_id, first_row: the
     first segments of the token ids, int32 [count] in ascending order, and of the rows.

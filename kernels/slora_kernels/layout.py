@@ -21,8 +21,9 @@ transposed B. The rank of such a module is that of one expert.
 DoRA and trained biases change a module's output column by column: the output is multiplied by a scale, and an offset is
 added (`Affine`). Two rows of float32 behind the module's B hold them.
 
-An adapter may replace rows of the embedding and of the head: those of some tokens, or all. They come after everything
-else: for each of the two, the token ids (int32, ascending), then a row of the hidden size for each id.
+An adapter may replace rows of the embedding and of the head: those of some tokens, or all. It may also have a head of
+its own that classifies texts, with a row for each label. They come after everything else: for each of the three, the
+token ids or label ids (int32, ascending), then a row of the hidden size for each id.
 
 An adapter may also replace weights of norms. They come last: for each replaced norm a row of float32, and a second one
 for its bias if it has one.
@@ -501,6 +502,7 @@ class LoraTargets:
     affine: whether a module has a scale and an offset for each of its output columns.
     rows: whether rows of the embedding or of the head are replaced.
     norms: whether weights of norms are replaced.
+    num_labels: labels of the adapter's head that classifies texts. 0: it has none.
     stands_alone: whether the adapter can't be part of a sum, because it scales outputs, replaces rows or norms, or is
         activated.
     invocation: the tokens that activate the adapter. It has no effect on the tokens before their last occurrence in the
@@ -515,6 +517,7 @@ class LoraTargets:
     affine: bool = False
     rows: bool = False
     norms: bool = False
+    num_labels: int = 0
     stands_alone: bool = False
     invocation: tuple[int, ...] = ()
 
@@ -539,8 +542,8 @@ class AdapterLayout:
     modules: int32 [num_modules, 3], (rank, first row within the group's A, first segment of B) of each module.
     affine: int32 [num_modules, 4], (whether the module has scales and offsets, first segment of the scales,
         `Affine.has_magnitude`, `Affine.replaces_bias`) of each module. The offsets follow the scales.
-    rows: int32 [2, 3], (number of replaced rows, first segment of their token ids, first segment of the rows) of the
-        embedding and of the head.
+    rows: int32 [3, 3], (number of rows, first segment of their ids, first segment of the rows) of those that replace
+        rows of the embedding and of the head, and of the head that classifies texts.
     norms: int32 [num_norms, 2], (whether the weight is replaced, first segment of the weight) of each of
         `ModelShape.norms`. The bias follows the weight.
     num_groups, invocation: see `LoraTargets`.
@@ -564,7 +567,7 @@ class AdapterLayout:
     @property
     def targets(self) -> LoraTargets:
         embedding, head = (
-            bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0] | self.rows[:, 0]
+            bool(number) for number in self.modules[-2:, 0] | self.affine[-2:, 0] | self.rows[:2, 0]
         )
         has_rows, has_norms = (bool(table[:, 0].any()) for table in (self.rows, self.norms))
         return LoraTargets(
@@ -576,6 +579,7 @@ class AdapterLayout:
             affine=bool(self.affine[:, 0].any()),
             rows=has_rows,
             norms=has_norms,
+            num_labels=int(self.rows[2, 0]),
             stands_alone=has_rows or has_norms or bool(self.affine[:, 2].any() or self.invocation),
             invocation=self.invocation,
         )
@@ -591,12 +595,12 @@ def lay_out_adapter(
     shape: ModelShape,
     ranks: Sequence[int],
     affine: Mapping[int, Affine] = MappingProxyType({}),
-    num_rows: tuple[int, int] = (0, 0),
+    num_rows: tuple[int, int, int] = (0, 0, 0),
     norms: Collection[int] = (),
 ) -> AdapterLayout:
     """Computes the layout of an adapter whose module m has rank `ranks[m]`. Rank 0 means that m has no A and B.
 
-    affine: the modules with scales and offsets. num_rows: replaced rows of the embedding and of the head.
+    affine: the modules with scales and offsets. num_rows: see `AdapterLayout.rows`.
     norms: the replaced norms, as indexes in `ModelShape.norms`.
     """
     groups = np.zeros((shape.num_sites, 2), np.int32)
@@ -616,7 +620,7 @@ def lay_out_adapter(
             if m in affine:
                 columns[m] = True, segment, *affine[m]
                 segment += 2 * affine_segments(width)
-    rows = np.zeros((2, 3), np.int32)
+    rows = np.zeros((3, 3), np.int32)
     for index, count in enumerate(num_rows):
         first_row = segment + affine_segments(count)
         rows[index] = count, segment, first_row
@@ -628,7 +632,7 @@ def lay_out_adapter(
         segment += (1 + norm.has_bias) * affine_segments(norm.width)
     adapted = {m for m in range(shape.num_modules) if ranks[m] or m in affine}
     adapted |= {
-        m for m, count in zip((shape.embedding_module, shape.head_module), num_rows, strict=True) if count
+        m for m, count in zip((shape.embedding_module, shape.head_module), num_rows, strict=False) if count
     }
     used = (site for site in shape.sites[:-2] if not adapted.isdisjoint(site.module_ids))
     num_groups = max((site.kind + 1 for site in used), default=0)

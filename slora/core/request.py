@@ -57,10 +57,13 @@ class PoolingKind(StrEnum):
     """Which hidden states of the last layer, after its norm, make the embedding.
 
     LAST: the state of the last token, which attends to all other tokens. MEAN: the mean over all tokens of the prompt.
+    CLASSIFY: the logits that the adapter's head for classification gives for the state of the last token. There is one
+        for each label, and nothing is normalized.
     """
 
     LAST = "last"
     MEAN = "mean"
+    CLASSIFY = "classify"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,9 @@ class Pooling:
 
     def __post_init__(self) -> None:
         if self.kind not in list(PoolingKind):
-            raise RequestRefused(f"pooling is {self.kind!r:.80}; it must be last or mean", "pooling")
+            raise RequestRefused(
+                f"pooling is {self.kind!r:.80}; it must be last, mean or classify", "pooling"
+            )
         object.__setattr__(self, "kind", PoolingKind(self.kind))
         if self.dimensions is not None and self.dimensions < 1:
             raise RequestRefused(f"dimensions is {self.dimensions}; it must be at least 1", "dimensions")

@@ -111,7 +111,7 @@ class DeviceMemory:
         self._slots: dict[int, _SlotContent] = {}
         # Loaded adapters with magnitudes or biases that have no final scales and offsets yet, by slot.
         self._unfinished: dict[int, LoadedAdapter] = {}
-        # Loaded adapters with rows of the embedding or of the head, by slot.
+        # Loaded adapters with rows of the embedding or of a head, by slot.
         self._with_rows: dict[int, LoadedAdapter] = {}
         # Loaded adapters with norms of their own, by slot.
         self._with_norms: dict[int, _OwnNorms] = {}
@@ -199,7 +199,9 @@ class DeviceMemory:
         return content is not None and content.is_complete and content.generation == generation
 
     def find_rows(self, slot: int, place: int) -> TokenRows | None:
-        """Returns the rows of a slot's adapter for the embedding (place 0) or for the head (place 1)."""
+        """Returns the rows of a slot's adapter for the embedding (place 0) or for the head (place 1), or those of its
+        head that classifies texts (place 2).
+        """
         adapter = self._with_rows.get(slot)
         if adapter is None or not adapter.layout.rows[place, 0]:
             return None

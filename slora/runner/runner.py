@@ -47,6 +47,7 @@ from slora_kernels.batch import KVGeometry
 from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
+from slora_kernels.torch.lora_matmuls import read_rows
 
 
 class PageTransferFailed(SloraError):
@@ -299,7 +300,7 @@ class Runner:
             return self._score(rows, num_done - len(rows), sequence)
 
         compute_prompt_logprobs(scored, batch.prompts, score)
-        pool_hidden_states(pooled, batch.pooled)
+        pool_hidden_states(pooled, batch.pooled, self._classify)
         if not num_sampled:
             return list
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
@@ -395,6 +396,14 @@ class Runner:
         deltas = LoraDeltas([layer.upload(self.device) for layer in layers], self.memory, self.kernels)
         with self._computing_together(lambda: ScoreRows(first_row, len(hidden), layers)):
             return self._model.logits(hidden, deltas)
+
+    def _classify(self, hidden: Tensor, sequence: Sequence) -> Tensor:
+        """Returns the logits, float32 [labels], of a hidden state, float32 [H]. All ranks have the whole head."""
+        rows = self.memory.find_rows(sequence.residents[0].slot, 2)
+        assert rows is not None, "a request to classify was admitted without a head"
+        dtype = self._geometry.dtype
+        weight = read_rows(rows.pages, rows.page_ids, rows.first_row, rows.count, len(hidden), dtype)
+        return weight.float() @ hidden
 
     @contextmanager
     def _computing_together(self, make: Callable[[], Compute | ComputeLogits | ScoreRows]) -> Iterator[None]:

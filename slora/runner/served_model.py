@@ -18,6 +18,7 @@ from slora.models.float8_support import check_float8_kv
 from slora.models.model import LoadModel, Model, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepArrays
+from slora_adapters.peft.validation import MAX_LABELS
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
@@ -59,7 +60,7 @@ class ServedModel:
         self._collectives = collectives
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
-        rows = (spec.vocab_size, spec.vocab_size)
+        rows = (spec.vocab_size, spec.vocab_size, MAX_LABELS)
         largest = lay_out_adapter(
             self.shape, [config.max_lora_rank] * num_modules, affine, rows, range(len(self.shape.norms))
         )

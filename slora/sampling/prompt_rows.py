@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slora.core.request import TokenLogprobs
+from slora.core.request import PoolingKind, TokenLogprobs
 from slora.sampling.sampler import token_logprobs
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk
@@ -101,10 +101,13 @@ def find_pooled_rows(chunks: list[Chunk], first_tokens: Int32Array) -> list[Pool
     return found
 
 
-def pool_hidden_states(hidden: Tensor, pooled_rows: list[PooledRows]) -> None:
+def pool_hidden_states(
+    hidden: Tensor, pooled_rows: list[PooledRows], classify: Callable[[Tensor, Sequence], Tensor]
+) -> None:
     """Adds the rows to the sums of their sequences, and makes the embedding of each sequence whose sum is complete.
 
     hidden: [P, H], hidden states of the rows of `pooled_rows`, concatenated.
+    classify: returns the logits, float32 [labels], of a hidden state, float32 [H], of a sequence.
     """
     begin = 0
     complete = []
@@ -118,7 +121,7 @@ def pool_hidden_states(hidden: Tensor, pooled_rows: list[PooledRows]) -> None:
             complete.append(rows.sequence)
         begin = end
     if complete:
-        _make_embeddings(complete)
+        _make_embeddings(complete, classify)
 
 
 def _add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
@@ -135,22 +138,25 @@ def _add_rows(total: Tensor | None, rows: Tensor) -> Tensor:
     return total
 
 
-def _make_embeddings(sequences: list[Sequence]) -> None:
+def _make_embeddings(sequences: list[Sequence], classify: Callable[[Tensor, Sequence], Tensor]) -> None:
     """Copies the embeddings of a step to the host together, because each copy waits for the device."""
     pooled = [sequence.pooled for sequence in sequences if sequence.pooled is not None]
     means = torch.stack([sums.total / sums.count for sums in pooled])
-    are_finite = means.isfinite().all(1).tolist()
-    vectors = [_finish(mean, sequence) for mean, sequence in zip(means, sequences, strict=True)]
+    vectors = [_finish(mean, sequence, classify) for mean, sequence in zip(means, sequences, strict=True)]
+    sums = torch.stack([vector.sum() for vector in vectors])
+    are_finite = (means.isfinite().all(1) & sums.isfinite()).tolist()
     on_host = torch.split(torch.cat(vectors).cpu(), [len(vector) for vector in vectors])
     for sequence, vector, is_finite in zip(sequences, on_host, are_finite, strict=True):
         if sequence.pooled is not None and is_finite:
             sequence.pooled.embedding = vector.numpy().tobytes()
 
 
-def _finish(mean: Tensor, sequence: Sequence) -> Tensor:
+def _finish(mean: Tensor, sequence: Sequence, classify: Callable[[Tensor, Sequence], Tensor]) -> Tensor:
     """Returns the embedding, float32 [dimensions], of a prompt whose pooled hidden states are `mean`, float32 [H]."""
     pooling = sequence.request.pooling
     assert pooling is not None
+    if pooling.kind is PoolingKind.CLASSIFY:
+        return classify(mean, sequence)
     vector = mean[: pooling.dimensions]
     if not pooling.normalize:
         return vector

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 from slora.core.engine_config import SchedulerConfig
 from slora.core.errors import AdapterFetchFailed, ContextTooLong, RequestRefused
-from slora.core.request import EndedRequest, RequestUsage, StepOutput
+from slora.core.request import EndedRequest, PoolingKind, RequestUsage, StepOutput
 from slora.core.sampling_params import StructuredOutput
 from slora.grammar.grammar_compiler import GrammarCompiler, Refused
 from slora.memory.unified_paging import UnifiedPaging
@@ -392,12 +392,25 @@ class Lifecycle:
 
     def _prepare_adapters(self, sequence: Sequence) -> None:
         """Finds where an activated adapter begins. Raises RequestRefused if adapters can't be added up."""
-        adapters = sequence.request.adapters
+        adapters, pooling = sequence.request.adapters, sequence.request.pooling
+        classifies = pooling is not None and pooling.kind is PoolingKind.CLASSIFY
         if len(adapters) == 1 and adapters[0].weight == 1:
-            invocation = self._adapters.find_targets(adapters[0].version).invocation
-            if invocation:
-                sequence.activate_after(invocation)
+            targets = self._adapters.find_targets(adapters[0].version)
+            if targets.invocation:
+                sequence.activate_after(targets.invocation)
+            if classifies and not targets.num_labels:
+                raise RequestRefused(
+                    f"adapter {adapters[0].version.digest[:12]} has no head that classifies texts", "model"
+                )
+            if targets.num_labels and pooling is None:
+                raise RequestRefused(
+                    f"adapter {adapters[0].version.digest[:12]} classifies texts and writes none; send the text to "
+                    "/v1/classify",
+                    "model",
+                )
             return
+        if classifies and not adapters:
+            raise RequestRefused("the base model has no head that classifies texts; name an adapter", "model")
         for version, weight in adapters:
             if self._adapters.find_targets(version).stands_alone:
                 raise RequestRefused(

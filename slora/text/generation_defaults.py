@@ -11,12 +11,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.errors import Reason, abbreviate
-from slora_adapters.peft.extras import GENERATION_NAME
+from slora_adapters.peft.extras import GENERATION_NAME, LABEL_FIELDS
 
 _log = logging.getLogger(__name__)
 
@@ -51,6 +51,9 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "watermarking_config": (),
     "token_healing": (False,),
 }
+
+
+_PROBLEM_OF_MANY = "multi_label_classification"
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,30 @@ def read_generation_defaults(text: str | None, vocab_size: int | None = None) ->
     )
     _check_ranges(defaults)
     return defaults
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """The head of an adapter that classifies texts. activation: makes scores of the logits."""
+
+    labels: tuple[str, ...]
+    activation: Literal["softmax", "sigmoid", "none"]
+
+
+def read_classifier(text: str | None) -> Classifier | None:
+    """Reads the labels that `slora_adapters.peft.extras.add_labels` has written. None if the adapter has no head.
+
+    As in transformers, a label without a name is called LABEL_0, and so on. Without a `problem_type`, a head of one
+    label gives the sigmoid of its logit, as in vLLM.
+    """
+    config = json.loads(text) if text else {}
+    count, names, problem = (config.get(name) for name in LABEL_FIELDS)
+    if not isinstance(count, int):
+        return None
+    labels = tuple((names or {}).get(str(label), f"LABEL_{label}") for label in range(count))
+    if problem == "regression":
+        return Classifier(labels, "none")
+    return Classifier(labels, "sigmoid" if count == 1 or problem == _PROBLEM_OF_MANY else "softmax")
 
 
 def read_model_defaults(directory: Path) -> GenerationDefaults:

@@ -8,6 +8,7 @@ sandbox, with the same names that transformers provides.
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,22 @@ class Tokenizer:
         """
         ids: list[int] = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
+
+    def join_pair(self, first: list[int], second: list[int]) -> list[int]:
+        """Joins the ids of two texts, encoded without special tokens, with the special tokens of a pair."""
+        before, between, after = self._pair_tokens
+        return [*before, *first, *between, *second, *after]
+
+    @cached_property
+    def _pair_tokens(self) -> tuple[list[int], list[int], list[int]]:
+        """The special tokens before the first text of a pair, between the two, and after the second."""
+        (pair,) = self._fast.encode_batch([("a", "a")])
+        parts = list(pair.sequence_ids)
+        first, second = parts.index(0), parts.index(1)
+        end_of_first = second - parts[::-1][len(parts) - second :].index(0)
+        end = len(parts) - parts[::-1].index(1)
+        ids: list[int] = pair.ids
+        return ids[:first], ids[end_of_first:second], ids[end:]
 
     def count_tokens(self, text: str) -> int:
         """The number of tokens of the text alone. Does not copy the ids, which would hold the GIL."""

@@ -52,6 +52,7 @@ FIELDS = {
     "adapter_config.json": "config",
     "adapter_model.safetensors": "weights",
     "tokenizer_config.json": "tokenizer_config",
+    "config.json": "model_labels",
     "chat_template.jinja": "chat_template",
     "generation_config.json": "generation_config",
     "tokenizer.json": "tokenizer",

@@ -95,19 +95,21 @@ class TokenRows(Generic[AnyFactor]):
 
 
 class Vocabulary(NamedTuple, Generic[AnyFactor]):
-    """The replaced rows of an adapter. With a tied head, both may be of one tensor."""
+    """The rows of an adapter. With a tied head, those of embedding and head may be of one tensor."""
 
     embedding: TokenRows[AnyFactor] | None = None
     head: TokenRows[AnyFactor] | None = None
+    # The adapter's own head that classifies texts, with a row [hidden] for each label.
+    classifier: TokenRows[AnyFactor] | None = None
 
     @property
     def tensors(self) -> list[AnyFactor]:
         return list({rows.tensor.name: rows.tensor for rows in self if rows is not None}.values())
 
     @property
-    def num_rows(self) -> tuple[int, int]:
-        embedding, head = (0 if rows is None else rows.tensor.shape[0] for rows in self)
-        return embedding, head
+    def num_rows(self) -> tuple[int, int, int]:
+        embedding, head, classifier = (0 if rows is None else rows.tensor.shape[0] for rows in self)
+        return embedding, head, classifier
 
 
 class NormTensors(NamedTuple, Generic[AnyFactor]):

@@ -8,13 +8,14 @@ variables of its chat template. Its own `eos_token` also ends answers.
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
-from slora_adapters.errors import Reason
+from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
 from slora_adapters.peft.strict_json import parse_object
 
@@ -26,6 +27,7 @@ VOCABULARY_NAME = "tokenizer.json"
 SPECIAL_TOKENS_NAME = "special_tokens_map.json"
 ADDED_TOKENS_NAME = "added_tokens.json"
 GENERATION_NAME = "generation_config.json"
+MODEL_CONFIG_NAME = "config.json"
 # Multipart field of an upload -> the name of the file that peft and transformers write.
 EXTRA_FIELDS: Mapping[str, str] = {
     "tokenizer_config": TOKENIZER_NAME,
@@ -36,6 +38,7 @@ EXTRA_FIELDS: Mapping[str, str] = {
     "added_tokens": ADDED_TOKENS_NAME,
     "chat_template_json": TEMPLATE_JSON_NAME,
     "tool_template": TOOL_TEMPLATE_NAME,
+    "model_labels": MODEL_CONFIG_NAME,
 }
 EXTRA_NAMES = tuple(EXTRA_FIELDS.values())
 
@@ -89,6 +92,58 @@ def read_extras(
                 generation_text = _add_stop_token(generation, token_id)
     template = _with_names(template, tool_template, differing, base)
     return AdapterExtras(template, generation_text, tuple(uses)), reasons
+
+
+# Fields that `add_labels` writes.
+LABEL_FIELDS = ("num_labels", "id2label", "problem_type")
+_PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
+
+
+def add_labels(
+    extras: AdapterExtras, members: Mapping[str, memoryview], num_labels: int, limits: AdapterLimits
+) -> tuple[AdapterExtras, list[Reason]]:
+    """Adds the labels of an adapter's head to its generation config, as `num_labels`, `id2label` and `problem_type`.
+
+    They come from the config.json of the trained model, if the upload has it. Without a head, these fields are removed.
+    """
+    reasons: list[Reason] = []
+    generation = json.loads(extras.generation_config or "{}")
+    kept = {name: value for name, value in generation.items() if name not in LABEL_FIELDS}
+    if not num_labels:
+        text = extras.generation_config if kept == generation else json.dumps(kept)
+        return replace(extras, generation_config=text), reasons
+    config = _read_json(members, MODEL_CONFIG_NAME, MAX_TOKENIZER_BYTES, reasons)
+    fields: dict[str, object] = {"num_labels": num_labels}
+    names, problem = config.get("id2label"), config.get("problem_type")
+    if names is not None:
+        wanted = [str(label) for label in range(num_labels)]
+        if not isinstance(names, dict) or sorted(names) != sorted(wanted):
+            message = f"{MODEL_CONFIG_NAME}: id2label must name the labels 0 to {num_labels - 1} of the adapter's head"
+            reasons.append(Reason("labels", message))
+        elif not all(isinstance(name, str) and _is_text(name) for name in names.values()):
+            reasons.append(Reason("labels", f"{MODEL_CONFIG_NAME}: a label of id2label is not a text"))
+        else:
+            fields["id2label"] = {label: names[label] for label in wanted}
+    if problem is not None:
+        if problem not in _PROBLEMS:
+            message = f"{MODEL_CONFIG_NAME}: problem_type is {abbreviate(problem)}; accepted are {', '.join(_PROBLEMS)}"
+            reasons.append(Reason("labels", message))
+        else:
+            fields["problem_type"] = problem
+    text = json.dumps({**kept, **fields})
+    if len(text) > limits.max_text_bytes:
+        message = f"the labels take {len(text)} bytes; this server accepts at most {limits.max_text_bytes}"
+        reasons.append(Reason("labels", message))
+    uses = (*extras.uses, f"{MODEL_CONFIG_NAME} (labels)") if len(fields) > 1 else extras.uses
+    return replace(extras, generation_config=text, uses=uses), reasons
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 class _BaseTokenizer:

@@ -205,6 +205,9 @@ def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
     for key, why in _VARIANTS.items():
         if fields.get(key):
             yield Reason(key, f"{key} is set: {why}, which this server does not compute")
+    if fields.get("task_type") == "TOKEN_CLS" and fields.get("modules_to_save"):
+        message = "task_type is TOKEN_CLS: a head labels each token, which this server does not compute"
+        yield Reason("task_type", f"{message}; it serves heads that label a whole text (SEQ_CLS)")
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _HARMLESS_INITS:
         yield _refuse_init(init.lower())

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import numpy as np
@@ -18,7 +19,7 @@ import numpy as np
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, AdapterLimits, adapter_digest
 from slora_adapters.peft.experts import find_spelling, join_experts
-from slora_adapters.peft.extras import EXTRA_NAMES, read_extras
+from slora_adapters.peft.extras import EXTRA_NAMES, add_labels, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, spell_out
 from slora_adapters.peft.tensor_file import (
@@ -244,7 +245,7 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
     extras, extra_reasons = read_extras(members, limits)
     reasons += extra_reasons
-    return _assemble(config, tensors, extras, reasons, shape, limits)
+    return _assemble(config, tensors, extras, reasons, shape, limits, members)
 
 
 def assemble_adapter(
@@ -265,6 +266,7 @@ def _assemble(
     reasons: list[Reason],
     shape: ModelShape,
     limits: AdapterLimits,
+    members: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> Adapter:
     if config is None or tensors is None:
         raise _invalid(reasons)
@@ -295,6 +297,8 @@ def _assemble(
     reasons += refuse_other_copies(
         (tensors[name] for name in sorted(copies)), shape, limits.base_directory, limits.served_dtype
     )
+    if not reasons:
+        extras, reasons = add_labels(extras, members, found.vocabulary.num_rows[2], limits)
     if reasons:
         raise _invalid(reasons)
     if image_parts:
@@ -308,6 +312,7 @@ def _assemble(
         (len(b_biases), "the biases of lora_B of {} modules"),
         (found.vocabulary.num_rows[0], "{} rows of the embedding"),
         (found.vocabulary.num_rows[1], "{} rows of the head"),
+        (found.vocabulary.num_rows[2], "a head for {} labels"),
         (len(found.norms), "the weights of {} norms, which replace those of the base model"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
     )

@@ -51,6 +51,12 @@ _IMAGE_FACTOR = re.compile(
 _COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
 
 
+# The head of transformers' classes for sequence classification. PEFT names both in `modules_to_save` with
+# `task_type: SEQ_CLS`, although a model has only one of them.
+CLASSIFIER_PATH = "score"
+CLASSIFIER_NAMES = (CLASSIFIER_PATH, "classifier")
+MAX_LABELS = 4096
+
 # Where transformers puts a decoder: alone, as a part of a model that also reads images, and in earlier releases. The
 # same weights have other names there, and so have adapters on them.
 _ROOTS = ("model", "model.language_model", "language_model.model")
@@ -358,7 +364,53 @@ def _find_vocabulary(
     embedding, head = by_path.get(shape.embedding_path), by_path.get(shape.head_path)
     if _is_tied(trained, shape):
         head = embedding
-    return Vocabulary(embedding, head), row_names, reasons
+    classifier, names, faults = _find_classifier(config, tensors, shape)
+    return Vocabulary(embedding, head, classifier), row_names | names, reasons + faults
+
+
+def _find_classifier(
+    config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape
+) -> tuple[TokenRows[AnyFactor] | None, set[str], list[Reason]]:
+    """Returns the head that classifies texts, the names of its tensors, and reasons to refuse them."""
+    named = {
+        name: match["parameter"]
+        for name in tensors
+        if (match := _COPY.fullmatch(name)) is not None and match["path"] == CLASSIFIER_PATH
+    }
+    weights = [tensors[name] for name, parameter in named.items() if parameter == "weight"]
+    saved = sorted({*CLASSIFIER_NAMES} & {*config.modules_to_save})
+    reasons = []
+    if "bias" in named.values():
+        message = (
+            f"the head {CLASSIFIER_PATH} has a bias; this server serves heads for classification without one"
+        )
+        reasons.append(Reason("modules_to_save", message))
+    if len(weights) > 1:
+        message = (
+            f"{weights[0].name[:120]!r} and {weights[1].name[:120]!r} name the same head; keep one of them"
+        )
+        reasons.append(Reason("duplicate_tensor", message))
+    if saved and not weights:
+        message = (
+            f"modules_to_save names {' and '.join(saved)}, but there is no tensor {CLASSIFIER_PATH}.weight"
+        )
+        reasons.append(Reason("missing_tensors", message))
+    if not weights:
+        return None, {*named}, reasons
+    weight = weights[0]
+    if not is_saved(CLASSIFIER_PATH, config):
+        message = f"tensor {weight.name[:120]!r} is a trained head, which modules_to_save does not name"
+        reasons.append(Reason("modules_to_save", message))
+    if len(weight.shape) != 2 or weight.shape[1] != shape.hidden_size:
+        message = (
+            f"tensor {weight.name[:120]!r} has shape {list(weight.shape)}; the base model requires "
+            f"[labels, {shape.hidden_size}]"
+        )
+        reasons.append(Reason("shape_mismatch", message))
+    elif not 1 <= weight.shape[0] <= MAX_LABELS:
+        message = f"the head has {weight.shape[0]} labels; accepted are 1 to {MAX_LABELS}"
+        reasons.append(Reason("shape_mismatch", message))
+    return TokenRows(weight, None), {*named}, reasons
 
 
 def _refuse_other_modules(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:
@@ -370,7 +422,10 @@ def _refuse_other_modules(config: PeftConfig, shape: ModelShape) -> Iterable[Rea
             yield Reason("trainable_token_indices", message)
     final_norms = () if shape.final_norm is None else (shape.final_norm,)
     for name in config.modules_to_save:
-        if not any(path.endswith(name) for path in (*paths, *(norm.path for norm in shape.norms))):
+        # `_find_classifier` checks these.
+        if name not in CLASSIFIER_NAMES and not any(
+            path.endswith(name) for path in (*paths, *(norm.path for norm in shape.norms))
+        ):
             served = ", ".join((*paths, *(norm.path for norm in (*shape.layer_norms, *final_norms))))
             message = (
                 f"modules_to_save names {name[:80]!r}; of this base model, it is served for {served} only"

@@ -21,7 +21,7 @@ from slora.client.client import EngineClient
 from slora.core.engine_state import AdapterPlace
 from slora.core.errors import EngineUnavailable
 from slora.core.request import WeightedAdapter
-from slora.text.generation_defaults import read_generation_defaults
+from slora.text.generation_defaults import read_classifier, read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry.catalog import Catalog
@@ -182,6 +182,7 @@ class ModelCatalog:
             (record.label,),
             frozenset([extras.chat_template]),
             own.override(self._base.defaults),
+            read_classifier(extras.generation_config),
         )
 
     async def find_answering_model(

@@ -26,8 +26,8 @@ import signal
 import sys
 import uuid
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -37,9 +37,16 @@ from starlette.types import Receive
 
 from slora.client.client import EngineClient
 from slora.core.errors import EngineUnavailable, RequestFailed, RequestRefused
-from slora.core.request import EngineRequest, TokenLogprobs, single_adapter
+from slora.core.request import (
+    NOT_SAMPLED,
+    EngineRequest,
+    Pooling,
+    PoolingKind,
+    TokenLogprobs,
+    single_adapter,
+)
 from slora.core.sampling_params import MAX_LOGPROBS, SamplingParams
-from slora.text.generation_defaults import find_unsupported_fields
+from slora.text.generation_defaults import find_unsupported_fields, read_classifier
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
@@ -218,6 +225,22 @@ class Canary:
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
 
+    async def classify(self, version: AdapterVersion, canary_tokens: Sequence[int]) -> None:
+        """Tries out an adapter that classifies texts: its logits must be finite. Raises the errors of `try_out`."""
+        prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *canary_tokens]
+        request = EngineRequest(
+            uuid.uuid4().hex,
+            CANARY_TENANT,
+            prompt,
+            single_adapter(version),
+            NOT_SAMPLED,
+            pooling=Pooling(PoolingKind.CLASSIFY, normalize=False),
+        )
+        with _refusing_unservable():
+            async with self._within_time(), aclosing(self._client.generate(request)) as deltas:
+                async for _ in deltas:
+                    pass
+
     async def try_out(self, version: AdapterVersion, canary_tokens: Sequence[int]) -> float:
         """Returns the largest absolute change of a log-probability that the adapter causes.
 
@@ -228,15 +251,9 @@ class Canary:
         unavailable or cannot load the adapter.
         """
         prompt = [*choose_prompt(self._tokenizer, self._client.info.vocab_size), *canary_tokens]
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                base = await self._score(None, prompt)
-                own = await self._score_adapter(version, prompt)
-        except TimeoutError:
-            raise InspectionFailed(
-                f"The trial run of the adapter did not finish within {self._timeout_s:g} s, because "
-                "the server is too busy. Try again."
-            ) from None
+        async with self._within_time():
+            base = await self._score(None, prompt)
+            own = await self._score_adapter(version, prompt)
         if own == base:
             raise _refused(
                 "no_effect",
@@ -246,15 +263,20 @@ class Canary:
         # The two runs may sample different last tokens, whose log-probabilities cannot be compared.
         return max(abs(own[key] - base[key]) for key in own.keys() & base.keys())
 
-    async def _score_adapter(self, version: AdapterVersion, prompt: list[int]) -> "_Scores":
+    @asynccontextmanager
+    async def _within_time(self) -> AsyncIterator[None]:
         try:
-            scores = await self._score(version, prompt)
-        except RequestRefused as error:
-            raise _refused("not_servable", f"the adapter cannot be served here: {error}") from None
-        except RequestFailed as error:
-            raise _refused(
-                "not_finite", f"the adapter makes the model's outputs NaN or infinite: {error}"
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError:
+            raise InspectionFailed(
+                f"The trial run of the adapter did not finish within {self._timeout_s:g} s, because "
+                "the server is too busy. Try again."
             ) from None
+
+    async def _score_adapter(self, version: AdapterVersion, prompt: list[int]) -> "_Scores":
+        with _refusing_unservable():
+            scores = await self._score(version, prompt)
         if not all(map(math.isfinite, scores.values())):
             raise _refused("not_finite", "the adapter causes log-probabilities that are NaN or infinite")
         return scores
@@ -270,6 +292,18 @@ class Canary:
                 for delta in arrived:
                     entries += [*delta.prompt_logprobs, *(delta.logprobs or ())]
         return dict(_list_scores(entries))
+
+
+@contextmanager
+def _refusing_unservable() -> Iterator[None]:
+    try:
+        yield
+    except RequestRefused as error:
+        raise _refused("not_servable", f"the adapter cannot be served here: {error}") from None
+    except RequestFailed as error:
+        raise _refused(
+            "not_finite", f"the adapter makes the model's outputs NaN or infinite: {error}"
+        ) from None
 
 
 def choose_prompt(tokenizer: Tokenizer, vocab_size: int) -> list[int]:
@@ -423,7 +457,8 @@ class Publisher:
         """Stores the blob, runs the canary and commits the version. Returns the version, whether it is new, and the
         change of log-probabilities that the canary found.
 
-        The change is None if the newest version is the same adapter, which was tried out when it was uploaded.
+        The change is None if the newest version is the same adapter, which was tried out when it was uploaded, or if
+        the adapter classifies texts.
         """
         registry = self._adapters.registry
         # Read the usage before anything is stored, because `_try_out` must know whether the tenant already had these
@@ -451,12 +486,15 @@ class Publisher:
             self._pinning.refresh()
         return version_json(published.record, published.rollouts), published.is_new, effect
 
-    async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float:
+    async def _try_out(self, tenant: str, adapter: CheckedAdapter, usage: StorageUsage) -> float | None:
         """Runs the canary. The engine loads the adapter without regard to the tenant's share of the pool, so the engine
         drops the adapter afterwards. An adapter with weights that the tenant already had is kept.
         """
         version = AdapterVersion(tenant, adapter.digest)
         try:
+            if read_classifier(adapter.extras.generation_config) is not None:
+                await self._canary.classify(version, adapter.canary_tokens)
+                return None
             return await self._canary.try_out(version, adapter.canary_tokens)
         finally:
             if usage.weights_bytes is None:

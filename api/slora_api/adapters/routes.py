@@ -100,6 +100,7 @@ class UploadForm(BaseModel):
     """The form of POST /v1/adapters: the files of an adapter, or an archive of them.
 
     tool_template: additional_chat_templates/tool_use.jinja. chat_template_json: chat_template.json.
+    model_labels: the config.json of a model that classifies texts, for the names of its labels.
     archive: a .zip, .tar or .tar.gz of the adapter's files, which replaces the other files. Each file in it has the
     name that peft or transformers gives it.
     base_fingerprint: the fingerprint of the base model that the adapter was trained on.
@@ -118,6 +119,7 @@ class UploadForm(BaseModel):
     added_tokens: FormFile | None = None
     chat_template_json: FormFile | None = None
     tool_template: FormFile | None = None
+    model_labels: FormFile | None = None
     archive: FormFile | None = None
     base_fingerprint: str | None = None
     source: str | None = None

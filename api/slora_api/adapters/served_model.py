@@ -7,7 +7,7 @@ from typing import Annotated
 from pydantic import AfterValidator
 
 from slora.core.request import MAX_ADAPTER_WEIGHT, WeightedAdapter, compose_adapters
-from slora.text.generation_defaults import GenerationDefaults
+from slora.text.generation_defaults import Classifier, GenerationDefaults
 from slora_api.core.errors import BadRequest
 from slora_api.http.field_types import Name, RequestModel, make_refusal
 
@@ -36,6 +36,7 @@ class ServedModel:
     asked_for: the model name in the request, which the answer repeats.
     adapters: as `compose_adapters` returns them; empty for the base model alone.
     labels: `name@version` of each adapter.
+    classifier: the head of the adapter, if it classifies texts.
     chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
     """
 
@@ -44,6 +45,7 @@ class ServedModel:
     labels: tuple[str, ...]
     chat_templates: frozenset[str | None]
     defaults: GenerationDefaults
+    classifier: Classifier | None = None
 
     @property
     def chat_template(self) -> str | None:

@@ -122,7 +122,7 @@ class Settings:
     )  # fmt: skip
     embedding_pooling: str = setting(
         "last", "which hidden states make an embedding if the request does not say: last, that of the last token; "
-        "mean, the mean over all tokens", Choice(tuple(PoolingKind)), metavar="KIND",
+        "mean, the mean over all tokens", Choice((PoolingKind.LAST, PoolingKind.MEAN)), metavar="KIND",
     )  # fmt: skip
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",

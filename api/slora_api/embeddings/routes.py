@@ -1,12 +1,13 @@
-"""/v1/embeddings, and /v1/score and /v1/rerank, which compare embeddings."""
+"""/v1/embeddings, /v1/classify, and /v1/score and /v1/rerank, which compare embeddings or classify pairs."""
 
 import asyncio
+import operator
 import sys
 import time
 import uuid
 from array import array
 from base64 import b64encode
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -18,12 +19,17 @@ from typing_extensions import TypedDict
 
 from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, Pooling, PoolingKind
 from slora.core.request_check import check_embedded_tokens, check_pooling, check_terms
+from slora.text.generation_defaults import Classifier
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
+from slora_api.completions.prompt_fields import PromptFields
+from slora_api.completions.prompt_tokenizer import encode_texts
 from slora_api.completions.prompts import prompt_token_ids
+from slora_api.completions.schemas import ModelFields
 from slora_api.completions.services import AnswerServices
+from slora_api.core.errors import BadRequest
 from slora_api.core.threads import tenant_thread
-from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from slora_api.embeddings.schemas import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import json_body
 from slora_api.http.wiring import Wired
@@ -85,22 +91,52 @@ async def run_lanes(
     return inputs
 
 
-async def _make_inputs(call: InferenceCall, body: EmbeddingRequest, pooling: Pooling) -> list[list[int]]:
-    """Returns the token ids of each input. Raises BadRequest, RequestRefused, and the errors of the meter."""
+async def _make_inputs(
+    call: InferenceCall,
+    body: PromptFields,
+    given: Sequence[str | list[int]],
+    pooling: Pooling,
+    *,
+    is_base64: bool = False,
+    num_first: int | None = None,
+) -> list[list[int]]:
+    """Returns the token ids of each input. Raises BadRequest, RequestRefused, and the errors of the meter.
+
+    num_first: the inputs are pairs of texts; the first texts come first. A single first text is paired with each second
+    text.
+    """
     check_terms(call.priority, None, call.info)
     check_pooling(pooling, call.info)
-    given, bounds = body.inputs, call.bounds
+    bounds, classifier = call.bounds, call.model.classifier
     dimensions = pooling.dimensions or call.info.shape.hidden_size
-    bounds.check_embeddings(len(given), dimensions, is_base64=body.is_base64)
+    if pooling.kind is PoolingKind.CLASSIFY and classifier is not None:
+        dimensions = len(classifier.labels)
+    bounds.check_embeddings(len(given), dimensions, is_base64=is_base64)
     call.meter.check_answers(1)
     for item in given:
         if isinstance(item, list) and not body.truncates:
             check_embedded_tokens(len(item), call.info.max_model_len)
-    inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
+    if num_first is None:
+        inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
+    else:
+        inputs = await _join_pairs(call, body, cast(Sequence[str], given), num_first)
     for token_ids in inputs:
         check_embedded_tokens(len(token_ids), call.info.max_model_len)
     bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
     return inputs
+
+
+async def _join_pairs(
+    call: InferenceCall, body: PromptFields, texts: Sequence[str], num_first: int
+) -> list[list[int]]:
+    """Returns the token ids of each pair of texts, as the tokenizer writes a pair."""
+    ids = await encode_texts(call, texts, add_special_tokens=False, param="input")
+    first, second = ids[:num_first], ids[num_first:]
+    tokenizer, room = call.services.encoder.tokenizer, call.info.max_model_len
+    adds = body.add_special_tokens is not False
+    join = tokenizer.join_pair if adds else operator.add
+    pairs = zip(first * (len(second) // len(first)), second, strict=True)
+    return [body.truncate(join(*pair), room) for pair in pairs]
 
 
 async def compute_embeddings(
@@ -169,8 +205,33 @@ class EmbeddingList(TypedDict):
     usage: EmbeddingUsage
 
 
+class ClassObject(TypedDict):
+    """The class of one input. label: the most probable one. probs: one for each label, in order. num_classes: how many
+    labels the head has.
+    """
+
+    index: int
+    label: str
+    probs: list[float]
+    num_classes: int
+
+
+class ClassificationUsage(EmbeddingUsage):
+    completion_tokens: int
+    prompt_tokens_details: None
+
+
+class ClassList(TypedDict):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ClassObject]
+    usage: ClassificationUsage
+
+
 class ScoreObject(TypedDict):
-    """The score of one pair of texts, from -1 to 1."""
+    """The score of one pair of texts: from -1 to 1, or from 0 to 1 if an adapter's head computes it."""
 
     index: int
     object: Literal["score"]
@@ -191,7 +252,7 @@ class RerankedText(TypedDict):
 
 
 class RerankedDocument(TypedDict):
-    """One document. index: its position in the request. relevance_score: from -1 to 1."""
+    """One document. index: its position in the request. relevance_score: as for `ScoreObject`."""
 
     index: int
     relevance_score: float
@@ -205,6 +266,19 @@ class RerankedList(TypedDict):
     model: str
     results: list[RerankedDocument]
     usage: EmbeddingUsage
+
+
+def score_labels(logits: bytes, activation: str) -> list[float]:
+    """Returns the score of each label. logits: float32 in the byte order of the machine."""
+    values = np.frombuffer(logits, np.float32).astype(np.float64)
+    if activation == "softmax":
+        values = np.exp(values - values.max())
+        values /= values.sum()
+    elif activation == "sigmoid":
+        # A form that does not overflow.
+        values = np.exp(-np.logaddexp(0.0, -values))
+    scores: list[float] = values.tolist()
+    return scores
 
 
 def compare_embeddings(first: Sequence[EmbeddedInput], second: Sequence[EmbeddedInput]) -> list[float]:
@@ -263,6 +337,63 @@ async def embed(request: Request, key: InferenceKey, services: Wired[AnswerServi
     return await _answer(call, body, encode, write)
 
 
+@router.post("/classify", response_model=ClassList, include_in_schema=False)
+@router.post(
+    "/v1/classify",
+    response_model=ClassList,
+    responses=ANSWER_ERRORS,
+    openapi_extra=json_body(ClassifyRequest, model="my-classifier", input=["a text", "another text"]),
+)
+async def classify(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
+    """Classifies texts with the head of an adapter."""
+    call = await InferenceCall.open(request, key, services)
+    body = await call.read(ClassifyRequest.read_body, call.bounds.completion_json)
+
+    async def compute() -> list[bytes]:
+        classifier = _find_classifier(call.model)
+        inputs = await _make_inputs(call, body, body.inputs, _CLASSIFY)
+        classified = await compute_embeddings(call, inputs, _CLASSIFY, bytes)
+        num_tokens = sum(map(len, inputs))
+        activation = "none" if body.use_activation is False else classifier.activation
+
+        def write() -> dict[str, Any]:
+            answer = _envelope("classify", call.model, num_tokens)
+            answer["usage"] |= {"completion_tokens": 0, "prompt_tokens_details": None}
+            return answer | {
+                "object": "list",
+                "created": int(time.time()),
+                "data": [
+                    _write_class(index, cast(bytes, one.embedding), classifier, activation)
+                    for index, one in enumerate(classified)
+                ],
+            }
+
+        return await _write_answer(call, write, len(inputs))
+
+    return await _respond(call, body, compute)
+
+
+def _find_classifier(model: ServedModel) -> Classifier:
+    if model.classifier is None:
+        raise BadRequest(
+            f"`{model.asked_for}` has no head that classifies texts; name an adapter that was trained with "
+            "task_type SEQ_CLS.",
+            "model",
+        )
+    return model.classifier
+
+
+def _write_class(index: int, logits: bytes, classifier: Classifier, activation: str) -> ClassObject:
+    best = int(np.frombuffer(logits, np.float32).argmax())
+    scores = score_labels(logits, activation)
+    return {
+        "index": index,
+        "label": classifier.labels[best],
+        "probs": scores,
+        "num_classes": len(scores),
+    }
+
+
 @router.post(
     "/v1/score",
     response_model=ScoreList,
@@ -272,14 +403,13 @@ async def embed(request: Request, key: InferenceKey, services: Wired[AnswerServi
     ),
 )
 async def score(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
-    """Compares texts by the cosine of their embeddings."""
+    """Compares texts by the cosine of their embeddings, or by the head of an adapter."""
     call = await InferenceCall.open(request, key, services)
     sent = await call.read(ScoreRequest.read_body, call.bounds.completion_json)
     num_first = len(sent.text_1)
 
-    def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
-        scores = compare_embeddings(inputs[:num_first], inputs[num_first:])
-        return _envelope("score", model, num_tokens) | {
+    def write(scores: list[float], num_tokens: int) -> dict[str, Any]:
+        return _envelope("score", call.model, num_tokens) | {
             "object": "list",
             "created": int(time.time()),
             "data": [
@@ -287,8 +417,7 @@ async def score(request: Request, key: InferenceKey, services: Wired[AnswerServi
             ],
         }
 
-    body = sent.embedding_request([*sent.text_1, *sent.text_2])
-    return await _answer(call, body, bytes, write)
+    return await _answer_scores(call, sent.embedding_request([*sent.text_1, *sent.text_2]), num_first, write)
 
 
 @router.post("/rerank", response_model=RerankedList, include_in_schema=False)
@@ -301,13 +430,12 @@ async def score(request: Request, key: InferenceKey, services: Wired[AnswerServi
     ),
 )
 async def rerank(request: Request, key: InferenceKey, services: Wired[AnswerServices]) -> Response:
-    """Orders documents by the cosine of their embeddings with that of a query, the nearest first."""
+    """Orders documents by their scores with a query, the highest first. See `score`."""
     call = await InferenceCall.open(request, key, services)
     sent = await call.read(RerankRequest.read_body, call.bounds.completion_json)
     texts = [document.text for document in sent.documents]
 
-    def write(model: ServedModel, inputs: list[EmbeddedInput], num_tokens: int) -> dict[str, Any]:
-        scores = compare_embeddings(inputs[:1], inputs[1:])
+    def write(scores: list[float], num_tokens: int) -> dict[str, Any]:
         order = sorted(range(len(scores)), key=lambda index: -scores[index])
         results = [
             {"index": index, "relevance_score": scores[index], "document": {"text": texts[index]}}
@@ -315,10 +443,9 @@ async def rerank(request: Request, key: InferenceKey, services: Wired[AnswerServ
         ]
         if sent.return_documents is False:
             results = [{"index": one["index"], "relevance_score": one["relevance_score"]} for one in results]
-        return _envelope("rerank", model, num_tokens) | {"results": results}
+        return _envelope("rerank", call.model, num_tokens) | {"results": results}
 
-    body = sent.embedding_request([sent.query, *texts])
-    return await _answer(call, body, bytes, write)
+    return await _answer_scores(call, sent.embedding_request([sent.query, *texts]), 1, write)
 
 
 def _envelope(prefix: str, model: ServedModel, num_tokens: int) -> dict[str, Any]:
@@ -331,6 +458,8 @@ def _envelope(prefix: str, model: ServedModel, num_tokens: int) -> dict[str, Any
 
 # Comparing the embeddings of 4,096 inputs and listing the scores takes up to 20 ms.
 _MAX_INPUTS_ON_LOOP = 256
+
+_CLASSIFY = Pooling(PoolingKind.CLASSIFY, normalize=False)
 
 # Makes the JSON of an answer from the model, the inputs with their embeddings, and the number of their tokens.
 _Write = Callable[[ServedModel, list[EmbeddedInput], int], dict[str, Any]]
@@ -345,17 +474,66 @@ async def _answer(
     """Computes the embeddings of a request, and answers with what `write` makes of them."""
 
     async def compute() -> list[bytes]:
-        kind = PoolingKind(body.pooling or call.services.settings.embedding_pooling)
-        pooling = Pooling(kind, body.dimensions, body.is_normalized)
-        inputs = await _make_inputs(call, body, pooling)
+        pooling = _choose_pooling(call, body)
+        inputs = await _make_inputs(call, body, body.inputs, pooling, is_base64=body.is_base64)
         embedded = await compute_embeddings(call, inputs, pooling, encode)
         num_tokens = sum(map(len, inputs))
-        if len(inputs) <= _MAX_INPUTS_ON_LOOP:
-            answer = write(call.model, embedded, num_tokens)
-        else:
-            answer = await tenant_thread(call.tenant, write, call.model, embedded, num_tokens)
-        return await write_json(answer, call.tenant, call.services.cpu_slots)
+        return await _write_answer(call, partial(write, call.model, embedded, num_tokens), len(inputs))
 
+    return await _respond(call, body, compute)
+
+
+async def _answer_scores(
+    call: InferenceCall,
+    body: EmbeddingRequest,
+    num_first: int,
+    write: Callable[[list[float], int], dict[str, Any]],
+) -> Response:
+    """Scores pairs of texts, and answers with what `write` makes of the scores and the number of tokens.
+
+    body: its inputs are the first texts of all pairs, `num_first` of them, and then the second texts.
+    """
+
+    async def compute() -> list[bytes]:
+        classifier = call.model.classifier
+        if classifier is not None and len(classifier.labels) != 1:
+            raise BadRequest(
+                f"`{call.model.asked_for}` has a head for {len(classifier.labels)} labels, and a score needs a head "
+                "for one label. Send the texts to /v1/classify.",
+                "model",
+            )
+        pooling = _choose_pooling(call, body) if classifier is None else _CLASSIFY
+        pairs = None if classifier is None else num_first
+        inputs = await _make_inputs(call, body, body.inputs, pooling, is_base64=True, num_first=pairs)
+        found = await compute_embeddings(call, inputs, pooling, bytes)
+
+        def finish() -> dict[str, Any]:
+            if classifier is None:
+                scores = compare_embeddings(found[:num_first], found[num_first:])
+            else:
+                scores = [score_labels(cast(bytes, one.embedding), classifier.activation)[0] for one in found]
+            return write(scores, sum(map(len, inputs)))
+
+        return await _write_answer(call, finish, len(inputs))
+
+    return await _respond(call, body, compute)
+
+
+def _choose_pooling(call: InferenceCall, body: EmbeddingRequest) -> Pooling:
+    kind = PoolingKind(body.pooling or call.services.settings.embedding_pooling)
+    return Pooling(kind, body.dimensions, body.is_normalized)
+
+
+async def _write_answer(
+    call: InferenceCall, write: Callable[[], dict[str, Any]], num_inputs: int
+) -> list[bytes]:
+    answer = write() if num_inputs <= _MAX_INPUTS_ON_LOOP else await tenant_thread(call.tenant, write)
+    return await write_json(answer, call.tenant, call.services.cpu_slots)
+
+
+async def _respond(
+    call: InferenceCall, body: ModelFields, compute: Callable[[], Coroutine[Any, Any, list[bytes]]]
+) -> Response:
     async def answer() -> Response:
         return PartedResponse(await call.until_gone(compute()), call.model.headers)
 

@@ -62,6 +62,27 @@ class EmbeddingRequest(PromptFields, ModelFields):
         return self
 
 
+class ClassifyRequest(PromptFields, ModelFields):
+    """POST /v1/classify, with vLLM's fields.
+
+    use_activation: false returns logits instead of probabilities.
+    """
+
+    default_side = "right"
+
+    input: Annotated[SentPrompt, PlainValidator(check_prompt, json_schema_input_type=SentPrompt)]
+    use_activation: bool | None = None
+    padding: Annotated[Any, Unsupported("do_not_pad")] = None
+    mm_processor_kwargs: Annotated[Any, Unsupported({})] = None
+    request_id: Annotated[Any, Unsupported(instead="The answer has an id of its own.")] = None
+    cache_salt: Annotated[Any, Unsupported(instead="Each tenant has a prefix cache of its own.")] = None
+
+    @property
+    def inputs(self) -> Sequence[str | list[int]]:
+        """One entry for each input of the request."""
+        return list_prompts(self.input)
+
+
 class ScoreFields(PromptFields):
     """The fields that score and rerank share. pooling: as for embeddings. priority, user: as for answers."""
 
@@ -88,7 +109,8 @@ class ScoreFields(PromptFields):
 
 
 class ScoreRequest(ScoreFields):
-    """POST /v1/score, with vLLM's fields. The score of two texts is the cosine of their embeddings.
+    """POST /v1/score, with vLLM's fields. The score of two texts is the cosine of their embeddings, or what an
+    adapter's head of one label makes of the pair.
 
     text_1, text_2: two texts; a text and a list of texts, each of which is compared with it; or two lists of the same
     length, which are compared pair by pair.
@@ -124,8 +146,8 @@ def _read_documents(value: Any) -> Any:
 
 
 class RerankRequest(ScoreFields):
-    """POST /v1/rerank, with the fields of vLLM, Cohere and Jina. Documents are ordered by the cosine of their
-    embeddings with that of the query.
+    """POST /v1/rerank, with the fields of vLLM, Cohere and Jina. Documents are ordered by their scores with the query.
+    See `ScoreRequest`.
 
     top_n: how many documents to return; by default, all. return_documents: false leaves the texts out of the answer.
     """

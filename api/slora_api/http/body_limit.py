@@ -75,6 +75,8 @@ class BodyLimits:
             "/v1/messages/count_tokens",
             "/v1/responses/input_tokens",
             "/v1/embeddings",
+            "/v1/classify",
+            "/classify",
             "/v1/score",
             "/v1/rerank",
             "/rerank",

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from slora_api.adapters.routes import AliasMove, LoadLoraRequest, UnloadLoraRequest
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from slora_api.embeddings.schemas import EmbeddingRequest, RerankRequest, ScoreRequest
+from slora_api.embeddings.schemas import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.unsupported import Unsupported
 from slora_api.keys.routes import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
 from slora_api.messages.messages_request import CountTokensRequest, MessagesRequest
@@ -38,6 +38,7 @@ ACCEPTED: dict[str, dict[str, Any]] = {
     "/v1/messages/count_tokens": {"model": "default", "messages": [{"role": "user", "content": "a"}]},
     "/v1/embeddings": {"model": "default", "input": "a"},
     "/v1/responses/input_tokens": {"model": "default", "input": "a"},
+    "/v1/classify": {"model": "sorter", "input": ["a", "b"]},
     "/v1/score": {"model": "default", "text_1": "a", "text_2": ["a", "b"]},
     "/v1/rerank": {"model": "default", "query": "a", "documents": ["a", {"text": "b"}]},
     "/tokenize": {"prompt": "a"},
@@ -64,6 +65,7 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/embeddings": EmbeddingRequest,
     "/v1/responses/input_tokens": ResponsesRequest,
+    "/v1/classify": ClassifyRequest,
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
     "/tokenize": TokenizeRequest,

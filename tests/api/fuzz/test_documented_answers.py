@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import requests
 import schemathesis
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import load, save
 from schemathesis import Case, GenerationMode
 from schemathesis.checks import CheckFunction
 from schemathesis.specs.openapi.checks import (
@@ -50,6 +52,8 @@ def names(watched: WatchedServer, kit: Kit) -> Callable[[Any], dict[str, str]]:
     files = {name: (name, content) for name, content in _adapter_files(kit).items()}
     with watched.client() as client:
         client.post("/v1/adapters", data={"name": "doomed"}, files=files).raise_for_status()
+        with_head = {name: (name, content) for name, content in _add_head(_adapter_files(kit)).items()}
+        client.post("/v1/adapters", data={"name": "sorter"}, files=with_head).raise_for_status()
         client.put("/v1/adapters/small/aliases/doomed", json={"versions": {"1": 100}}).raise_for_status()
     limited_key, doomed_key = (watched.served.make_key(name).split("_")[1] for name in ("limited", "fuzz"))
     watched.served.make_key("purged")
@@ -74,6 +78,17 @@ def _adapter_files(kit: Kit) -> dict[str, bytes]:
     return {
         "config": (kit.wide / "adapter_config.json").read_bytes(),
         "weights": (kit.wide / "adapter_model.safetensors").read_bytes(),
+    }
+
+
+def _add_head(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The same adapter with a head that classifies texts."""
+    config, tensors = json.loads(files["config"]), load(files["weights"])
+    (width,) = {values.shape[1] for name, values in tensors.items() if "q_proj.lora_A" in name}
+    head = {"base_model.model.score.weight": np.ones((2, width), np.float32)}
+    return {
+        "config": json.dumps(config | {"modules_to_save": ["classifier", "score"]}).encode(),
+        "weights": save(tensors | head),
     }
 
 

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
 
 from slora_api.http.openapi import read_common_descriptions
 from slora_api.keys.authentication import PUBLIC_PATHS
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
 from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
 from tests.api.tenants.test_authentication import walk_routes
@@ -120,6 +122,12 @@ def test_the_example_of_each_body_is_answered(document: Json, tmp_path: Path) ->
         running_platform(tmp_path, ScriptedEngine(max_model_len=4096)) as platform,
         platform.client(platform.key("example")) as client,
     ):
+        head = {"base_model.model.score.weight": np.ones([SHAPE.hidden_size] * 2, np.float32)}
+        config = make_config(modules_to_save=["classifier", "score"])
+        answer = platform.upload(
+            platform.key("example"), "my-classifier", make_members(config, make_tensors() | head)
+        )
+        assert answer.is_success, answer.text
         platform.says("hello")
         for method, path, operation in operations(document):
             body = (

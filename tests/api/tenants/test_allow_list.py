@@ -93,6 +93,7 @@ def test_a_forbidden_model_answers_like_one_that_does_not_exist(platform: Platfo
         "/v1/responses/input_tokens": {"input": "hi"},
         "/v1/messages": {**chat, "max_tokens": 1},
         "/v1/messages/count_tokens": chat,
+        "/v1/classify": {"input": "a"},
         "/v1/score": {"text_1": "a", "text_2": "a"},
         "/v1/rerank": {"query": "a", "documents": ["a"]},
     }

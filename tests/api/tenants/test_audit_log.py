@@ -34,7 +34,8 @@ ALL = AuditFilter()
 # Routes that change nothing in the database.
 _NO_CHANGES = {
     "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
-    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/score", "/v1/rerank", "/rerank", "/tokenize", "/detokenize",
+    "/v1/messages/count_tokens", "/v1/embeddings", "/v1/classify", "/classify", "/v1/score", "/v1/rerank", "/rerank",
+    "/tokenize", "/detokenize",
     "/v1/adapters/{reference}/prewarm",
 }  # fmt: skip
 

@@ -65,6 +65,7 @@ _LOOKUPS: tuple[tuple[str, str, dict[str, Any] | None], ...] = (
     ),
     ("POST", "/v1/messages/count_tokens", {"model": "NAME", "messages": [{"role": "user", "content": "a"}]}),
     ("POST", "/v1/embeddings", {"model": "NAME", "input": "a"}),
+    ("POST", "/v1/classify", {"model": "NAME", "input": "a"}),
     ("POST", "/v1/score", {"model": "NAME", "text_1": "a", "text_2": "a"}),
     ("POST", "/v1/rerank", {"model": "NAME", "query": "a", "documents": ["a"]}),
 )
