@@ -6,7 +6,7 @@ row of page ids.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -166,6 +166,36 @@ class AttentionBatch:
     kv_slots: Tensor
     max_query_len: int
     max_context_len: int
+
+    def split(self, chunk: int, block_tokens: int) -> "AttentionBatch":
+        """Returns a batch in which a token sees only the tokens of its own chunk.
+
+        A chunk begins at each multiple of `chunk`, which is a multiple of `block_tokens`. The part of a sequence within
+        a chunk becomes a sequence. The order of the tokens stays. Reads the batch on the host.
+        """
+        cuts, contexts, rows, columns = [0], list[int](), list[int](), list[int]()
+        starts, device = self.query_starts.tolist(), self.block_tables.device
+        for b, context in enumerate(self.context_lens.tolist()):
+            position = context - (starts[b + 1] - starts[b])
+            while position < context:
+                begin = position - position % chunk
+                end = min(context, begin + chunk)
+                cuts.append(cuts[-1] + end - position)
+                contexts.append(end - begin)
+                rows.append(b)
+                columns.append(begin // block_tokens)
+                position = end
+        most = self.block_tables.shape[1]
+        places = torch.tensor(columns)[:, None] + torch.arange(min(most, chunk // block_tokens))
+        tables = self.block_tables[torch.tensor(rows)[:, None], places.clamp(max=most - 1).to(device)]
+        return replace(
+            self,
+            query_starts=torch.tensor(cuts, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+            block_tables=tables,
+            max_query_len=min(self.max_query_len, chunk),
+            max_context_len=min(self.max_context_len, chunk),
+        )
 
 
 @dataclass(frozen=True, slots=True)

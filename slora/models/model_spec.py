@@ -65,6 +65,11 @@ class ModelSpec:
     sizes: ModelShape  # With elements of 4 bytes.
     attention_paths: tuple[str, ...] = ()  # The attention modules of a transformers model, in order.
     states: tuple[StateTensor, ...] = ()  # The states of a transformers model's recurrent layers.
+    # The layers of a transformers model in which a token sees only its own chunk, of `attention_chunk_size` tokens. As
+    # `attention_paths`, the numbers count the layers with attention.
+    chunked_layers: tuple[int, ...] = ()
+    # The attention modules that compute with the index of a token in the batch, see `TokenCounter`.
+    counting_paths: tuple[str, ...] = ()
     num_parameters: int = 0  # Numbers in all weights of a transformers model.
     decoder: ModelConfig | None = None  # None if transformers computes the model.
 
@@ -90,6 +95,8 @@ class ModelSpec:
                 "window_of_layer": tuple(fields["window_of_layer"]),
                 "eos_token_ids": tuple(fields["eos_token_ids"]),
                 "attention_paths": tuple(fields["attention_paths"]),
+                "chunked_layers": tuple(fields["chunked_layers"]),
+                "counting_paths": tuple(fields["counting_paths"]),
                 "states": tuple(
                     StateTensor(**{**state, "shape": tuple(state["shape"])}) for state in fields["states"]
                 ),

@@ -41,7 +41,15 @@ from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config as read_json_config
 from slora.models.config_fields import read_eos_token_ids
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
-from slora.models.model_traces import BatchIndexTrace, MaskRecord, describe_mask_difference, find_lengths
+from slora.models.model_traces import (
+    CHUNK_FIELD,
+    BatchIndexTrace,
+    MaskRecord,
+    TokenCounter,
+    describe_mask_difference,
+    find_lengths,
+    install_counter,
+)
 from slora.models.recurrent_layers import (
     LayerStates,
     call_with_states,
@@ -74,7 +82,7 @@ _ROPE_REMEDY = (
     "longest sequence of a batch"
 )
 _LAYER_TYPES = (
-    "full_attention", "sliding_attention",
+    "full_attention", "sliding_attention", "chunked_attention",
     "conv", "linear_attention", "hybrid",  # Recurrent layers, see `recurrent_layers`.
     "mlp", "moe",  # Layers that compute each token by itself.
 )  # fmt: skip
@@ -105,6 +113,7 @@ class _ForwardTrace:
         # For each call of a norm, whether it normalized the tokens of the step one by one.
         self.norm_calls: dict[str, list[bool]] = {}
         self.indices = BatchIndexTrace(_TOKENS)
+        self.counting: list[str] = []  # The attention modules that compute with indexes in the batch.
         self.is_complete = False  # Set after the pass. Later passes are not recorded.
         self._names: dict[int, str] = {}
 
@@ -140,15 +149,34 @@ class _ForwardTrace:
         name = self._names.get(id(module), type(module).__name__)
         _refuse_attention(name, module, query, key, value, attention_mask, options)
         if any(map(self.indices.is_traced, (query, key, value))):
-            raise ConfigError(
-                f"{name}: paged attention can't serve it, because its queries, keys or values depend "
-                "on the index of a token in the batch instead of its position in the sequence"
-            )
+            self.counting.append(name)
         _, num_heads, num_tokens, key_width = query.shape
         width, window = max(key_width, value.shape[3]), options.get("sliding_window") or None
         if not self.is_complete:
             self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
         return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
+
+    def find_counting(self, model: PreTrainedModel) -> tuple[str, ...]:
+        """Runs the model, and returns the attention modules that need a `TokenCounter`.
+
+        Raises ConfigError if an attention module computes with indexes in the batch even if it has one.
+        """
+        _run(model)
+        if not self.counting:
+            return ()
+        counter = TokenCounter(self.indices.offsets)
+        found = tuple(dict.fromkeys(self.counting))
+        hooks = [install_counter(model.get_submodule(name), lambda: counter) for name in found]
+        self.calls, self.linear_calls, self.norm_calls, self.counting = [], {}, {}, []
+        _run(model)
+        for hook in hooks:
+            hook.remove()
+        if self.counting:
+            raise ConfigError(
+                f"{self.counting[0]}: paged attention can't serve it, because its queries, keys or values depend "
+                "on the index of a token in the batch instead of its position in the sequence"
+            )
+        return found
 
     def record_norm(self, name: str, module: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if not self.is_complete:
@@ -189,7 +217,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     trace.hook_linears(model)
     trace.hook_norms(model)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
-        _run(model)
+        counting = trace.find_counting(model)
     trace.is_complete, calls = True, trace.calls
     states = _find_states(model, calls, title)
     layers_path = _layers_path(model, calls, states, title)
@@ -201,7 +229,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
     text = config.get_text_config()
     max_positions = _size(text, "max_position_embeddings", directory)
-    _refuse_masks(model, calls, max_positions, title)
+    chunked_layers = tuple(_find_chunked_layers(model, calls, max_positions, title))
     return ModelSpec(
         family=str(config.model_type),
         max_positions=max_positions,
@@ -231,6 +259,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             final_norm=final_norm,
         ),
         attention_paths=tuple(call.module for call in calls),
+        chunked_layers=chunked_layers,
+        counting_paths=counting,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         states=states,
     )
@@ -325,10 +355,13 @@ def _run(model: PreTrainedModel) -> None:
         raise ConfigError(f"{type(model).__name__} cannot compute the logits of selected tokens only")
 
 
-def _refuse_masks(
+def _find_chunked_layers(
     model: PreTrainedModel, calls: list[_AttentionCall], max_positions: int, title: str
-) -> None:
-    """Raises ConfigError for a layer whose mask differs from the mask that its attention call describes."""
+) -> Iterator[int]:
+    """Yields the layers in which a token sees only its own chunk.
+
+    Raises ConfigError for another layer whose mask differs from the mask that its attention call describes.
+    """
     record = MaskRecord()
     AttentionInterface.register(_MASKED_ATTENTION, record.attend)
     AttentionMaskInterface.register(_MASKED_ATTENTION, record.make_mask)
@@ -339,8 +372,8 @@ def _refuse_masks(
         # because some models look for padding in it.
         padding = torch.ones(1, _TOKENS, dtype=torch.int64)
         model(input_ids=tokens, attention_mask=padding, use_cache=False)
-    lengths = find_lengths(model.config).values()
-    for call, mask in zip(calls, record.given, strict=True):
+    lengths, chunk = find_lengths(model.config), getattr(model.config.get_text_config(), CHUNK_FIELD, None)
+    for layer, (call, mask) in enumerate(zip(calls, record.given, strict=True)):
         refusal = f"{call.module}: paged attention can't serve it, because"
         if mask is None:
             raise ConfigError(f"{refusal} it is given no mask by the model")
@@ -348,8 +381,14 @@ def _refuse_masks(
         if function is None:
             raise ConfigError(f"{refusal} it is given a mask that the model changed")
         with _refusing(f"{refusal} its mask can't be read"):
-            difference = describe_mask_difference(function, call.window, lengths, max_positions)
-        if difference is not None:
+            compare = partial(
+                describe_mask_difference, function, call.window, lengths.values(), max_positions
+            )
+            difference = compare()
+            is_chunked = difference is not None and chunk is not None and compare(chunk=chunk) is None
+        if is_chunked:
+            yield layer
+        elif difference is not None:
             raise ConfigError(f"{refusal} {difference}")
 
 

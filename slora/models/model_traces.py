@@ -8,7 +8,8 @@ compared.
 
 Batch indices. A step holds tokens of many sequences, so a token's batch index has no meaning for its sequence. Short
 prompts may not show a model that uses it: Llama 4 scales queries by index, but only from the 8,192nd token on. So the
-model's arithmetic is traced.
+model's arithmetic is traced. Llama 4 adds the number of tokens in its cache to the index. `TokenCounter` takes the
+place of the cache and gives each token the number that makes the sum its position.
 
 Lengths. A model may change its arithmetic at windows, chunks and floors. A test with prompts shorter than such a length
 proves nothing about longer prompts.
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
 # Returns whether a query sees a key. The arguments are the indices of batch, head, query and key, as tensors.
@@ -68,12 +70,17 @@ class MaskRecord:
 
 
 def describe_mask_difference(
-    function: MaskFunction, window: int | None, lengths: Iterable[int], max_positions: int
+    function: MaskFunction,
+    window: int | None,
+    lengths: Iterable[int],
+    max_positions: int,
+    chunk: int | None = None,
 ) -> str | None:
     """Describes how `function` differs from the causal mask within `window` tokens, or returns None if it does not.
 
-    window: None means that a token sees all earlier tokens. The masks are compared at tokens just before and after each
-    of `lengths`, at multiples of each length, and at powers of two.
+    window: None means that a token sees all earlier tokens. chunk: a token sees only tokens of its own chunk, which
+    begins at a multiple of this length. The masks are compared at tokens just before and after each of `lengths`, at
+    multiples of each length, and at powers of two.
     """
     steps = {*lengths, *_COMMON_DISTANCES} | ({window} if window is not None else set())
     edges = {factor * step + offset for step in steps for factor in (1, 2, 3) for offset in (-1, 0, 1)}
@@ -85,8 +92,11 @@ def describe_mask_difference(
     expected = keys <= queries
     if window is not None:
         expected &= keys > queries - window
+    if chunk is not None:
+        expected &= keys // chunk == queries // chunk
     zero = torch.zeros((), dtype=torch.int64)
-    seen = function(zero, zero, queries, keys).expand(queries.shape)
+    with _WithoutPadding():  # type: ignore[no-untyped-call]
+        seen = function(zero, zero, queries, keys).expand(queries.shape)
     different = (seen != expected).nonzero()
     if not len(different):
         return None
@@ -94,6 +104,24 @@ def describe_mask_difference(
     difference = f"shows token {key} to" if seen[different[0, 0]] else f"hides token {key} from"
     told = "no window" if window is None else f"a window of {window} tokens"
     return f"its attention call has {told}, but the model's own mask {difference} token {query}"
+
+
+class _WithoutPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which tensors without data are 0, as the counts of padding tokens are."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        known = [torch.zeros_like(x, device="cpu") if _has_no_data(x) else x for x in args]
+        return func(*known, **(kwargs or {}))
+
+
+def _has_no_data(x: object) -> bool:
+    return isinstance(x, Tensor) and x.is_meta
 
 
 _aten = torch.ops.aten
@@ -124,6 +152,9 @@ class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, num_tokens: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._num_tokens = num_tokens
+        # Stands for the positions in the sequences, minus the indexes in the batch.
+        self.offsets = torch.empty(num_tokens, dtype=torch.int64, device="meta")
+        self._numberings: dict[int, Tensor] = {}
         # Traced tensors are kept alive, so that their ids are not reused.
         self._traced: dict[int, Tensor] = {}
 
@@ -138,8 +169,12 @@ class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _NUMBERINGS:
+        is_copy = func is _aten.detach.default and id(args[0]) in self._numberings
+        if func in _NUMBERINGS or is_copy:
             is_traced = result.shape == (self._num_tokens,)
+            self._numberings |= {id(result): result} if is_traced else {}
+        elif func is _aten.add.Tensor and id(args[0]) in self._numberings and args[1] is self.offsets:
+            is_traced = False
         elif func.overloadpacket in _SELECTIONS:
             is_traced = self.is_traced(args[0]) or (
                 len(args) > 3 and any(map(self.is_traced, _tensors(args[3])))
@@ -149,6 +184,32 @@ class BatchIndexTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if is_traced:
             self._traced |= {id(tensor): tensor for tensor in _tensors(result)}
         return result
+
+
+class TokenCounter:
+    """Takes the place of a cache in an attention module that adds the number of tokens in it to indexes in the batch.
+
+    offsets: int64 [T], the positions of the step's tokens minus their indexes.
+    """
+
+    def __init__(self, offsets: Tensor) -> None:
+        self._offsets = offsets
+
+    def get_seq_length(self, _: int = 0) -> Tensor:
+        return self._offsets
+
+    def update(self, key: Tensor, value: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+def install_counter(module: nn.Module, find: Callable[[], TokenCounter | None]) -> RemovableHandle:
+    """Gives a counter to each call of the module for which `find` returns one, until the handle is removed."""
+
+    def give(_: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        counter = find()
+        return None if counter is None else (args, {**options, "cache": counter})
+
+    return module.register_forward_pre_hook(give, with_kwargs=True)
 
 
 def _tensors(value: object) -> Iterator[Tensor]:
@@ -162,6 +223,8 @@ def _tensors(value: object) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
+# The field of a config with the tokens of a chunk, if layers have chunked attention.
+CHUNK_FIELD = "attention_chunk_size"
 # In all classes of transformers, the name of a field with such a length contains one of these words.
 _LENGTH_WORDS = ("window", "chunk", "floor")
 _NOT_LENGTHS = ("max_window_layers", "chunk_size_feed_forward")

@@ -59,16 +59,17 @@ _MARGIN_TOKENS = 9
 def check_parity(model: "TransformersDecoder", geometry: KVGeometry, kernels: Kernels) -> None:
     """Compares the logits. Raises ConfigError if they differ, or if the model fails while it computes them."""
     lengths, spec = find_lengths(model.module.config), model.spec
+    # A chunk is a number of whole blocks.
+    short = geometry.block_tokens if spec.chunked_layers else _SHORT_LENGTH
     crossed = [length for length in lengths.values() if length <= _MAX_REAL_LENGTH]
     unquantized = replace(geometry, kv_format=KVFormat.MODEL)
-    prompts = _make_prompts(spec, max([_PROMPT_LENGTHS[0], *(length + _MARGIN_TOKENS for length in crossed)]))
+    longest = max([_PROMPT_LENGTHS[0], *(length + _MARGIN_TOKENS for length in (short, *crossed))])
+    prompts = _make_prompts(spec, longest)
     _compare(model, unquantized, kernels, prompts, "")
     far = [name for name, length in lengths.items() if length > _MAX_REAL_LENGTH]
     if far:
-        condition = (
-            f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} reduced to {_SHORT_LENGTH} tokens"
-        )
-        with shorten_lengths(model.module, _MAX_REAL_LENGTH, _SHORT_LENGTH):
+        condition = f" once {', '.join(far)} {'is' if len(far) == 1 else 'are'} reduced to {short} tokens"
+        with shorten_lengths(model.module, _MAX_REAL_LENGTH, short):
             _compare(model, unquantized, kernels, prompts, condition)
 
 

@@ -9,7 +9,7 @@ for each model at start.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
+from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
 from slora.models.parity_check import check_parity
 from slora.models.recurrent_layers import StatePages
 from slora.models.step_batch import StateRows, StepBatch
@@ -51,6 +52,18 @@ class _StepInputs:
     adapts_embedding: bool
     # The parts that recurrent layers compute, each with LoRA for its tokens.
     states: list[tuple[StateRows, LoraDeltas]]
+    counter: TokenCounter
+    # Attention within chunks, by their length.
+    within_chunks: dict[int, AttentionStep] = field(default_factory=dict)
+
+    def find_attention(self, chunk: int | None) -> AttentionStep:
+        """chunk: the tokens of a chunk, if a token sees only its own."""
+        if chunk is None:
+            return self.attention
+        if chunk not in self.within_chunks:
+            batch = self.attention.batch.split(chunk, self.memory.geometry.block_tokens)
+            self.within_chunks[chunk] = self.kernels.prepare_attention(batch)
+        return self.within_chunks[chunk]
 
 
 class _CurrentStep:
@@ -67,6 +80,9 @@ class _CurrentStep:
     @property
     def is_set(self) -> bool:
         return self._step is not None
+
+    def find_counter(self) -> TokenCounter | None:
+        return None if self._step is None else self._step.counter
 
     @contextmanager
     def activate(self, step: _StepInputs) -> Iterator[None]:
@@ -168,12 +184,15 @@ class _LayerAttention:
 
     ATTRIBUTE = "slora_attention"
 
-    def __init__(self, current: _CurrentStep, layer: int) -> None:
+    def __init__(self, current: _CurrentStep, layer: int, *, is_chunked: bool) -> None:
         self._current = current
         self._layer = layer
+        self.is_chunked = is_chunked
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
-        """Computes attention of the step's tokens over the pages.
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, chunk: int | None
+    ) -> Tensor:
+        """Computes attention of the step's tokens over the pages. chunk: a token sees only its own chunk.
 
         query [1, Hq, T, Dk], key [1, Hk, T, Dk] and value [1, Hk, T, Dv], already rotated -> [1, T, Hq, Dv].
 
@@ -191,7 +210,8 @@ class _LayerAttention:
         rows = kernels.rotate_and_write_kv(
             qkv, None, memory.pages, memory.geometry, self._layer, step.attention
         )
-        out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, step.attention, rule)
+        attention = step.find_attention(chunk)
+        out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, attention, rule)
         return out.view(1, query.shape[2], query.shape[1], width)[..., : value.shape[3]]
 
 
@@ -237,7 +257,9 @@ def _attend_paged(
         options.get("softcap") or None,
         None if sinks is None else sinks.float(),
     )
-    return attention.attend(query, key, value, rule), None
+    # Read at each call, because the check at start makes it shorter.
+    chunk = getattr(module.config, CHUNK_FIELD) if attention.is_chunked else None
+    return attention.attend(query, key, value, rule, chunk), None
 
 
 AttentionInterface.register(_ATTENTION, _attend_paged)
@@ -280,6 +302,7 @@ class TransformersDecoder:
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns hidden states [B', H] of the rows in `output_rows`."""
+        positions = batch.attention.positions
         step = _StepInputs(
             memory,
             kernels,
@@ -287,6 +310,7 @@ class TransformersDecoder:
             LoraDeltas(batch.lora, memory, kernels),
             batch.adapts_embedding,
             [(part, LoraDeltas(part.lora, memory, kernels)) for part in batch.states],
+            TokenCounter(positions - torch.arange(len(positions), device=self.device)),
         )
         num_pooled = sum(len(rows.tokens) for rows in batch.pooled)
         with (
@@ -296,7 +320,7 @@ class TransformersDecoder:
         ):
             self._model(
                 input_ids=batch.token_ids[None],
-                position_ids=batch.attention.positions[None],
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=batch.output_rows,
             )
@@ -347,7 +371,13 @@ class TransformersDecoder:
         return self._squares[site.group]
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
-        """Raises ConfigError if paged attention changes the logits."""
+        """Raises ConfigError if paged attention changes the logits, or if a KV block would be in two chunks."""
+        chunk = getattr(self._model.config.get_text_config(), CHUNK_FIELD, 0)
+        if self.spec.chunked_layers and chunk % geometry.block_tokens:
+            raise ConfigError(
+                f"{CHUNK_FIELD} is {chunk}, which is not a multiple of the block size {geometry.block_tokens}; set "
+                "another block_tokens"
+            )
         check_parity(self, geometry, kernels)
 
     @contextmanager
@@ -364,7 +394,11 @@ class TransformersDecoder:
     def _install_attention(self) -> None:
         for layer, path in enumerate(self.spec.attention_paths):
             module = self._model.get_submodule(path)
-            setattr(module, _LayerAttention.ATTRIBUTE, _LayerAttention(self._current, layer))
+            is_chunked = layer in self.spec.chunked_layers
+            attention = _LayerAttention(self._current, layer, is_chunked=is_chunked)
+            setattr(module, _LayerAttention.ATTRIBUTE, attention)
+        for path in self.spec.counting_paths:
+            install_counter(self._model.get_submodule(path), self._current.find_counter)
 
     def _install_lora_hooks(self) -> None:
         """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""

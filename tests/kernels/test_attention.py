@@ -131,6 +131,16 @@ def test_attention_reads_only_the_tokens_inside_the_window(
         check_against_twin(kernels, device, KVGeometry(2, *heads, dtype), WINDOWED, window, softcap)
 
 
+def test_a_split_batch_sees_only_its_own_chunks(kernels: Kernels, device: str) -> None:
+    scene = build((4, 2, 16, 8), torch.float32, ((1, 40), (30, 70), (1, 33), (5, 5), (20, 32)), device)
+    step = kernels.prepare_attention(scene.batch.split(16, 8))
+    out = kernels.attend(scene.q, scene.pages, scene.geometry, scene.layer, step, make_rule(scene))
+    for token, position in enumerate(scene.batch.positions.tolist()):
+        rule = make_rule(scene, window=position % 16 + 1)
+        expected = reference.attend(scene.q, scene.pages, scene.geometry, scene.layer, scene.batch, rule)
+        check_close(out[token], expected[token], units=1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "kv_format"),
     [

@@ -69,7 +69,7 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     # One linear outside the layers is not adapted, which "all-linear" would name.
     if model == "gemma4_text":
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"], "odd_rank": _SEVEN}
-    if model == "gpt_oss":
+    if model in ("gpt_oss", "llama4_text"):
         return {kind: EXPERT_KINDS[kind] for kind in ("r8_on_q_and_v", "r16_on_attention")}
     if model in ("falcon_h1", "nemotron_h"):  # peft refuses to adapt the output of their recurrent layers.
         return {

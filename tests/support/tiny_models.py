@@ -206,6 +206,11 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": VOCAB_SIZE,
     },
+    # Attention within chunks, and beside it layers without rope that scale queries by their position.
+    "llama4_text": {
+        **_LLAMA_LIKE, "head_dim": 12, "intermediate_size_mlp": 40, "num_local_experts": 2, "attention_chunk_size": 32,
+        "layer_types": ["chunked_attention", _FULL], "no_rope_layers": [1, 0], "moe_layers": [1], "floor_scale": 8,
+    },
     # The text part of a model that reads images, too.
     "mistral3": {
         "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},

@@ -30,16 +30,11 @@ NUM_PAGES = {
     "deepseek_v2": 10,
     "deepseek_v3": 10,
     "gemma4_text": 11,
+    "llama4_text": 14,
 }
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,
-}  # fmt: skip
-
-
-LLAMA4 = {
-    "head_dim": 8, "num_key_value_heads": 2, "intermediate_size_mlp": 48, "num_local_experts": 2,
-    "layer_types": ["full_attention", "full_attention"],
 }  # fmt: skip
 
 
@@ -126,6 +121,28 @@ def test_a_quantization_that_is_not_exact_is_refused(
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)
 
 
+def test_chunks_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path, "llama4_text", num_hidden_layers=2, attention_chunk_size=40)
+    with pytest.raises(
+        ConfigError, match=r"attention_chunk_size is 40, .* not a multiple of the block size 16"
+    ):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
+
+
+def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path) -> None:
+    """As Llama 4 has them, of 8192 tokens."""
+    lengths = {"attention_chunk_size": 8192, "floor_scale": 8192, "max_position_embeddings": 32768}
+    kit = make_kit(tmp_path, "llama4_text", num_hidden_layers=2, **lengths)
+    spec = read_model_spec(kit.directory)
+    assert spec.chunked_layers == (0,)
+    assert spec.counting_paths == ("model.layers.1.self_attn",)
+    work = mix(kit, prompts_each=1, seed=8)
+    verdict = judge(
+        kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work, PARAMS)
+    )
+    assert verdict.equal, verdict
+
+
 def save(directory: Path, model_type: str, **fields: Any) -> Path:
     CONFIG_MAPPING[model_type](**TINY, **fields).save_pretrained(directory)
     return directory
@@ -136,7 +153,6 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
     [
         ("bloom", {}, "never calls an attention function"),
         ("falcon", {}, "can't be built with paged attention by transformers"),
-        ("llama4_text", {"head_dim": 8, "num_key_value_heads": 2}, "layer_types has 'chunked_attention'"),
         # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
             "qwen2_moe",
@@ -152,11 +168,6 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
             "phimoe",
             {"sliding_window": 40, "num_key_value_heads": 2},
             "has no window, but the model's own mask hides token 0 from token 40",
-        ),
-        (
-            "llama4_text",
-            {**LLAMA4, "no_rope_layers": [1, 0]},
-            r"layers\.1\.self_attn: .* depend on the index of a token in the batch",
         ),
         ("granite", {"is_causal": False}, "mask shows token 1 to token 0"),
         ("bart", {}, "depend on the index of a token in the batch"),
