@@ -187,7 +187,12 @@ class Oracle:
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
         with quiet_peft():
             # PEFT wraps the same parameters for all adapters of a model.
-            others = ("modules_to_save", "trainable_token_indices", "target_parameters")
+            others = (
+                "modules_to_save",
+                "trainable_token_indices",
+                "target_parameters",
+                "ensure_weight_tying",
+            )
             if config["bias"] != "none" or any(config.get(field) for field in others):
                 own = copy.deepcopy(self._base)
                 self._apart[name] = PeftModel.from_pretrained(own, path, adapter_name=name)

@@ -203,6 +203,34 @@ ROW_KINDS: dict[str, dict[str, object]] = {
         "modules_to_save": ["embed_tokens", "lm_head"],
     },
 }
+# Kinds for bases whose head is tied to the embedding. PEFT ties what is trained of both, too.
+TIED_KINDS: dict[str, dict[str, object]] = {
+    "tied_pair": {"r": 4, "target_modules": ["q_proj", "embed_tokens"], "ensure_weight_tying": True},
+    "tied_pair_by_pattern": {
+        "r": 3,
+        "target_modules": r".*(lm_head|down_proj)",
+        "alpha_pattern": {"lm_head": 5},
+        "ensure_weight_tying": True,
+    },
+    "tied_pair_with_dora": {
+        "r": 4,
+        "use_dora": True,
+        "target_modules": ["v_proj", "lm_head"],
+        "ensure_weight_tying": True,
+    },
+    "tied_whole": {
+        "r": 4,
+        "target_modules": ["o_proj"],
+        "modules_to_save": ["embed_tokens"],
+        "ensure_weight_tying": True,
+    },
+    "tied_whole_of_head_and_norm": {
+        "r": 4,
+        "target_modules": ["o_proj"],
+        "modules_to_save": ["lm_head", "model.norm"],
+        "ensure_weight_tying": True,
+    },
+}
 # Kinds with norms of their own. PEFT takes the names for the ends of paths, so that "norm" names all norms.
 NORM_KINDS: dict[str, dict[str, object]] = {
     "norms_of_layers": {
@@ -253,6 +281,9 @@ def quiet_peft() -> Iterator[None]:
         warnings.filterwarnings("ignore", r"Adapter 'default': \d+ LoRA tensor", UserWarning)
         # PEFT 0.21 does not count parameters that a pattern matches.
         warnings.filterwarnings("ignore", "The following .*_pattern keys did not match", RuntimeWarning)
+        warnings.filterwarnings(
+            "ignore", "You have requested `ensure_weight_tying`, but no tied", UserWarning
+        )
         # The linears without a bias of their own.
         warnings.filterwarnings("ignore", "`lora_bias=True` was passed but", UserWarning)
         yield

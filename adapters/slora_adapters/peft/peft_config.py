@@ -106,7 +106,7 @@ class PeftConfig:
     """The fields of a LoraConfig that decide which modules are adapted, with which rank and scale.
 
     Patterns keep the file's order, because the first match wins. ensure_weight_tying is not part of the JSON, because
-    it is accepted only where it has no effect.
+    `slora_adapters.peft.targeting` names the tied head like any other module.
     """
 
     rank: int

@@ -21,7 +21,7 @@ from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, Ad
 from slora_adapters.peft.experts import find_spelling, join_experts
 from slora_adapters.peft.extras import EXTRA_NAMES, add_labels, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
-from slora_adapters.peft.targeting import resolve_targets, spell_out
+from slora_adapters.peft.targeting import resolve_targets, save_tied_head, spell_out
 from slora_adapters.peft.tensor_file import (
     STORED_NAMES,
     StoredTensor,
@@ -31,6 +31,7 @@ from slora_adapters.peft.tensor_file import (
     read_tensors,
 )
 from slora_adapters.peft.validation import (
+    check_tied_tensors,
     check_values,
     find_image_part,
     find_other_names,
@@ -277,6 +278,8 @@ def _assemble(
             raise _invalid([*reasons, *expert_reasons])
         extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
     other = find_other_names(tensors, shape)
+    is_tied = config.ensure_weight_tying and shape.ties_head
+    config = save_tied_head(config, shape)
     targets, target_reasons = resolve_targets(config, other or shape)
     if other is not None:
         renamed = {name: rename_module(name, other, shape) for name in tensors}
@@ -291,6 +294,8 @@ def _assemble(
     found, pair_reasons = validate(config, targets, own, shape, limits)
     if not pair_reasons and {tensor.name for tensor in found.list_all()} != own.keys():
         pair_reasons = [Reason("unknown_tensor", "the adapter has tensors that no part of it uses")]
+    if is_tied and not pair_reasons and not target_reasons:
+        pair_reasons += check_tied_tensors(found, shape)
     config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
     reasons += [*target_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)

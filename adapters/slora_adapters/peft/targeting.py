@@ -125,6 +125,21 @@ def _match_in_process(task: str) -> tuple[list[str], int]:
     return done.stdout.split("\n")[:-1], done.returncode
 
 
+# The names by which PEFT recognises that a config changes the embedding or the head.
+_EMBEDDING_NAMES = ("embed_tokens", "lm_head")
+
+
+def save_tied_head(config: PeftConfig, shape: ModelShape) -> PeftConfig:
+    """Returns a config that names embedding and head in modules_to_save, if PEFT trained both as one matrix."""
+    names = {name.rpartition(".")[2] for name in config.modules_to_save}
+    is_tied = config.ensure_weight_tying and shape.ties_head and not names.isdisjoint(_EMBEDDING_NAMES)
+    if not is_tied or config.token_indices:
+        return config
+    others = (name for name in config.modules_to_save if name.rpartition(".")[2] not in _EMBEDDING_NAMES)
+    saved = sorted({*others, shape.embedding_path, shape.head_path})
+    return replace(config, modules_to_save=tuple(saved), ensure_weight_tying=False)
+
+
 class Target(NamedTuple):
     """An adapted module: its rank, and the alpha of its scale.
 
@@ -148,6 +163,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
         name_weight(module) if module_id in parameters else module.path
         for module_id, module in enumerate(shape.modules)
     ]
+    names += _EMBEDDING_NAMES
     fields = _list_pattern_fields(config)
     found, pattern_reasons = match_fields(fields, names)
     if pattern_reasons:
@@ -156,6 +172,18 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     is_target, is_excluded = _target_rule(config), _suffix_rule(config.exclude_modules)
     # As in PEFT, "all-linear" means all linears of the layers. The output head is targeted only if it is named.
     candidates = shape.embedding_module if config.target_modules == ALL_LINEAR else shape.num_modules
+
+    def choose(module_id: ModuleId, *, is_parameter: bool = False) -> Target:
+        rank, alpha = (
+            matches[field][module_id] if field in matches else None
+            for field in ("rank_pattern", "alpha_pattern")
+        )
+        return Target(
+            config.rank if rank is None else config.rank_patterns[rank][1],
+            config.alpha if alpha is None else config.alpha_patterns[alpha][1],
+            is_parameter,
+        )
+
     targets = {}
     for module_id, name in enumerate(names[:candidates]):
         hits = {field: match[module_id] for field, match in matches.items()}
@@ -168,12 +196,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
                 continue
             if hits.get("target_modules") is None and not is_target(name):
                 continue
-        rank, alpha = hits.get("rank_pattern"), hits.get("alpha_pattern")
-        targets[module_id] = Target(
-            config.rank if rank is None else config.rank_patterns[rank][1],
-            config.alpha if alpha is None else config.alpha_patterns[alpha][1],
-            is_parameter,
-        )
+        targets[module_id] = choose(module_id, is_parameter=is_parameter)
     reasons += _refuse_parameters(config, parameters, shape)
     if not targets:
         reasons.append(
@@ -182,15 +205,25 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
                 "the config adapts no module of the base model; check target_modules and exclude_modules",
             )
         )
-    if config.ensure_weight_tying and targets.keys() & {shape.embedding_module, shape.head_module}:
-        reasons.append(
-            Reason(
-                "ensure_weight_tying",
-                "ensure_weight_tying is set and the config adapts the embedding or the output head: "
-                "training tied their factors, which this server does not support",
+    by_pattern = any(matches["target_modules"][shape.num_modules :]) if "target_modules" in matches else False
+    if config.ensure_weight_tying and shape.ties_head and (by_pattern or _names_embedding(config)):
+        # As in PEFT, the head's factors are the transposed factors of the embedding.
+        targets[shape.head_module] = choose(shape.head_module)
+        embedding = targets.get(shape.embedding_module)
+        if embedding is None or embedding.rank != targets[shape.head_module].rank:
+            reasons.append(
+                Reason(
+                    "ensure_weight_tying",
+                    "ensure_weight_tying is set, so the embedding and the head must both be adapted, with one rank; "
+                    "check exclude_modules and rank_pattern",
+                )
             )
-        )
     return targets, reasons
+
+
+def _names_embedding(config: PeftConfig) -> bool:
+    names = () if isinstance(config.target_modules, str) else config.target_modules
+    return any(name.rpartition(".")[2] in _EMBEDDING_NAMES for name in names)
 
 
 @cache
@@ -259,6 +292,8 @@ def spell_out(
     wild = {field.name for field in _list_pattern_fields(config) if not field.is_plain}
     if all_fields:
         wild |= {"target_modules", "rank_pattern", "alpha_pattern"}
+    if config.ensure_weight_tying and shape.ties_head and shape.head_module in targets:
+        wild.add("target_modules")
     parameters = {module_id for module_id, target in targets.items() if target.is_parameter}
     paths = {
         module_id: name_weight(shape.modules[module_id])

@@ -12,6 +12,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Literal
 
+import numpy as np
+
 from slora_adapters.errors import Reason
 from slora_adapters.peft.adapter import (
     AdapterLimits,
@@ -496,11 +498,30 @@ def _check_tying(
             message = f"trainable_token_indices names {path} twice, as {spelled}; keep one of them"
             yield Reason("trainable_token_indices", message)
     has_tokens = bool(trained) and not _is_tied(trained, shape)
-    if config.ensure_weight_tying and shape.ties_head and (config.modules_to_save or has_tokens):
+    if config.ensure_weight_tying and shape.ties_head and has_tokens:
         yield Reason(
             "ensure_weight_tying",
             "ensure_weight_tying is set, and the config trains rows of the embedding or the head: training tied them, "
             "which this server serves only for the same trainable_token_indices of both",
+        )
+
+
+def check_tied_tensors(tensors: AdapterTensors[StoredTensor], shape: ModelShape) -> Iterable[Reason]:
+    """Yields a reason if the tensors of embedding and head differ. PEFT loads both into one matrix."""
+    embedding, head = (
+        tensors.pairs.get(module_id) for module_id in (shape.embedding_module, shape.head_module)
+    )
+    pairs = []
+    if embedding is not None and head is not None:
+        pairs = [(embedding.a.values.T, head.b.values), (embedding.b.values.T, head.a.values)]
+    rows = [found.tensor.values for found in tensors.vocabulary[:2] if found is not None]
+    if len(rows) == len(("embedding", "head")):
+        pairs.append((rows[0], rows[1]))
+    if not all(ours.dtype == theirs.dtype and np.array_equal(ours, theirs) for ours, theirs in pairs):
+        yield Reason(
+            "ensure_weight_tying",
+            f"ensure_weight_tying is set, but the tensors of {shape.embedding_path} and {shape.head_path} differ; save "
+            "the adapter again",
         )
 
 

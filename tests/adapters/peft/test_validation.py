@@ -103,8 +103,6 @@ CONFIG_FAULTS = [
     ({"target_modules": ["q_proj", "down_proj", "lm_head"]}, "missing_tensors"),
     ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "missing_tensors"),
     ({"target_modules": r".*(q_proj|down_proj|lm_head)"}, "missing_tensors"),
-    ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "ensure_weight_tying"),
-    ({"target_modules": r".*embed_tokens", "ensure_weight_tying": True}, "ensure_weight_tying"),
     ({"target_modules": ["model.layers.7.self_attn.q_proj"]}, "matches_nothing"),
     ({"layers_to_transform": [0, 1, 2]}, "unknown_module"),
     ({"layers_to_transform": [0]}, "untargeted_tensors"),
@@ -251,9 +249,34 @@ def test_tied_rows_are_refused_where_training_tied_more_than_is_served() -> None
     tying = {"ensure_weight_tying": True}
     embedding = {"model_dot_embed_tokens_dot_weight": MATRIX}
     saved = {"modules_to_save": ["embed_tokens"], **tying}
-    assert with_rows(True, saved, **embedding) == ["ensure_weight_tying"]
+    head = {"lm_head_dot_weight": MATRIX}
+    assert with_rows(True, saved, **embedding) == ["missing_tensors"]
+    assert with_rows(True, saved, **embedding, **head) == []
+    assert with_rows(True, saved, **embedding, lm_head_dot_weight=MATRIX + 1) == ["ensure_weight_tying"]
     assert with_rows(False, saved, **embedding) == []
     assert with_rows(True, {"trainable_token_indices": [1, 2], **tying}, **{TOKENS_OF_EMBEDDING: ROWS}) == []
     other = {"trainable_token_indices": {"embed_tokens": [1, 2], "lm_head": [3, 4]}, **tying}
     rows = {TOKENS_OF_EMBEDDING: ROWS, TOKENS_OF_HEAD: ROWS}
     assert with_rows(True, other, **rows) == ["ensure_weight_tying"]
+
+
+def test_a_tied_pair_adapts_embedding_and_head() -> None:
+    shape = replace(SHAPE, ties_head=True)
+    config = {"ensure_weight_tying": True, "target_modules": ["q_proj", "down_proj", "model.embed_tokens"]}
+    a, b = np.ones((2, SHAPE.vocab_size), np.float32), np.full((SHAPE.hidden_size, 2), 3, np.float32)
+    tensors = {
+        "model.embed_tokens.lora_embedding_A": a,
+        "model.embed_tokens.lora_embedding_B": b,
+        "lm_head.lora_A.weight": b.T,
+        "lm_head.lora_B.weight": a.T,
+    }
+    assert refuse(shape, config, tensors) == []
+    assert refuse(SHAPE, config, tensors) == ["untargeted_tensors"]
+    assert refuse(shape, config, dict(list(tensors.items())[:2])) == ["missing_tensors"]
+    assert refuse(shape, config, tensors | {"lm_head.lora_B.weight": 2 * a.T}) == ["ensure_weight_tying"]
+    assert "ensure_weight_tying" in refuse(shape, config | {"rank_pattern": {"lm_head": 3}}, tensors)
+    assert "ensure_weight_tying" in refuse(shape, config | {"exclude_modules": ["embed_tokens"]}, tensors)
+    members = make_members(make_config(**config), make_tensors() | tensors)
+    adapter = parse_adapter({name: memoryview(raw) for name, raw in members.items()}, shape, AdapterLimits())
+    # The stored config names the head.
+    assert "lm_head" in adapter.config.target_modules

@@ -6,6 +6,7 @@ The rows are those of some tokens (`trainable_token_indices`) or all of them (`m
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
-from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, ROW_KINDS
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, ROW_KINDS, TIED_KINDS
 
 Kits = Callable[[str], ModelKit]
 # gemma scales its embeddings.
@@ -53,6 +54,20 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
     llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(900))
     verdict = judge(kit.oracle, work, answer(llm, kit, work))
     report(f"parity of {model} with rows of its own, {kernels} kernels: {verdict}")
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", ["qwen2_tied", "llama"])
+def test_tied_embeddings_and_heads_answer_as_peft_does(
+    report: Callable[[str], None], tmp_path: Path, model: str, *, soak: bool
+) -> None:
+    """The head of llama is not tied, so that the field has no effect there."""
+    kinds = TIED_KINDS if model == "qwen2_tied" else {"tied_pair": TIED_KINDS["tied_pair"]}
+    kit = make_kit(tmp_path, model, kinds)
+    work = mix(kit, prompts_each=20 if soak else 2, seed=7)
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of {model} with what training tied: {verdict}")
     assert verdict.equal, verdict
 
 
