@@ -167,8 +167,8 @@ class Adapter:
     tensors: AdapterTensors[StoredTensor]
     digest: str
     extras: AdapterExtras
-    # Whether the uploaded file also has copies of the base model's embedding or head, or factors of the part that reads
-    # images. Stores do not keep these tensors.
+    # Whether the uploaded file also has copies of the base model's embedding or head, factors of the part that reads
+    # images, or a long header. Stores do not keep them.
     has_unused: bool = False
     # Whether the tensors in the uploaded file have the names of the base model's modules and are in name order.
     is_sorted: bool = True

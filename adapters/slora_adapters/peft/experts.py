@@ -6,7 +6,10 @@ checked under the names that they have, and then joined into the tensors of the 
 of gate_proj and of up_proj follow one another, and the B form a block-diagonal matrix of twice the rank.
 """
 
+import math
+import os
 import re
+import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -230,15 +233,25 @@ def _join(pairs: list[list[_Pair]], wrapper: str) -> list[StoredTensor]:
     """Joins the pairs of each expert. See `LoraPair` for the order of rows and columns."""
     first = pairs[0][0]
     count, num_linears, rank, width = len(pairs), len(pairs[0]), first.rank, first.b.shape[0]
-    a = np.concatenate([pair.a.values for experts in pairs for pair in experts])
-    b: npt.NDArray[Any] = np.zeros(
-        (num_linears * width, num_linears * rank, count), dtype=first.b.values.dtype
-    )
+    a = _map_zeros((count, num_linears * rank, first.a.shape[1]), first.a.values.dtype)
+    b = _map_zeros((num_linears * width, num_linears * rank, count), first.b.values.dtype)
     for expert, members in enumerate(pairs):
         for index, pair in enumerate(members):
+            a[expert, index * rank : (index + 1) * rank] = pair.a.values
             rows, columns = slice(index * width, (index + 1) * width), slice(index * rank, (index + 1) * rank)
             b[rows, columns, expert] = pair.b.values
     return [
-        replace(first.a, name=_name(wrapper, "A"), values=a),
+        replace(first.a, name=_name(wrapper, "A"), values=a.reshape(-1, a.shape[-1])),
         replace(first.b, name=_name(wrapper, "B"), values=b.reshape(num_linears * width, -1)),
     ]
+
+
+def _map_zeros(shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Returns zeros in a file without a name, because the memory of an inspection is limited.
+
+    Raises OSError if the disk is full.
+    """
+    with tempfile.TemporaryFile(prefix="slora-experts-") as file:
+        # Writing to a page that the disk has no space for would kill the process.
+        os.posix_fallocate(file.fileno(), 0, max(1, math.prod(shape) * dtype.itemsize))
+        return np.memmap(file, dtype, "r+", shape=shape)

@@ -23,6 +23,8 @@ from slora_adapters.peft.extras import EXTRA_NAMES, add_labels, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets, save_tied_head, spell_out
 from slora_adapters.peft.tensor_file import (
+    MAX_HEADER_BYTES,
+    PREFIX_BYTES,
     STORED_NAMES,
     StoredTensor,
     convert,
@@ -246,7 +248,10 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
     extras, extra_reasons = read_extras(members, limits)
     reasons += extra_reasons
-    return _assemble(config, tensors, extras, reasons, shape, limits, members)
+    adapter = _assemble(config, tensors, extras, reasons, shape, limits, members)
+    # Stores keep no file with such a header, so the file is rewritten.
+    has_long_header = int.from_bytes(members[TENSORS_NAME][:PREFIX_BYTES], "little") > MAX_HEADER_BYTES
+    return replace(adapter, has_unused=True) if has_long_header else adapter
 
 
 def assemble_adapter(

@@ -39,6 +39,9 @@ def map_file(path: Path) -> memoryview:
 # Size of the length field at the start of the file.
 PREFIX_BYTES = 8
 MAX_HEADER_BYTES = 1 << 20
+# Limit on the header of an uploaded file, which may have two tensors for each linear of each expert. Stores keep files
+# with a header of at most `MAX_HEADER_BYTES`.
+MAX_UPLOAD_HEADER_BYTES = 16 << 20
 # Limit on the header of a base model's file, which may list every expert of every layer. The reference reader has the
 # same limit.
 MAX_BASE_HEADER_BYTES = 100_000_000
@@ -86,11 +89,12 @@ Factor = StoredTensor | TensorSpan
 
 
 def read_tensors(raw: bytes | memoryview) -> dict[str, StoredTensor]:
-    """Returns all tensors of a safetensors file, by name, in the order of their bytes. Raises ValueError for an invalid
-    file.
+    """Returns all tensors of an uploaded safetensors file, by name, in the order of their bytes. Raises ValueError for
+    an invalid file.
     """
-    header, body = _split(raw, MAX_HEADER_BYTES)
-    return {name: _view(span, body) for name, span in parse_spans(header, len(body)).items()}
+    header, body = _split(raw, MAX_UPLOAD_HEADER_BYTES)
+    spans = parse_spans(header, len(body), MAX_UPLOAD_HEADER_BYTES)
+    return {name: _view(span, body) for name, span in spans.items()}
 
 
 def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int = MAX_HEADER_BYTES) -> int:
@@ -112,9 +116,11 @@ def measure_header(prefix: bytes | memoryview, file_bytes: int, max_bytes: int =
     return header_bytes
 
 
-def parse_spans(header: bytes | memoryview, body_bytes: int) -> dict[str, TensorSpan]:
+def parse_spans(
+    header: bytes | memoryview, body_bytes: int, max_bytes: int = MAX_HEADER_BYTES
+) -> dict[str, TensorSpan]:
     """Returns the tensors that a header describes, by name, in the order of their bytes. Raises ValueError."""
-    entries = parse_object(header, source="the header", max_bytes=MAX_HEADER_BYTES)
+    entries = parse_object(header, source="the header", max_bytes=max_bytes)
     _check_metadata(entries.pop("__metadata__", None))
     spans = [_parse_entry(name, entry) for name, entry in entries.items()]
     spans.sort(key=lambda span: (span.start, span.end))

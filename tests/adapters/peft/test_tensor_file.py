@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 from safetensors.torch import save
 
-from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES, read_tensors
+from slora_adapters.peft.tensor_file import MAX_UPLOAD_HEADER_BYTES, read_tensors
 
 tensors = st.fixed_dictionaries(
     {"dtype": st.sampled_from(["F32", "F16", "BF16"]), "shape": st.lists(st.integers(0, 5), max_size=3)}
@@ -69,8 +69,8 @@ DAMAGE: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "too short"),
     "header_beyond_the_file": (lambda: _file({})[:-1], "the file ends"),
     "header_over_the_limit": (
-        lambda: (MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
-        "at most 1048576",
+        lambda: (MAX_UPLOAD_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
+        "at most 16777216",
     ),
     "not_json": (lambda: _file(b"{]"), "not valid JSON"),
     "not_an_object": (lambda: _file([]), "not an object"),

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from slora import LLM
 from slora.models.model_spec import read_model_spec
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import AdapterLimits, certify
+from slora_adapters.peft.adapter import AdapterLimits, bundle, certify
 from slora_adapters.peft.peft_directory import read_adapter
+from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES
 from slora_kernels.layout import ModelShape
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
@@ -251,3 +253,26 @@ def test_a_certificate_names_experts_apart(kits: Kits) -> None:
         delta = torch.einsum("ore,eri->eoi", b.view(len(b), 7, count), a.view(count, 7, -1))
         norms.append(float(delta.norm()) * (3 if layer == 2 else 9) / 7)
     assert summary.max_norm == pytest.approx(max(norms), rel=1e-3)
+
+
+def test_a_file_with_a_header_that_no_store_keeps_is_rewritten(tmp_path: Path) -> None:
+    """128 experts in 48 layers have 37,000 tensors, whose names take 4 MB."""
+    write_single_experts(tmp_path / "single", make_model("mixtral", num_hidden_layers=1))
+    path = tmp_path / "single" / "adapter_model.safetensors"
+    save_file(load_file(path), path, metadata={"padding": "x" * (MAX_HEADER_BYTES + 1)})
+    adapter = read_adapter(tmp_path / "single", _shape_of(tmp_path, "mixtral"), AdapterLimits())
+    stored = bundle(adapter, tmp_path / "single", tmp_path)[path.name]
+    with safe_open(stored, "pt") as file:
+        assert sorted(file.keys()) == sorted(tensor.name for tensor in adapter.tensors.list_all())
+    assert stored != path
+
+
+def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None:
+    write_model(tmp_path / "base", "llama", num_hidden_layers=1)
+    make_adapter(tmp_path / "adapter", make_model("llama", num_hidden_layers=1), r=2)
+    path = tmp_path / "adapter" / "adapter_model.safetensors"
+    shape = read_model_spec(tmp_path / "base").shape("float32")
+    digest = read_adapter(tmp_path / "adapter", shape, AdapterLimits()).digest
+    save_file(load_file(path), path, metadata={"padding": "x" * (MAX_HEADER_BYTES + 1)})
+    adapter = read_adapter(tmp_path / "adapter", shape, AdapterLimits())
+    assert adapter.has_unused and adapter.digest == digest
