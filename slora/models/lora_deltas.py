@@ -291,28 +291,30 @@ class _ExpertTiles:
     def point(
         self, tables: AdapterTables, sites: Sequence[LoraSite], element_bytes: int, page_bytes: int
     ) -> list[AdapterTables]:
-        """Returns tables with one module for each site, in which a slot has the pages of an adapter at an expert."""
-        slots = self.slots[:, None]
-        groups = [site.group for site in sites]
-        modules = [site.first_module for site in sites]
-        widths = [width for site in sites for width in (site.in_width, *site.widths)]
-        row_segments = [-(-width * element_bytes // SEGMENT_BYTES) for width in widths]
+        """Returns tables with one module for each site, in which a slot has the pages of an adapter at an expert.
+
+        sites: linears of the same experts, one after the other in the tables.
+        """
+        count, group, module = len(sites), sites[0].group, sites[0].first_module
+        widths = [(site.in_width, *site.widths) for site in sites]
+        row_segments = [[-(-width * element_bytes // SEGMENT_BYTES) for width in pair] for pair in widths]
         page_segments = page_bytes // SEGMENT_BYTES
-        ranks, first_a = tables.groups[slots, groups].unbind(2)
+        ranks, first_a = tables.groups[self.slots, group : group + count].unbind(2)
+        modules = tables.modules[self.slots, module : module + count]
         # For each site, A and transposed B: int32 [tiles, sites, 2].
-        first = torch.stack((first_a, tables.modules[slots, modules, 2]), dim=2)
-        per_rank = (
-            torch.tensor(row_segments, dtype=first.dtype).view(1, -1, 2).to(first.device, non_blocking=True)
-        )
-        first += (self.experts.to(first.dtype)[:, None] * ranks)[:, :, None] * per_rank
+        first = torch.stack((first_a, modules[:, :, 2]), dim=2)
+        rows_before = self.experts.to(first.dtype)[:, None] * ranks
+        for index, segments in enumerate(row_segments):
+            for factor, number in enumerate(segments):
+                first[:, index, factor] += rows_before[:, index] * number
         # An adapter may end before the last of these pages, and then no row lies there.
-        num_pages = -(-self.tiles.max_group_rank * max(row_segments) // page_segments) + 1
+        num_pages = -(-self.tiles.max_group_rank * max(map(max, row_segments)) // page_segments) + 1
         indexes = (first // page_segments)[..., None] + torch.arange(num_pages, device=first.device)
         most = tables.page_table.shape[1] - 1
-        page_ids = tables.page_table[slots[:, :, None, None], indexes.clamp_(max=most)].flatten(2)
+        page_ids = tables.page_table[self.slots[:, None, None, None], indexes.clamp_(max=most)].flatten(2)
         first %= page_segments
         first[:, :, 1] += num_pages * page_segments
-        scales, zeros = tables.scales[slots, modules], torch.zeros_like(ranks)
+        scales, zeros = tables.scales[self.slots, module : module + count], torch.zeros_like(ranks)
         new_groups = torch.stack((ranks, first[:, :, 0]), dim=2)
         new_modules = torch.stack((ranks, zeros, first[:, :, 1]), dim=2)
         affine = ranks.new_zeros(len(ranks), 1, 4)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from peft.tuners.lora import Embedding, LoraLayer
+from peft.tuners.lora import Embedding, LoraLayer, ParamWrapper
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -35,7 +35,7 @@ class PeftReference:
         self._rope_switch = find_rope_switch(self._model.config)
         self._device = device
         self._layers = {
-            name.removeprefix(_PREFIX): module
+            _find_path(name.removeprefix(_PREFIX), module): module
             for name, module in self._model.named_modules()
             if isinstance(module, LoraLayer) and _NAME in module.scaling
         }
@@ -61,12 +61,15 @@ class PeftReference:
 
     @torch.inference_mode()
     def delta(self, path: str, inputs: Tensor) -> Tensor:
-        """float32 [T, out]: what peft adds to the output of module `path`.
+        """float32 [T, out]: what peft adds to the output of module `path`. Of E experts, float32 [E * T, out].
 
         inputs: [T, in]; for an embedding, one-hot rows.
         """
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
+        if isinstance(layer, ParamWrapper):
+            # [E, out, in], or [out, in].
+            return (inputs.float() @ weight.transpose(-1, -2)).flatten(0, -2)
         # Weights of embeddings and of GPT-2's Conv1D are [in, out].
         is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
         return inputs.float() @ (weight if is_in_out else weight.T)
@@ -74,6 +77,14 @@ class PeftReference:
     def _forward(self, token_ids: Sequence[int]) -> Tensor:
         logits: Tensor = self._model(torch.tensor([list(token_ids)], device=self._device)).logits[0]
         return logits.float().cpu()
+
+
+def _find_path(name: str, module: LoraLayer) -> str:
+    """The path of a module that peft adapts. A module has a wrapper for each of its adapted parameters."""
+    if not isinstance(module, ParamWrapper):
+        return name
+    path = name.replace(".base_layer", "")
+    return path if module.parameter_name == "weight" else f"{path}.{module.parameter_name}"
 
 
 def find_rope_switch(config: PreTrainedConfig) -> int | None:

@@ -27,6 +27,7 @@ from slora.llm.request_builder import Prompt, read_content
 from slora.memory.device_memory import DeviceMemory
 from slora.memory.residency import AdapterLoad, Resident
 from slora.memory.tenant_account import TenantAccount
+from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import read_model_spec
 from slora.text.answer import Completion
 from slora.verify.peft_reference import PeftReference
@@ -170,6 +171,7 @@ def probe_adapter(
     weight: float = 1.0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yields each adapted module with float32 [T, out]: what LoRA adds to its output for the site's `probe_inputs`.
+    Of E experts, it is float32 [E * T, out].
 
     packed: in `dtype`, for a model of `shape`. weight: a factor on the adapter's scale.
     """
@@ -181,8 +183,16 @@ def probe_adapter(
     for site in shape.sites:
         if not packed.layout.groups[site.group, 0]:
             continue
-        out = torch.zeros((_TOKENS, sum(site.widths)), dtype=dtype, device=device)
+        count = site.num_experts
+        out = torch.zeros((count * _TOKENS, sum(site.widths)), dtype=dtype, device=device)
         x = probe_inputs(shape, site, dtype).to(device)
+        if count > 1:
+            starts = torch.arange(0, (count + 1) * _TOKENS, _TOKENS, dtype=torch.int32, device=device)
+            tokens = torch.arange(_TOKENS, device=device).repeat(count)
+            routed = LoraDeltas([lora], memory, kernels).route(starts, tokens, _TOKENS, [site])
+            routed.add(out, x.repeat(count, 1), site)
+            yield site.first_module, out.float().cpu()
+            continue
         if site == shape.embedding_site:
             shrunk = kernels.shrink_embedding(x.argmax(dim=1), memory.pages, site, step, dtype)
         else:

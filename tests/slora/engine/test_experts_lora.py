@@ -1,6 +1,7 @@
 """Adapters of experts and routers give peft's answers, beside adapters of other linears and the base."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -11,13 +12,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from slora import LLM
+from slora import LLM, LoraAdapter
 from slora.models.model_spec import read_model_spec
+from slora.verify.verification import VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft.adapter import AdapterLimits, bundle, certify
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES
-from slora_kernels.layout import ModelShape
+from slora_kernels.layout import EXPERT_PATHS, ModelShape
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
@@ -276,3 +278,26 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
     save_file(load_file(path), path, metadata={"padding": "x" * (MAX_HEADER_BYTES + 1)})
     adapter = read_adapter(tmp_path / "adapter", shape, AdapterLimits())
     assert adapter.has_unused and adapter.digest == digest
+
+
+@pytest.mark.parametrize("kind", ["all_linear", "gate_up_only", "router"])
+def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, kind: str) -> None:
+    kit = kits("mixtral")
+    found = verify_adapter(VerificationRequest(kit.directory, kit.adapters[kind], max_tokens=2))
+    assert found.equal, found.problems
+    paths = {check.path.removeprefix("model.layers.1.") for check in found.modules}
+    assert set(EXPERT_LORA_KINDS[kind].get("target_parameters", EXPERT_PATHS)) <= {
+        path for full in paths for path in (full, full.removeprefix("mlp."), f"{full}.weight")
+    }
+
+
+def test_a_verification_finds_one_wrong_factor_of_one_expert(kits: Kits, tmp_path: Path) -> None:
+    kit = kits("mixtral")
+    wrong = tmp_path / "wrong"
+    shutil.copytree(kit.adapters["all_linear"], wrong)
+    # A column of B belongs to one expert.
+    _change(wrong, "layers.2.mlp.experts.lora_B", lambda b: b * (torch.arange(b.shape[1]) != 5))
+    request = VerificationRequest(kit.directory, kit.adapters["all_linear"], max_tokens=1)
+    found = verify_adapter(request, LoraAdapter(wrong))
+    (problem, *_) = found.problems
+    assert problem.startswith("model.layers.2.mlp.experts.down_proj: the LoRA delta deviates by")
