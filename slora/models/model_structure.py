@@ -371,7 +371,9 @@ def _find_chunked_layers(
         # Without an explicit mask, transformers reads the positions to look for packed sequences. The mask has data,
         # because some models look for padding in it.
         padding = torch.ones(1, _TOKENS, dtype=torch.int64)
-        model(input_ids=tokens, attention_mask=padding, use_cache=False)
+        # With the rows as a tensor, as in a step, no model leaves tokens out before its last layers.
+        rows = torch.zeros(2, dtype=torch.int64, device="meta")
+        model(input_ids=tokens, attention_mask=padding, use_cache=False, logits_to_keep=rows)
     lengths, chunk = find_lengths(model.config), getattr(model.config.get_text_config(), CHUNK_FIELD, None)
     for layer, (call, mask) in enumerate(zip(calls, record.given, strict=True)):
         refusal = f"{call.module}: paged attention can't serve it, because"

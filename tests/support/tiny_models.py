@@ -200,11 +200,12 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     # Latent attention: the values are wider than the keys, or narrower.
     "deepseek_v2": {**_LATENT, "v_head_dim": 28, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
-    # The layers with full attention have fewer and wider heads than the others, and no v_proj.
+    # The layers with full attention have fewer and wider heads than the others, and no v_proj. The last layers have the
+    # keys and values of the first.
     "gemma4_text": {
-        **_LLAMA_LIKE, "head_dim": 16, "sliding_window": 21, "layer_types": [_SLIDING, _FULL], "global_head_dim": 24,
-        "attention_k_eq_v": True, "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 8,
-        "vocab_size_per_layer_input": VOCAB_SIZE,
+        **_LLAMA_LIKE, "head_dim": 16, "sliding_window": 21, "layer_types": [_SLIDING, _FULL] * 2,
+        "global_head_dim": 24, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB_SIZE,
     },
     # Attention within chunks, and beside it layers without rope that scale queries by their position.
     "llama4_text": {
@@ -306,8 +307,8 @@ def fill_randomly(model: PreTrainedModel, name: str, seed: int = 0) -> None:
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            # Gemma stores a norm's weight as its difference from one.
-            is_norm = _is_norm(parameter_name) and not name.startswith("gemma")
+            # Gemma 2 and 3 store a norm's weight as its difference from one.
+            is_norm = _is_norm(parameter_name) and not name.startswith(("gemma2", "gemma3"))
             centre = 1.0 if is_norm else 0.0
             # Gemma scales its embeddings up. With the usual deviation, each token would predict only itself.
             narrow = name.startswith("gemma") and "embed_tokens" in parameter_name
