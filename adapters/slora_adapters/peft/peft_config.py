@@ -218,8 +218,8 @@ def _refuse_init(init: str) -> Reason:
         return Reason(
             "init_lora_weights",
             f"init_lora_weights is {init!r}: such an adapter needs a base model that the same "
-            "initialisation has changed; convert the adapter with "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)",
+            "initialisation has changed; if you have the initial weights of PiSSA, OLoRA or CorDA, convert the adapter "
+            "with `slora adapter convert`, or else with save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     known = ", ".join(sorted(_HARMLESS_INITS))
     return Reason(

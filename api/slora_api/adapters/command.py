@@ -3,6 +3,8 @@
 A push streams the files without loading them into memory. A push from the Hugging Face hub first downloads to this
 machine, with this machine's token. With `--by-server`, the server downloads instead.
 
+`slora adapter convert`: makes plain LoRA of an adapter whose initialisation changed the base model.
+
 `slora adapter versions`, `alias` and `rollback`: manage the versions that a name and its aliases serve.
 """
 
@@ -18,7 +20,8 @@ from urllib.parse import quote
 from slora.core.errors import ConfigError
 from slora.models.model_spec import find_model
 from slora.models.weights.checkpoint import fingerprint
-from slora_adapters.errors import AdapterError
+from slora_adapters.errors import AdapterError, AdapterInvalid
+from slora_adapters.peft.conversion import convert_adapter
 from slora_adapters.peft.extras import EXTRA_FIELDS
 from slora_adapters.peft.hub import HubSnapshot, download
 from slora_adapters.peft.hub_reference import HubReference
@@ -187,6 +190,38 @@ def _fingerprint(directory: Path) -> str:
 def verify(arguments: argparse.Namespace) -> int:
     """The module is imported only now, because it computes a model with torch and peft."""
     return run_later("slora_api.adapters.verify_command", "verify", arguments, "adapter verify", "verify")
+
+
+@command(
+    "adapter convert",
+    "convert an adapter of PiSSA, OLoRA or CorDA to plain LoRA of twice the rank, which can be served",
+    argument("directory", help="the trained adapter: adapter_config.json and adapter_model.safetensors"),
+    argument(
+        "--initial",
+        metavar="DIR",
+        required=True,
+        help="the same adapter as it was before training: save_pretrained(DIR) after get_peft_model",
+    ),
+    argument("--output", metavar="DIR", required=True, help="a new directory for the converted adapter"),
+    epilog="The exit code is 0, or 2 if the adapter cannot be converted.",
+)
+def convert(arguments: argparse.Namespace) -> int:
+    output = Path(arguments.output)
+    try:
+        found = convert_adapter(Path(arguments.directory), Path(arguments.initial), output)
+    except FileExistsError:
+        raise CommandFailed(f"{output} exists; give a new directory with --output") from None
+    except AdapterInvalid as error:
+        print("cannot be converted:", *(f"  {one.code}: {one.message}" for one in error.reasons), sep="\n")
+        return 2
+    except AdapterError as error:
+        raise CommandFailed(str(error)) from None
+    print(
+        f"{output}  plain LoRA of rank {found.rank} in {found.num_modules} modules\n"
+        f"  largest error {found.deviation:.1e} of the delta's largest output, from rounding to float32\n"
+        f"  the initial factors are up to {found.cancellation:.3g} times as large as the delta"
+    )
+    return 0
 
 
 @command(
