@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from slora.core.errors import NotComparable
 from slora.core.sampling_params import SamplingParams
 from slora.llm.llm import LLM
 from slora.llm.lora_adapter import LoraAdapter
@@ -268,6 +269,11 @@ def verify_adapter(request: VerificationRequest, served: LoraAdapter | None = No
     )
     own = served or LoraAdapter(request.directory)
     adapter = read_content(own.content, shape, limits)
+    if adapter.tensors.vocabulary.classifier is not None:
+        raise NotComparable(
+            "the adapter classifies texts, and only written answers are compared; compare /v1/classify with "
+            "transformers' class for sequence classification"
+        )
     ours = _run_engine(request, own, adapter, shape, dtype_name)
     reference = PeftReference(request.model, request.directory, dtype, ours.device)
     modules = tuple(_compare_modules(ours, reference, adapter, shape, dtype))

@@ -347,7 +347,8 @@ def _refuse_ids_beyond(listed: Iterable[tuple[int, str]], limits: AdapterLimits)
         yield Reason(
             "added_tokens",
             f"the adapter's tokenizer adds {len(beyond)} tokens (id {beyond[0]}) beyond the base's "
-            f"vocabulary of {size}; resized embeddings are not supported",
+            f"vocabulary of {size}; serve the base model with a resized vocabulary and this tokenizer, or leave the "
+            "tokenizer out if the texts do not use them",
         )
 
 

@@ -35,6 +35,7 @@ from slora_adapters.peft.tensor_file import (
 from slora_adapters.peft.validation import (
     check_tied_tensors,
     check_values,
+    explain_resize,
     find_image_part,
     find_other_names,
     is_saved,
@@ -92,9 +93,8 @@ def _compare(
         return "holds a whole parameter, and the base model is not available here to compare it with"
     expected = (shape.vocab_size,) if _is_bias(name) else (shape.vocab_size, shape.hidden_size)
     if tensor.shape != expected:
-        return (
-            f"has shape {list(tensor.shape)}, but the base model's has {list(expected)}; adapters "
-            "with resized embeddings are not served"
+        return f"has shape {list(tensor.shape)}, but the base model's has {list(expected)}" + (
+            explain_resize(tensor, shape) or "; such a copy cannot be the base model's"
         )
     try:
         own = _read_base(base_directory, name, expected, shape)

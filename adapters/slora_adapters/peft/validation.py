@@ -470,10 +470,29 @@ def _check_rows(
         message = (
             f"{name} has shape {list(tensor.shape)}; the config and the base model require {list(expected)}"
         )
+        if ids is None:
+            message += explain_resize(tensor, shape)
         yield Reason("shape_mismatch", message)
     elif ids is not None and max(ids) >= shape.vocab_size:
         message = f"{field} names token {max(ids)}, but the base model has {shape.vocab_size} tokens"
         yield Reason(field, message)
+
+
+def explain_resize(tensor: Factor, shape: ModelShape) -> str:
+    """Returns what a message says of a matrix of another vocabulary: the cause and the remedy. Empty for others."""
+    rows = tensor.shape[0]
+    if tensor.shape[1:] != (shape.hidden_size,) or rows == shape.vocab_size:
+        return ""
+    change = (
+        f"{rows - shape.vocab_size} tokens were added to"
+        if rows > shape.vocab_size
+        else "rows were removed from"
+    )
+    return (
+        f": {change} the vocabulary before training, and an adapter is served with the vocabulary of the base model; "
+        f"serve the base model after resize_token_embeddings({rows}), saved with the adapter's tokenizer, or train "
+        "tokens that it has with trainable_token_indices"
+    )
 
 
 def _stands_for(name: str | None, path: str, shape: ModelShape) -> bool:

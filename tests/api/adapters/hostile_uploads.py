@@ -386,7 +386,7 @@ def _tensor_names(make: Maker) -> dict[str, HostileUpload]:
         },
         "embeddings": {
             "a matrix of embeddings": (make.with_tensor("base_model.model.model.embed_tokens.weight", some),
-                "resized embeddings are not served"),
+                "rows were removed from the vocabulary before training"),
         },
         "modules_to_save": {
             "a fully trained module": (make.with_tensor("base_model.model.lm_head.modules_to_save.weight", some),

@@ -9,17 +9,20 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
+from slora_adapters.errors import AdapterInvalid
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
-from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, ROW_KINDS, TIED_KINDS
+from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, ROW_KINDS, TIED_KINDS, make_adapter
+from tests.support.tiny_models import VOCAB_SIZE
 
 Kits = Callable[[str], ModelKit]
 # gemma scales its embeddings.
@@ -118,6 +121,40 @@ def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits) -> None:
     answers = drive(engine, [asked])
     for kind, prompt in prompts.items():
         check_scores(kit, prompt, kind, 2, answers[kind])
+
+
+def test_a_resized_base_serves_adapters_of_added_tokens(
+    report: Callable[[str], None], tmp_path: Path
+) -> None:
+    """The remedy in the refusal of such adapters on the base model with the vocabulary that it had before."""
+    old = make_kit(tmp_path / "old", "llama", {})
+    base, size = AutoModelForCausalLM.from_pretrained(old.directory), VOCAB_SIZE + 3
+    base.resize_token_embeddings(size, mean_resizing=False)
+    base.save_pretrained(tmp_path / "resized")
+    kinds: dict[str, dict[str, object]] = {
+        "added": {"r": 4, "target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+        "trained": {"r": 3, "target_modules": ["o_proj"], "trainable_token_indices": [VOCAB_SIZE, size - 1]},
+        "adapted": {"r": 3, "target_modules": ["embed_tokens", "lm_head", "v_proj"]},
+    }
+    kit = ModelKit(tmp_path / "resized", {})
+    for seed, (kind, fields) in enumerate(kinds.items()):
+        kit.adapters[kind] = tmp_path / kind
+        trained = AutoModelForCausalLM.from_pretrained(tmp_path / "resized")
+        make_adapter(tmp_path / kind, trained, seed=seed, std=0.15, **fields)
+    prompts = [[3, VOCAB_SIZE, 7, size - 1, 5, VOCAB_SIZE + 1] * 3, [size - 1], [1, 2, 3]]
+    work = Work(prompts * 4, [kind for kind in (None, *kinds) for _ in prompts])
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    report(f"parity of llama with 3 added tokens: {verdict}")
+    assert verdict.equal, verdict
+
+    llm = LLM(old.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    remedy = rf"3 tokens were added to the vocabulary .* serve the base model after resize_token_embeddings\({size}\)"
+    for kind in ("added", "adapted"):
+        with pytest.raises(AdapterInvalid, match=remedy):
+            llm.generate([[1, 2, 3]], GREEDY, kit.adapters[kind])
+    with pytest.raises(AdapterInvalid, match=f"names token {size - 1}, but the base model has {VOCAB_SIZE}"):
+        llm.generate([[1, 2, 3]], GREEDY, kit.adapters["trained"])
 
 
 def test_an_adapter_with_rows_of_its_own_is_refused_in_a_sum(kits: Kits) -> None:
