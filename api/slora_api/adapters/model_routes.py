@@ -136,6 +136,7 @@ class AdapterModule(TypedDict):
     path: str
     in_features: int
     out_features: int
+    num_experts: int
 
 
 @router.get("/v1/adapter-modules", responses=errors(Starting))
@@ -152,6 +153,7 @@ def list_adapter_modules(_key: AdapterReader, services: Wired[AdapterServices]) 
                 "path": module.path,
                 "in_features": module.in_width,
                 "out_features": module.out_width,
+                "num_experts": module.num_experts,
             }
             for module in modules
         ],
