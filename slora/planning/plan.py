@@ -96,6 +96,7 @@ class Memory:
     full_page_bytes: int
     block_tokens: int
     kv_tokens: int  # tokens whose KV fills the whole pool
+    state_pages: int  # of the recurrent state of one sequence
     max_model_len: int
     num_adapters: int
     adapter_sizes: tuple[AdapterSize, ...]
@@ -355,6 +356,7 @@ class _Planner:
             full_page_bytes=self._page_bytes,
             block_tokens=self.config.block_tokens,
             kv_tokens=self._num_pages * self.config.block_tokens,
+            state_pages=self._footprint.state_pages,
             max_model_len=self._max_model_len,
             num_adapters=count,
             adapter_sizes=tuple(

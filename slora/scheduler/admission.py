@@ -136,9 +136,11 @@ class Admission:
         """Returns False if the sequence could not get its pages even by evicting all evictable items."""
         if _is_within_floor(sequence.tenant, needs):
             return True
-        # Running sequences will soon need further pages, and each choice needs one when it forks. A sequence that took
-        # the very last pages would immediately cause a preemption.
-        spare_pages = len(self._batch) // self._paging.footprint.block_tokens + sequence.num_places
+        # Running sequences will soon need further pages, and each choice needs one when it forks, and a recurrent state
+        # of its own. A sequence that took the very last pages would immediately cause a preemption.
+        footprint = self._paging.footprint
+        spare_pages = len(self._batch) // footprint.block_tokens + sequence.num_places
+        spare_pages += max(0, sequence.num_places - 1) * footprint.state_pages
         if self._batch.runs_alone(sequence):
             spare_pages = 0
         return self._paging.could_free(

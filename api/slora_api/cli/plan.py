@@ -310,6 +310,11 @@ def _describe_room(question: Question, memory: Memory) -> str:
     }
     if not memory.num_adapters:
         rows = {}
+    if memory.state_pages:
+        rows["recurrent state"] = (
+            f"{format_bytes(memory.state_pages * memory.full_page_bytes)}: {memory.state_pages:,} pages for each "
+            "sequence, beside its KV"
+        )
     length = question.load.prompt_tokens + question.load.output_tokens
     return _align(
         rows

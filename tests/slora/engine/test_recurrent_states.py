@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from slora import LLM, SamplingParams
+from slora import LLM, LoraAdapter, SamplingParams
 from slora.core.errors import ConfigError
 from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapter
 from slora.core.request_check import NOT_SAMPLED
@@ -98,6 +98,38 @@ def test_choices_have_states_of_their_own_and_no_free_page_is_read(
     assert_same(found, expected)
     assert engine.stats().preemptions > 0
     assert engine.stats().pages_held == 0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(model, marks=[] if model == "bamba" else pytest.mark.soak)
+        for model in RECURRENT_MODELS
+        if model
+        not in ("falcon_h1", "nemotron_h")  # peft refuses to adapt the output of their recurrent layers.
+    ],
+)
+def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
+    tmp_path: Path, report: Callable[[str], None], model: str
+) -> None:
+    linears = {"target_modules": r".*\.(in_proj\w*|out_proj|q_proj)"}
+    kinds = {
+        "dora": {"r": 4, "lora_alpha": 6, "use_dora": True, **linears},
+        "biased": {"r": 3, "lora_alpha": 6, "lora_bias": True, **linears},
+        "plain": {"r": 2, "lora_alpha": 3, **linears},
+        "other": {"r": 5, "lora_alpha": 3, **linears},
+    }
+    kit = make_kit(tmp_path, model, kinds)
+    work = mix(kit, prompts_each=2, seed=6)
+    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(2000), max_num_seqs=9, max_num_batched_tokens=13)
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    report(f"{model} with DoRA and biases: {verdict}")
+    assert verdict.equal, verdict
+    weights = {"plain": 0.7, "other": -1.2}
+    kit.oracle.add_sum("sum", weights)
+    adapters = [LoraAdapter(kit.adapters[kind], weight=weight) for kind, weight in weights.items()]
+    (output,) = llm.generate([[3] * 30], PARAMS, [adapters])
+    assert kit.oracle.judge([3] * 30, output.token_ids, "sum").equal
 
 
 def ask_all(versions: dict, seed: int) -> list[EngineRequest]:

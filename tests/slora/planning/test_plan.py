@@ -67,6 +67,20 @@ def ask_8b(directory: Path, device: str, rate: float = 1.0, **changes: Any) -> Q
     )
 
 
+def test_a_plan_counts_the_recurrent_state_of_each_sequence(kits: Kits) -> None:
+    kit = kits("qwen3_5_text")
+    question = make_question(kit.directory, max_num_seqs=64)
+    memory = make_plan(question).memory
+    engine = Engine(
+        replace(question.config, pool_bytes=memory.pool_bytes, device="cpu", kernels="torch"),
+        question.spec,
+        make_source(kit)[0],
+        costs=COSTS,
+    )
+    assert memory.state_pages == engine._runner.footprint.state_pages > 0
+    assert (memory.num_pages, memory.max_model_len) == (engine.info.num_pages, engine.info.max_model_len)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_with_the_planned_settings_has_the_planned_pages(kit: ModelKit, num_ranks: int) -> None:
     question = make_question(kit.directory, max_lora_rank=16, tensor_parallel_size=num_ranks)
