@@ -274,6 +274,10 @@ def _refusing(what: str) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as error:
+        if isinstance(error, KeyError) and error.args == (_ATTENTION,):
+            raise ConfigError(
+                f"{what}: its class has attention functions of its own, so it can't call another one"
+            ) from error
         reason = " ".join(str(error).split())[:_MOST_ERROR_CHARS] or type(error).__name__
         raise ConfigError(f"{what}: {reason}") from error
 

@@ -153,7 +153,8 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
     ("model_type", "fields", "reason"),
     [
         ("bloom", {}, "never calls an attention function"),
-        ("falcon", {}, "can't be built with paged attention by transformers"),
+        ("falcon", {}, "can't be built with paged attention .* has attention functions of its own"),
+        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "has attention functions of its own"),
         # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
             "qwen2_moe",
