@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -92,6 +93,16 @@ def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
     )
     work = Work([[3, 7, 4, 9], [5, 9], [2, 6]], ["every_norm_with_dora", "norms_of_layers", None])
     verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+    assert verdict.equal, verdict
+
+
+def test_a_norm_may_lie_in_two_pages(tmp_path: Path) -> None:
+    """Weights of 832 bytes, which do not divide a page."""
+    kinds = ("every_norm_with_dora", "norms_of_layers")
+    kit = make_kit(tmp_path, "qwen3", {kind: NORM_KINDS[kind] for kind in kinds}, hidden_size=208)
+    work = mix(kit, prompts_each=1, seed=5)
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
+    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=8)))
     assert verdict.equal, verdict
 
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import processors
 from transformers import AutoTokenizer
 
 from slora.core.errors import ConfigError, RequestRefused
@@ -360,3 +361,24 @@ def test_the_bytes_of_the_tokens_are_those_of_the_text(kind: str) -> None:
     parts = [tokenizer.token_bytes(token_id, is_first=not at) for at, token_id in enumerate(token_ids)]
     assert b"".join(parts).decode() == tokenizer.decode(token_ids, skip_special_tokens=False)
     assert b"</s>" in parts
+
+
+_PAIRS = [
+    None,
+    processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B:1", special_tokens=[("<s>", 1)]),
+    processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B:1 </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    ),
+]
+
+
+@pytest.mark.parametrize("processor", _PAIRS)
+def test_a_pair_of_texts_is_encoded_as_transformers_does(tmp_path: Path, processor: Any) -> None:
+    fast = byte_fallback()
+    if processor is not None:
+        fast.post_processor = processor
+    write_tokenizer(tmp_path, fast)
+    ours, theirs = Tokenizer.from_directory(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for first, second in (("Größe?", " a  b "), (TEXT, "x"), ("", "y"), ("</s>", "<s>")):
+        parts = (ours.encode(text, add_special_tokens=False) for text in (first, second))
+        assert ours.join_pair(*parts) == theirs(first, second)["input_ids"]
