@@ -379,6 +379,8 @@ def _find_chunked_layers(
         rows = torch.zeros(2, dtype=torch.int64, device="meta")
         model(input_ids=tokens, attention_mask=padding, use_cache=False, logits_to_keep=rows)
     lengths, chunk = find_lengths(model.config), getattr(model.config.get_text_config(), CHUNK_FIELD, None)
+    # Chunks that no sequence outgrows are chunks, too: the check at start makes them shorter.
+    reach = max(max_positions, 2 * (chunk or 0))
     for layer, (call, mask) in enumerate(zip(calls, record.given, strict=True)):
         refusal = f"{call.module}: paged attention can't serve it, because"
         if mask is None:
@@ -387,9 +389,7 @@ def _find_chunked_layers(
         if function is None:
             raise ConfigError(f"{refusal} it is given a mask that the model changed")
         with _refusing(f"{refusal} its mask can't be read"):
-            compare = partial(
-                describe_mask_difference, function, call.window, lengths.values(), max_positions
-            )
+            compare = partial(describe_mask_difference, function, call.window, lengths.values(), reach)
             difference = compare()
             is_chunked = difference is not None and chunk is not None and compare(chunk=chunk) is None
         if is_chunked:

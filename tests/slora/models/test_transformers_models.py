@@ -130,9 +130,10 @@ def test_chunks_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
-def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path) -> None:
+@pytest.mark.parametrize("positions", [512, 32768])
+def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path, positions: int) -> None:
     """As Llama 4 has them, of 8192 tokens."""
-    lengths = {"attention_chunk_size": 8192, "floor_scale": 8192, "max_position_embeddings": 32768}
+    lengths = {"attention_chunk_size": 8192, "floor_scale": 8192, "max_position_embeddings": positions}
     kit = make_kit(tmp_path, "llama4_text", num_hidden_layers=2, **lengths)
     spec = read_model_spec(kit.directory)
     assert spec.chunked_layers == (0,)
