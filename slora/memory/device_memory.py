@@ -86,6 +86,7 @@ class DeviceMemory:
 
     pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
     num_state_pages: number of pages with the recurrent state of a sequence. 0 if the model has none.
+    continues_states: whether a chunk of several tokens continues from this state in one call of a layer.
     host_pages: `num_host_pages` pages of the same size in host memory, page-locked if `device` is a GPU.
     """
 
@@ -100,8 +101,11 @@ class DeviceMemory:
         device: torch.device,
         num_host_pages: int = 0,
         num_state_pages: int = 0,
+        *,
+        continues_states: bool = True,
     ) -> None:
         self.num_state_pages = num_state_pages
+        self.continues_states = continues_states
         self.geometry = geometry
         self.full_page_bytes = full_page_bytes
         self.device = device

@@ -39,6 +39,8 @@ class StateTensor:
     index: int  # The number of this tensor among those of the same module and kind.
     shape: tuple[int, ...]
     is_float32: bool  # False: it has the model's dtype.
+    # Whether a call for several tokens continues from it. Otherwise such a call serves only the beginning of sequences.
+    is_continued: bool = True
 
     def num_bytes(self, dtype: str) -> int:
         return math.prod(self.shape) * ELEMENT_BYTES["float32" if self.is_float32 else dtype]
@@ -113,6 +115,11 @@ class ModelSpec:
         """Maximum number of tokens that a token sees in any layer, itself included. None if a layer has no window."""
         windows = [window for window in self.window_of_layer if window is not None]
         return max(windows) if windows and len(windows) == len(self.window_of_layer) else None
+
+    @property
+    def continues_states(self) -> bool:
+        """Whether recurrent layers compute several tokens from a state in one call, see `StateTensor`."""
+        return all(state.is_continued for state in self.states)
 
     def lay_out_states(self, dtype: str) -> list[tuple[int, int]]:
         """The first byte of each of `states` in a sequence's byte string, and the byte after its last. Both are

@@ -14,8 +14,8 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from slora.models.model_traces import (
     CHUNK_FIELD,
     BatchIndexTrace,
     MaskRecord,
+    ReadTrace,
     TokenCounter,
     describe_mask_difference,
     find_lengths,
@@ -444,15 +445,21 @@ def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str
         if states.tensors:
             if name in found:
                 raise ConfigError(f"{title} runs {name} several times, so it would need several states")
-            found[name] = tuple(describe_states(name, states))
+            first = tuple(describe_states(name, states))
             hidden = args[0] if args else options["hidden_states"]
+            reads = ReadTrace(states.tensors.values())
             for num_tokens in (_TOKENS, 1):
-                again = call_with_states(forward, hidden[:, :num_tokens], states)
+                with reads if num_tokens > 1 else nullcontext():
+                    again = call_with_states(forward, hidden[:, :num_tokens], states)
                 if (
                     again.shape != (1, num_tokens, out.shape[-1])
-                    or tuple(describe_states(name, states)) != found[name]
+                    or tuple(describe_states(name, states)) != first
                 ):
                     raise ConfigError(f"{name}: its states change their shapes or their dtype")
+            found[name] = tuple(
+                replace(state, is_continued=is_read)
+                for state, is_read in zip(first, reads.are_read, strict=True)
+            )
         return out
 
     stateful = [

@@ -212,6 +212,27 @@ def install_counter(module: nn.Module, find: Callable[[], TokenCounter | None]) 
     return module.register_forward_pre_hook(give, with_kwargs=True)
 
 
+class ReadTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records which of some tensors the arithmetic reads."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watched = list(tensors)
+        self.are_read = [False] * len(self._watched)
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        read = list(_tensors((args, kwargs or {})))
+        for index, watched in enumerate(self._watched):
+            self.are_read[index] |= any(tensor is watched for tensor in read)
+        return func(*args, **(kwargs or {}))
+
+
 def _tensors(value: object) -> Iterator[Tensor]:
     """All tensors in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):

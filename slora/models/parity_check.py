@@ -131,7 +131,15 @@ def compute_paged_logits(
     footprint = spec.footprint(geometry.block_tokens, dtype_name, page_bytes)
     num_pages = 2 * sum(footprint.state_pages - (-len(prompt) // geometry.block_tokens) for prompt in prompts)
     sizes = {"num_slots": 1, "max_adapter_pages": 1, "num_state_pages": footprint.state_pages}
-    memory = DeviceMemory(geometry, spec.shape(dtype_name), page_bytes, num_pages, device=device, **sizes)
+    memory = DeviceMemory(
+        geometry,
+        spec.shape(dtype_name),
+        page_bytes,
+        num_pages,
+        device=device,
+        continues_states=spec.continues_states,
+        **sizes,
+    )
     # All bits set: reading a page before it is written gives NaN.
     memory.pages.fill_(0xFF)
     free = iter(range(num_pages))

@@ -283,14 +283,27 @@ class StateArrays:
     lora: tuple[LayerArrays, ...]
 
     @staticmethod
-    def cut(chunks: list[Chunk], starts: Int32Array, limits: TileLimits) -> "tuple[StateArrays, ...]":
-        """Cuts a step into its chunks of one token, together, and each other chunk. starts: the first row of each."""
+    def cut(
+        chunks: list[Chunk], starts: Int32Array, limits: TileLimits, *, continues_states: bool
+    ) -> "tuple[StateArrays, ...]":
+        """Cuts a step into its chunks of one token, together, and each other chunk.
+
+        starts: the first row of each chunk. continues_states: False cuts a chunk that does not begin a sequence into
+        its tokens, one part for each.
+        """
         places = [place for place, chunk in enumerate(chunks) if chunk.num_tokens == 1]
         parts = [places] if places else []
         parts += [[place] for place, chunk in enumerate(chunks) if chunk.num_tokens > 1]
-        return tuple(
-            StateArrays._of([chunks[place] for place in part], starts[part], limits) for part in parts
-        )
+        found = []
+        for part in parts:
+            chunk, first = chunks[part[0]], starts[part[:1]]
+            if continues_states or chunk.num_tokens == 1 or not chunk.start:
+                found.append(StateArrays._of([chunks[place] for place in part], starts[part], limits))
+                continue
+            for offset in range(chunk.num_tokens):
+                token = chunk._replace(start=chunk.start + offset, num_tokens=1)
+                found.append(StateArrays._of([token], first + offset, limits))
+        return tuple(found)
 
     @staticmethod
     def _of(chunks: list[Chunk], starts: Int32Array, limits: TileLimits) -> "StateArrays":
@@ -346,7 +359,9 @@ class StepArrays:
         targets = join_targets(chunks)
         layers = _lay_out(cut_token_tiles(chunks, limits))
         head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
-        states = StateArrays.cut(chunks, starts, limits) if memory.num_state_pages else ()
+        states: tuple[StateArrays, ...] = ()
+        if memory.num_state_pages:
+            states = StateArrays.cut(chunks, starts, limits, continues_states=memory.continues_states)
         sampled = [chunk.sampled_sequences for chunk in chunks]
         sampling = [sequence for sequences in sampled for sequence in sequences]
         last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])

@@ -419,7 +419,7 @@ _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
 def _linear_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         if current.is_set:
-            current.step.deltas.add(_rows(output), _rows(inputs[0]), site)
+            current.step.deltas.add(_rows(output), _rows(inputs[0].contiguous()), site)
 
     return add
 

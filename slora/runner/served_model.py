@@ -57,6 +57,7 @@ class ServedModel:
         self.geometry = _geometry(self.shape, config, dtype)
         self.full_page_bytes = find_full_page_bytes(self.shape, config)
         self.footprint = spec.footprint(config.block_tokens, self.dtype_name, self.full_page_bytes)
+        self._continues_states = spec.continues_states
         self._collectives = collectives
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
@@ -79,6 +80,7 @@ class ServedModel:
             self.device,
             num_host_pages,
             self.footprint.state_pages,
+            continues_states=self._continues_states,
         )
 
     def finish_adapters(self, memory: DeviceMemory, arrays: StepArrays) -> None:

@@ -249,6 +249,11 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
         "logits_scaling": 2.0, "residual_multiplier": 0.6,
     },
     "bamba": {**_LLAMA_LIKE, **_MAMBA, "attn_layer_indices": [1], "mamba_proj_bias": True},
+    # The scan of several tokens does not continue from a state.
+    "jamba": {
+        **_LLAMA_LIKE, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "num_experts_per_tok": 1,
+        "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
     # Each layer has attention beside the recurrence.
     "falcon_h1": {
         **_LLAMA_LIKE, **_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 96, "mamba_rms_norm": True,
