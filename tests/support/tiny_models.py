@@ -278,6 +278,11 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
 SEEING = "_seeing"
 
 
+def count_layers(name: str) -> int:
+    """The layers that a model of `OTHER_MODELS` needs in a test."""
+    return len(OTHER_MODELS[name].get("layer_types", (0, 1)))
+
+
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """changes: fields of the config."""
     if name in OTHER_MODELS or name in RECURRENT_MODELS:

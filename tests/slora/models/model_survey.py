@@ -25,7 +25,14 @@ from transformers.utils import logging
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from tests.support.config_judge import Verdict, judge_config
-from tests.support.tiny_models import MODELS, OTHER_MODELS, RECURRENT, RECURRENT_MODELS, make_config
+from tests.support.tiny_models import (
+    MODELS,
+    OTHER_MODELS,
+    RECURRENT,
+    RECURRENT_MODELS,
+    count_layers,
+    make_config,
+)
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 _NATIVE, _OTHER = "slora's decoder", "transformers' classes"
@@ -131,7 +138,7 @@ def _make_config(model_type: str) -> dict[str, Any]:
     recurrent = f"{model_type}{RECURRENT}"
     for name in (model_type, recurrent):
         if name in MODELS or name in OTHER_MODELS or name in RECURRENT_MODELS:
-            changes = {"num_hidden_layers": 2} if name in OTHER_MODELS else {}
+            changes = {"num_hidden_layers": count_layers(name)} if name in OTHER_MODELS else {}
             return dict(make_config(name, **changes).to_dict())
     raw = dict(CONFIG_MAPPING[model_type]().to_dict())
     _shrink(raw)

@@ -19,7 +19,7 @@ from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit
-from tests.support.tiny_models import OTHER_MODELS, write_model
+from tests.support.tiny_models import OTHER_MODELS, count_layers, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
@@ -32,7 +32,6 @@ NUM_PAGES = {
     "gemma4_text": 11,
     "llama4_text": 14,
 }
-NUM_LAYERS = {"gemma4_text": 4}
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
     "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": None,
@@ -43,7 +42,7 @@ TINY = {
 def test_parity_holds_in_chunks_and_when_pages_are_short(
     tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
 ) -> None:
-    kit = make_kit(tmp_path, model, num_hidden_layers=NUM_LAYERS.get(model, 2))
+    kit = make_kit(tmp_path, model, num_hidden_layers=count_layers(model))
     work = mix(kit, prompts_each=8 if soak else 2, seed=6)
     settings = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 11}
     llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(NUM_PAGES.get(model, 31)), **settings)
