@@ -107,6 +107,7 @@ class LinearShape:
     path: its name in PEFT's spelling. In `ModelShape.linears` it is relative to the layer ("self_attn.q_proj"). In
     `ModelShape.modules` it is the full path from the model's root.
     num_experts: the number of experts that have such a linear. 1: it is not a linear of experts.
+    is_transposed: whether the base model stores its weight as [in, out], as GPT-2 does.
     """
 
     path: str
@@ -114,6 +115,7 @@ class LinearShape:
     out_width: int
     has_bias: bool = False
     num_experts: int = 1
+    is_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

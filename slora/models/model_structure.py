@@ -538,7 +538,9 @@ def _describe_linear(path: str, module: nn.Linear | Conv1D) -> LinearShape:
     sizes = (
         (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
     )
-    return LinearShape(path, *sizes, has_bias=module.bias is not None)
+    return LinearShape(
+        path, *sizes, has_bias=module.bias is not None, is_transposed=isinstance(module, Conv1D)
+    )
 
 
 def _acts_on_rows(module: nn.Module, inputs: tuple[object, ...], output: object) -> bool:

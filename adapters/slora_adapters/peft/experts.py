@@ -12,6 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,8 @@ _SPELLINGS: Mapping[str, tuple[str, str, str]] = {
 }
 _EXPERT = re.compile(r"\.(?P<block>\w+)\.experts\.\d+\.(?P<linear>\w+)\.lora_", re.ASCII)
 _GATE_UP, _DOWN = EXPERT_PATHS
+# The most bytes that a tensor takes in the header of a file.
+_ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,8 @@ def find_spelling(tensor_names: Iterable[str], shape: ModelShape) -> ExpertSpell
     return None
 
 
+# Tables about a shape are cached, and found faster for the same object.
+@cache
 def _list_experts(shape: ModelShape, block: str) -> ModelShape:
     gate, up, down = _SPELLINGS[block]
     linears: list[LinearShape] = []
@@ -127,7 +132,7 @@ def join_experts(
             pairs, faults = parts.collect(linears, count)
             reasons += faults
             if pairs and not faults:
-                num_bytes += _measure_joined(pairs)
+                num_bytes += _measure_joined(pairs) + 2 * _ENTRY_BYTES
                 if num_bytes > limits.max_tensor_bytes:
                     message = (
                         f"the joined tensors of the experts take more than {limits.max_tensor_bytes} bytes, which this "
@@ -135,6 +140,7 @@ def join_experts(
                     )
                     return config, {}, [Reason("too_large", message)]
                 _, target = by_path[f"{prefix}.{spelling.block}.experts.0.{linears[0]}"]
+                reasons += _check_joined_rank(path, len(linears), target.rank, limits)
                 rank, alpha = (len(linears) * number for number in (target.rank, target.alpha))
                 targets_by_path[path] = Target(int(rank), alpha, is_parameter=True)
                 joined |= {tensor.name: tensor for tensor in _join(pairs, wrapper)}
@@ -142,6 +148,15 @@ def join_experts(
     new_targets = {ids[path]: target for path, target in targets_by_path.items()}
     config, length_reasons = spell_out(config, new_targets, shape, all_fields=True)
     return config, joined, [*reasons, *length_reasons]
+
+
+def _check_joined_rank(path: str, num_linears: int, rank: int, limits: AdapterLimits) -> Iterable[Reason]:
+    if num_linears * rank > limits.max_lora_rank:
+        yield Reason(
+            "rank_too_high",
+            f"{path} joins {num_linears} linears of rank {rank}, so it has rank {num_linears * rank}; this server "
+            f"accepts at most {limits.max_lora_rank} (max_lora_rank)",
+        )
 
 
 def _refuse_variants(config: PeftConfig) -> Iterable[Reason]:

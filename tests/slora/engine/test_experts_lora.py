@@ -302,3 +302,15 @@ def test_a_verification_finds_one_wrong_factor_of_one_expert(kits: Kits, tmp_pat
     found = verify_adapter(request, LoraAdapter(wrong))
     (problem, *_) = found.problems
     assert problem.startswith("model.layers.2.mlp.experts.down_proj: the LoRA delta deviates by")
+
+
+def test_a_transposed_weight_is_no_target_parameter(tmp_path: Path) -> None:
+    """Born from a bug: PEFT adapts the transpose of such a weight, and a square one was served wrongly."""
+    write_model(tmp_path / "base", "gpt2")
+    base = make_model("gpt2")
+    make_adapter(tmp_path / "adapter", base, r=4, target_modules=[], target_parameters=["attn.c_proj.weight"])
+    shape = read_model_spec(tmp_path / "base").shape("float32")
+    with pytest.raises(
+        AdapterInvalid, match=r"target_parameters names 'attn\.c_proj\.weight', which is not the weight"
+    ):
+        read_adapter(tmp_path / "adapter", shape, AdapterLimits())
