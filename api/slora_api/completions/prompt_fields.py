@@ -42,10 +42,14 @@ class PromptFields(RequestModel):
 
     def truncate(self, token_ids: list[int], room: int) -> list[int]:
         """Returns the tokens that are kept. room: the maximum number of tokens of the prompt, at least 1."""
+        num_kept = self.count_kept(len(token_ids), room)
+        if (self.truncation_side or self.default_side) == "left":
+            return token_ids[len(token_ids) - num_kept :]
+        return token_ids[:num_kept]
+
+    def count_kept(self, num_tokens: int, room: int) -> int:
+        """Returns how many of `num_tokens` tokens `truncate` keeps."""
         wanted = self.truncate_prompt_tokens
         if wanted is None:
-            return token_ids
-        num_kept = room if wanted == _AS_MANY_AS_FIT else wanted
-        if (self.truncation_side or self.default_side) == "left":
-            return token_ids[-num_kept:]
-        return token_ids[:num_kept]
+            return num_tokens
+        return min(num_tokens, room if wanted == _AS_MANY_AS_FIT else wanted)

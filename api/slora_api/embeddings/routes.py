@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NotRequired, cast
+from typing import Any, Literal, NotRequired, TypeVar, cast
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
@@ -36,9 +36,13 @@ from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
 from slora_api.usage.usage_recorder import OpenRequest
 
+T = TypeVar("T")
+
 # This many short texts are enough to fill the token budget of a step. By default, one tenant may have four times as
 # many answers in progress.
 _MAX_LANES = 64
+# Joining pairs of this many ids takes 1 ms.
+_IDS_AT_ONCE = 1 << 15
 
 
 @dataclass(slots=True)
@@ -107,36 +111,59 @@ async def _make_inputs(
     """
     check_terms(call.priority, None, call.info)
     check_pooling(pooling, call.info)
-    bounds, classifier = call.bounds, call.model.classifier
+    classifier = call.model.classifier
     dimensions = pooling.dimensions or call.info.shape.hidden_size
     if pooling.kind is PoolingKind.CLASSIFY and classifier is not None:
         dimensions = len(classifier.labels)
-    bounds.check_embeddings(len(given), dimensions, is_base64=is_base64)
+    call.bounds.check_embeddings(len(given), dimensions, is_base64=is_base64)
     call.meter.check_answers(1)
     for item in given:
         if isinstance(item, list) and not body.truncates:
             check_embedded_tokens(len(item), call.info.max_model_len)
-    if num_first is None:
-        inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
-    else:
-        inputs = await _join_pairs(call, body, cast(Sequence[str], given), num_first)
-    for token_ids in inputs:
-        check_embedded_tokens(len(token_ids), call.info.max_model_len)
-    bounds.check_prompt_tokens(sum(map(len, inputs)), "input")
+    if num_first is not None:
+        return await _join_pairs(call, body, cast(Sequence[str], given), num_first)
+    inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
+    _check_lengths(call, [len(token_ids) for token_ids in inputs])
     return inputs
+
+
+def _check_lengths(call: InferenceCall, num_tokens: Sequence[int]) -> None:
+    """num_tokens: the tokens of each input."""
+    for count in num_tokens:
+        check_embedded_tokens(count, call.info.max_model_len)
+    call.bounds.check_prompt_tokens(sum(num_tokens), "input")
 
 
 async def _join_pairs(
     call: InferenceCall, body: PromptFields, texts: Sequence[str], num_first: int
 ) -> list[list[int]]:
-    """Returns the token ids of each pair of texts, as the tokenizer writes a pair."""
+    """Returns the checked token ids of each pair of texts, as the tokenizer writes a pair.
+
+    The lengths are checked before the pairs are joined: 2,048 pairs with a long first text can have 1,000 times as many
+    tokens as the request.
+    """
     ids = await encode_texts(call, texts, add_special_tokens=False, param="input")
-    first, second = ids[:num_first], ids[num_first:]
     tokenizer, room = call.services.encoder.tokenizer, call.info.max_model_len
-    adds = body.add_special_tokens is not False
-    join = tokenizer.join_pair if adds else operator.add
-    pairs = zip(first * (len(second) // len(first)), second, strict=True)
-    return [body.truncate(join(*pair), room) for pair in pairs]
+    join = operator.add if body.add_special_tokens is False else tokenizer.join_pair
+    num_special = len(join([], []))
+    pairs = _pair([len(text) for text in ids], num_first)
+    _check_lengths(call, [body.count_kept(num_special + one + two, room) for one, two in pairs])
+    joined: list[list[int]] = []
+    num_joined = 0
+    # No token that is cut from a single text would be kept in a pair.
+    for first, second in _pair([body.truncate(text, room) for text in ids], num_first):
+        joined.append(body.truncate(join(first, second), room))
+        num_joined += len(joined[-1])
+        if num_joined > _IDS_AT_ONCE:
+            num_joined = 0
+            await asyncio.sleep(0)
+    return joined
+
+
+def _pair(parts: Sequence[T], num_first: int) -> Iterator[tuple[T, T]]:
+    """Pairs the first parts with the others. A single first part is paired with each of the others."""
+    first, second = parts[:num_first], parts[num_first:]
+    return zip([*first] * (len(second) // len(first)), second, strict=True)
 
 
 async def compute_embeddings(

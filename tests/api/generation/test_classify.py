@@ -1,8 +1,10 @@
 """/v1/classify, and /v1/score and /v1/rerank of an adapter with a head, in the form of vLLM."""
 
 import json
+import tracemalloc
 from array import array
 from math import exp
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,8 @@ import pytest
 
 from slora.core.request import EngineRequest, FinishReason, PoolingKind, TokenDelta
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
-from tests.api.platform import Platform, post
+from tests.api.platform import Platform, post, running_platform
+from tests.api.scripted_engine import ScriptedEngine
 
 CLASSIFY = "/v1/classify"
 NAMED = {"id2label": {"0": "ham", "1": "spam", "2": "eggs"}}
@@ -143,3 +146,39 @@ def test_sampling_defaults_cannot_pretend_to_be_a_head(platform: Platform, key: 
     assert platform.upload(key, "plain", members).status_code == 201
     answer = post(platform, key, CLASSIFY, {"model": "plain", "input": "a"})
     assert answer.status_code == 400 and "has no head" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("kept", [1, 3, 5, 6, 20])
+def test_pairs_are_truncated_as_whole_texts(platform: Platform, key: str, side: str, kept: int) -> None:
+    assert add(platform, key, "judge", 1).status_code == 201
+    platform.engine.embeddings = lambda _: [TokenDelta((), FinishReason.STOP, embedding=bytes(4))]
+    fields = {"truncate_prompt_tokens": kept, "truncation_side": side}
+    made = post(
+        platform, key, "/v1/score", {"model": "judge", "text_1": "abcd", "text_2": ["wxyz", "", "v"]} | fields
+    )
+    assert made.status_code == 200, made.text
+    expected = [text[-kept:] if side == "left" else text[:kept] for text in ("abcdwxyz", "abcd", "abcdv")]
+    assert [bytes(one.prompt_token_ids).decode() for one in platform.engine.requests[-3:]] == expected
+
+
+def test_pairs_are_joined_only_if_they_fit(tmp_path: Path) -> None:
+    engine = ScriptedEngine()
+    engine.max_model_len = 20_000
+    engine.embeddings = lambda _: [TokenDelta((), FinishReason.STOP, embedding=bytes(4))]
+    with running_platform(tmp_path, engine) as platform:
+        key = platform.key("acme")
+        assert add(platform, key, "judge", 1).status_code == 201
+        query, documents = "q" * 19_000, ["d"] * 1000
+        fields = {"model": "judge", "query": query, "documents": documents}
+        tracemalloc.start()
+        try:
+            long = post(platform, key, "/v1/rerank", fields)
+            cut = post(platform, key, "/v1/rerank", fields | {"truncate_prompt_tokens": 16})
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    assert (long.status_code, cut.status_code) == (400, 200), cut.text
+    assert "19001000 tokens in all its inputs together" in long.text
+    assert {bytes(one.prompt_token_ids) for one in engine.requests} == {b"q" * 16}
+    assert peak < 30 << 20
