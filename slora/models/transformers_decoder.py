@@ -7,7 +7,7 @@ own. It is exact for every architecture whose tokens interact only in attention.
 for each model at start.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,11 +34,13 @@ from slora.models.recurrent_layers import StatePages
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
-from slora_kernels.layout import LoraSite, NormShape
+from slora_kernels.layout import LoraSite, ModelShape, NormShape
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.torch_kernels import apply_activation
 
 _ATTENTION = "slora_paged"
+# Masks, and the score of a masked token, that the first releases of GPT-2 and of classes like it stored.
+_MASKS = (".attn.bias", ".attn.masked_bias", ".attn.causal_mask")
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class TransformersDecoder:
         self._current = _CurrentStep()
         # By the site's group, from the first adapter on that needs them.
         self._squares: dict[int, Tensor] = {}
-        self._model = _load(directory, dtype, device)
+        self._model = _load(spec, directory, dtype, device)
         if device.type == "cpu":
             _fix_order_of_sums(self._model)
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
@@ -500,7 +502,7 @@ def _rows(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
 
 
-def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
     options = {}
     if read_quantization_method(config) == MXFP4:
@@ -526,5 +528,34 @@ def _load(directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrain
             f"{directory} lacks {len(missing)} weights that the model needs, such as {missing[0]}; "
             "transformers would initialise them randomly"
         )
+    ignored = sorted(_find_ignored(model, spec.sizes, loading["unexpected_keys"]))
+    if ignored:
+        raise ConfigError(
+            f"{directory} has {len(ignored)} tensors of the decoder that transformers' {type(model).__name__} would "
+            f"ignore, such as {ignored[0]}; correct the fields of config.json that describe them, or remove them if "
+            "the model was trained without them"
+        )
     ignore_padding(model)
     return model.to(device).eval()
+
+
+def _find_ignored(model: PreTrainedModel, shape: ModelShape, unread: Iterable[str]) -> Iterator[str]:
+    """Yields the names in `unread` that belong to the layers, embedding, head or final norm of the served decoder.
+
+    unread: the tensors of the checkpoint that `model` has no parameters for. They may belong to layers that predict
+    further tokens or to the part that reads images, which are not served, or be buffers, which the model computes.
+    """
+    modules = [f"{shape.layers_path}.{layer}" for layer in range(shape.num_layers)]
+    modules += [shape.embedding_path, shape.head_path]
+    if shape.final_norm is not None:
+        modules.append(shape.final_norm.path)
+    served = tuple(f"{module}." for module in modules)
+    buffers = {name for name, _ in model.named_buffers()}
+    root = f"{model.base_model_prefix}."
+    for name in unread:
+        # A checkpoint may have one level of names less than the model, or one more.
+        spellings = (name, root + name, name.removeprefix(root))
+        is_served = any(spelling.startswith(served) for spelling in spellings)
+        is_buffer = name.endswith(_MASKS) or not buffers.isdisjoint(spellings)
+        if is_served and not is_buffer:
+            yield name

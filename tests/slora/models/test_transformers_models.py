@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING
 
@@ -14,6 +15,7 @@ from slora import LLM, SamplingParams
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
+from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
 from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.coded_checkpoints import write_mxfp4
@@ -265,6 +267,61 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused_by_its_name(tmp_path: Path)
     save_file(rest, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ConfigError, match=f"lacks 1 weights that the model needs, such as {name};"):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
+
+
+def add_tensors(directory: Path, *names: str) -> None:
+    path = directory / "model.safetensors"
+    save_file(
+        {**load_file(path), **{name: torch.ones(32) for name in names}}, path, metadata={"format": "pt"}
+    )
+
+
+def load(directory: Path) -> None:
+    TransformersDecoder(read_model_spec(directory), directory, torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "stored_name"),
+    [
+        ("olmo2", "model.layers.0.self_attn.q_proj.bias", None),
+        ("olmo2", "model.layers.1.mlp.up_proj.weight_scale_inv", None),
+        ("olmo2", "model.embed_tokens.bias", None),
+        ("olmo2", "lm_head.bias", None),
+        ("olmo2", "model.norm.bias", None),
+        ("gpt_oss", "model.layers.1.self_attn.q_norm.weight", None),
+        ("gpt2", "h.1.attn.q_norm.weight", None),
+        (
+            "mistral3",
+            "model.language_model.layers.0.self_attn.q_proj.bias",
+            "language_model.model.layers.0.self_attn.q_proj.bias",
+        ),
+    ],
+)
+def test_a_tensor_of_the_decoder_that_would_be_ignored_is_refused_by_its_name(
+    tmp_path: Path, model: str, name: str, stored_name: str | None
+) -> None:
+    """Born from wrong logits: transformers' class has no bias if its config names none, and only warns."""
+    write_model(tmp_path, model, num_hidden_layers=2)
+    add_tensors(tmp_path, stored_name or name)
+    with pytest.raises(ConfigError, match=rf"has 1 tensors of the decoder .* would ignore, such as {name};"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        ("olmo2", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.2.eh_proj.weight"]),
+        ("gpt_bigcode", ["transformer.h.0.attn.bias", "h.1.attn.bias", "transformer.h.0.attn.masked_bias"]),
+        ("gpt_neox", ["gpt_neox.layers.0.attention.bias", "gpt_neox.layers.0.attention.masked_bias"]),
+        ("mistral3", ["vision_tower.extra.weight", "mtp.layers.0.self_attn.q_proj.weight"]),
+    ],
+)
+def test_tensors_that_are_no_parameters_of_the_decoder_are_no_obstacle(
+    tmp_path: Path, model: str, names: list[str]
+) -> None:
+    write_model(tmp_path, model, num_hidden_layers=2)
+    add_tensors(tmp_path, *names)
+    load(tmp_path)
 
 
 def test_a_directory_with_an_unknown_model_is_refused(tmp_path: Path) -> None:
