@@ -12,6 +12,7 @@ has not imported torch runs this module in a subprocess.
 import argparse
 import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -87,6 +88,8 @@ _LAYER_TYPES = (
     "conv", "linear_attention", "hybrid",  # Recurrent layers, see `recurrent_layers`.
     "mlp", "moe",  # Layers that compute each token by itself.
 )  # fmt: skip
+# Mamba-2 raises shorter time steps to the lower one of its limits. One this small changes no bit of a state.
+_NO_TIME_STEP = 1e-30
 # Arguments of attention functions, other than query, key and value, that paged attention obeys or that change nothing.
 _ARGUMENTS = (
     "scaling", "sliding_window", "softcap", "s_aux",
@@ -433,6 +436,26 @@ def _has_odd_sinks(query: Tensor, sinks: Tensor | None) -> bool:
     return sinks is not None and sinks.shape != (query.shape[1],)
 
 
+def _refuse_time_steps(config: PreTrainedConfig, name: str, module: nn.Module, title: str) -> None:
+    """Raises ConfigError for a Mamba-2 layer that limits its time steps. transformers then limits those of a prompt,
+    but not those of the tokens after it, so a token's state would depend on the step in which it is computed.
+    """
+    limit = getattr(module, "time_step_limit", None)
+    if not isinstance(limit, tuple | list) or len(limit) != 2:
+        return
+    least, most = limit
+    if least <= _NO_TIME_STEP and most == math.inf:
+        return
+    own = getattr(config.get_text_config(), "time_step_limit", None)
+    is_own = own is not None and tuple(own) == tuple(limit)
+    remedy = "remove time_step_limit from" if is_own else f"set time_step_min to {_NO_TIME_STEP:g} in"
+    raise ConfigError(
+        f"{title}: {name} has time_step_limit {tuple(limit)}, which transformers' class obeys in a prompt and ignores "
+        f"in the tokens after it; only (0, inf) is computed exactly. If the model was trained without this limit, "
+        f"{remedy} config.json"
+    )
+
+
 def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str) -> tuple[StateTensor, ...]:
     """Runs the model with a cache in each of its recurrent layers, and returns the states that they leave there."""
     attending = [call.module for call in calls]
@@ -470,6 +493,7 @@ def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str
     if not (stateful and calls):
         return ()
     for name, module in stateful:
+        _refuse_time_steps(model.config, name, module, title)
         module.forward = partial(record, name, module.forward)
     with _refusing(f"{title} can't be run with the states of its recurrent layers in pages"):
         _run(model)

@@ -264,6 +264,7 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
         **_LLAMA_LIKE, "layer_types": [_LINEAR, "moe", _FULL, "mlp", _LINEAR], "head_dim": 16,
         "ssm_state_size": 8, "mamba_num_heads": 6, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 8,
         "n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 32,
+        "time_step_min": 1e-30,
     },
     "qwen3_next": {
         **_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16,

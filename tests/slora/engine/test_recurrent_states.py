@@ -1,6 +1,7 @@
 """Models with recurrent layers: the states of their sequences are in pages of the pool, and answers equal peft's."""
 
 import json
+import math
 import random
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.driving import Answer, drive, make_engine, make_source, read_once
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.poison import poison
-from tests.support.tiny_models import RECURRENT_MODELS
+from tests.support.tiny_models import RECURRENT, RECURRENT_MODELS, write_model
 
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True, logprobs=0)
 
@@ -263,8 +264,24 @@ def test_a_spec_keeps_its_states_in_json(kits: Kits) -> None:
     assert spec.states and spec == ModelSpec.from_plain(json.loads(json.dumps(asdict(spec))))
 
 
-def test_a_step_of_other_arithmetic_than_the_whole_prompt_is_refused_at_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "fields", "reason"),
+    [
+        (
+            "bamba",
+            {"time_step_limit": [0.0, 100.0]},
+            r"\(0.0, 100.0\), .* remove time_step_limit from config",
+        ),
+        ("falcon_h1", {"time_step_limit": [0.001, math.inf]}, r"\(0.001, inf\), .* remove time_step_limit"),
+        (f"granitemoehybrid{RECURRENT}", {"time_step_limit": [0.1, 2.0]}, r"\(0.1, 2.0\)"),
+        # Its class takes the limit from another field.
+        ("nemotron_h", {"time_step_min": 0.001}, r"\(0.001, inf\), .* set time_step_min to 1e-30 in config"),
+    ],
+)
+def test_limits_of_time_steps_are_refused(
+    tmp_path: Path, model: str, fields: dict[str, object], reason: str
+) -> None:
     """transformers limits the time steps of a prompt, but not those of single tokens after it."""
-    kit = make_kit(tmp_path, "bamba", {}, time_step_limit=[0.01, 0.6])
-    with pytest.raises(ConfigError, match="in chunks beside other prompts, its logits differ from those"):
-        LLM(kit.directory, pool_bytes=kit.pool_bytes(40))
+    write_model(tmp_path, model, **fields)
+    with pytest.raises(ConfigError, match=rf"has time_step_limit {reason}"):
+        read_model_spec(tmp_path)
