@@ -297,7 +297,8 @@ class Engine:
         sampled = result.sampled
         if self._runner.footprint.state_pages:
             # Each run has advanced the recurrent states again, so no result of them counts.
-            ended += self._scheduler.restart_chunks(plan, StepFailed(_GIVEN_UP))
+            has_culprits = bool(result.culprits or result.given_up)
+            ended += self._scheduler.restart_chunks(plan, StepFailed(_GIVEN_UP), has_culprits=has_culprits)
             sampled = []
         self._scheduler.advance(plan)
         step = _LaunchedStep(plan, RunningStep(), started_s)

@@ -7,8 +7,9 @@ Failures are handled in this order:
     the computation failed                 the chunks are computed again in halves; a half that fails is split again,
                                            until a chunk fails alone (bisection)
 
-Computing a chunk again is safe: it writes the same KV each time, and only to pages of its own sequence. Requests and
-the scheduler are outside this module.
+Computing a chunk again is safe for KV: it writes the same each time, and only to pages of its own sequence. But a
+recurrent state advances each time, so the engine then drops the results and restarts the sequences. Requests and the
+scheduler are outside this module.
 """
 
 import logging

@@ -79,8 +79,8 @@ from slora.scheduler.waiting_queues import FairQueue
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# A request fails when this many steps have failed to move its adapter or its KV into the pool. Its adapter may be the
-# cause of the failures.
+# A request fails when this many steps have failed of which it may be the cause, since it last gained a token. It may be
+# if a step failed to move its adapter or its KV, or failed without a known culprit.
 _MAX_FAILED_STEPS = 3
 
 
@@ -407,10 +407,11 @@ class Scheduler:
                 outputs.append(self._lifecycle.fail(chunk.sequence, error))
         return outputs
 
-    def restart_chunks(self, plan: StepPlan, error: Exception) -> list[StepOutput]:
+    def restart_chunks(self, plan: StepPlan, error: Exception, *, has_culprits: bool) -> list[StepOutput]:
         """Removes all chunks of a failed step from the plan. Their sequences are computed from the beginning.
 
-        After `_MAX_FAILED_STEPS` such steps a sequence ends with `error`. Called before `advance`.
+        has_culprits: whether other chunks of the step were the cause. If not, the step counts as a failed one for each
+        of these sequences, and ends those that have `_MAX_FAILED_STEPS` with `error`. Called before `advance`.
         """
         outputs = []
         for chunk in plan.chunks:
@@ -418,13 +419,14 @@ class Scheduler:
                 self._batch.release_row(fork)
             if not chunk.sequence.is_finished:
                 chunk.sequence.drop_unreported()
-                outputs += self._requeue_failed(chunk.sequence, error)
+                outputs += self._requeue_failed(chunk.sequence, error, counts=not has_culprits)
         plan.chunks.clear()
         return outputs
 
-    def _requeue_failed(self, sequence: Sequence, error: Exception) -> list[StepOutput]:
-        sequence.num_failed_steps += 1
-        if sequence.num_failed_steps >= _MAX_FAILED_STEPS:
+    def _requeue_failed(self, sequence: Sequence, error: Exception, *, counts: bool) -> list[StepOutput]:
+        """counts: whether the sequence may be the cause of the failure."""
+        sequence.num_failed_steps += counts
+        if counts and sequence.num_failed_steps >= _MAX_FAILED_STEPS:
             return [self._lifecycle.fail(sequence, error)]
         misfit = self._lifecycle.requeue(sequence)
         return [self._lifecycle.fail(sequence, misfit)] if misfit is not None else []
@@ -433,8 +435,8 @@ class Scheduler:
         """Undoes a step that failed to move its pages and does not count. No other step is running.
 
         All content that this step was to write into the pool is invalid, and so are the recurrent states that it may
-        have advanced. Sequences that need this content go back to the queue. After `_MAX_FAILED_STEPS` such steps a
-        sequence ends with `error`. All other sequences continue as before the step.
+        have advanced. Sequences that need this content go back to the queue. After `_MAX_FAILED_STEPS` steps that could
+        not move its pages, a sequence ends with `error`. All other sequences continue as before the step.
         """
         outputs: list[StepOutput] = []
         for chunk in plan.chunks:
@@ -444,13 +446,13 @@ class Scheduler:
         self.pins.record_failed_loads(residents)
         restored = self.swapping.undo_step()
         targets = {target for _, target in plan.copies}
-        if self.paging.footprint.state_pages:
-            restored += [chunk.sequence for chunk in plan.chunks]
+        advanced = [chunk.sequence for chunk in plan.chunks] if self.paging.footprint.state_pages else []
         for sequence in self._batch:
-            is_trusted = residents.isdisjoint(sequence.residents) and sequence not in restored
-            if sequence.is_finished or (is_trusted and targets.isdisjoint(sequence.blocks.held_pages)):
+            is_untouched = residents.isdisjoint(sequence.residents) and sequence not in restored
+            has_moved = not (is_untouched and targets.isdisjoint(sequence.blocks.held_pages))
+            if sequence.is_finished or not (has_moved or sequence in advanced):
                 continue
-            outputs += self._requeue_failed(sequence, error)
+            outputs += self._requeue_failed(sequence, error, counts=has_moved)
         self.swapping.finish_step()
         # The step may not have written the sampling table rows of these sequences, or may have counted tokens in them
         # that are lost.

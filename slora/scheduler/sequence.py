@@ -266,7 +266,7 @@ class Sequence:
         self.num_preemptions = 0
         self.num_repeat_preemptions = 0  # Since the sequence last gained a token.
         self.len_at_preemption = 0  # Number of tokens at the last preemption.
-        # Number of steps that failed to move adapters or KV of the sequence into the pool.
+        # Number of failed steps of which the sequence may be the cause, since it last gained a token.
         self.num_failed_steps = 0
         self.blocks = BlockTable(block_tokens, num_state_pages)
         self.num_state_tokens = 0
@@ -387,6 +387,7 @@ class Sequence:
     def append(self, token_id: int) -> None:
         """Appends a generated token. The matcher does not accept stop tokens, because they end the sequence."""
         self.token_ids.append(token_id)
+        self.num_failed_steps = 0
         if self.matcher is not None and token_id not in self.stop_ids:
             self.matcher.accept(token_id)
 

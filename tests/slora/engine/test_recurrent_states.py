@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from slora import LLM, LoraAdapter, SamplingParams
-from slora.core.errors import ConfigError
+from slora.core.errors import ConfigError, RequestFailed, StepFailed
 from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapter
 from slora.core.request_check import NOT_SAMPLED
 from slora.models.model_spec import ModelSpec, read_model_spec
@@ -23,7 +24,7 @@ from slora_adapters.peft.packing import pack
 from tests.slora.engine.test_forks import apart, ask, assert_same
 from tests.slora.engine.test_overlapped_steps import SAMPLING
 from tests.slora.engine.test_parity import answer, judge, mix
-from tests.support.driving import Answer, drive, make_engine, make_source, read_once
+from tests.support.driving import Answer, drive, make_engine, make_source, read_once, step
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.poison import poison
 from tests.support.tiny_models import RECURRENT, RECURRENT_MODELS, write_model
@@ -223,6 +224,60 @@ def test_a_step_that_could_not_move_pages_restarts_its_sequences(kits: Kits) -> 
     engine._runner.launch = fail_afterwards  # type: ignore[method-assign]
     found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
     assert steps > 9
+    assert_close(found, expected)
+
+
+def test_failures_of_other_requests_end_no_request(kits: Kits) -> None:
+    """However many steps other requests break, their neighbours restart and end with the same answers."""
+    kit = kits("lfm2")
+    source, _ = make_source(kit)
+    engine = make_engine(kit, source, 200)
+    forward = engine._runner._model.forward
+
+    def fail_at_17(batch: Any, *rest: Any) -> Any:
+        if int(batch.attention.max_query_len) == 17:
+            raise RuntimeError("this length cannot be computed")
+        return forward(batch, *rest)
+
+    engine._runner._model.forward = fail_at_17  # type: ignore[method-assign]
+    requests = [EngineRequest(f"fine{number}", "t", [5, 6, 7 + number], (), PARAMS) for number in range(3)]
+    expected = answer_apart(kit, source, requests)
+    found: defaultdict[str, Answer] = defaultdict(Answer)
+    for request in requests:
+        engine.add(request)
+    for number in range(4):
+        engine.add(EngineRequest(f"broken{number}", "u", [9] * 17, (), PARAMS))
+        step(engine, found)
+        step(engine, found)
+    while engine.num_unfinished:
+        step(engine, found)
+    assert all(isinstance(found.pop(f"broken{number}").error, RequestFailed) for number in range(4))
+    assert_close(found, expected)
+
+
+def test_failed_copies_of_other_requests_end_no_request(kits: Kits) -> None:
+    """Steps that fail to load an adapter count only for the sequences that need it."""
+    kit = kits("lfm2")
+    source, versions = make_source(kit)
+    version = single_adapter(next(iter(versions.values())))
+    requests = [EngineRequest("fine", "t", [5, 6, 7], (), PARAMS)]
+    expected = answer_apart(kit, source, requests)
+    engine = make_engine(kit, source, 200)
+    launch, found = engine._runner.launch, defaultdict(Answer)
+    engine.add(requests[0])
+    for _ in range(3):
+        step(engine, found)
+
+    def fail_loads(plan: StepPlan) -> RunningStep:
+        if plan.loads:
+            raise PageTransferFailed("pages could not be copied")
+        return launch(plan)
+
+    engine._runner.launch = fail_loads  # type: ignore[method-assign]
+    engine.add(EngineRequest("other", "u", [9] * 17, version, PARAMS))
+    while engine.num_unfinished:
+        step(engine, found)
+    assert isinstance(found.pop("other").error, StepFailed)
     assert_close(found, expected)
 
 
