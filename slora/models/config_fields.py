@@ -219,13 +219,18 @@ def read_eos_token_ids(config: Mapping[str, Any], directory: Path) -> tuple[int,
     """Returns the ids of the tokens that end an answer.
 
     generation_config.json has precedence over config.json, because chat models list all of these tokens only there.
+    A model that also reads images may have the field only in `text_config`.
     """
     path = directory / "generation_config.json"
     if path.exists():
         found = _parse_eos(read_json_object(path).get("eos_token_id"), path)
         if found:
             return found
-    return _parse_eos(config.get("eos_token_id"), directory / "config.json")
+    found = _parse_eos(config.get("eos_token_id"), directory / "config.json")
+    text = config.get("text_config")
+    if found or not isinstance(text, Mapping):
+        return found
+    return _parse_eos(text.get("eos_token_id"), directory / "config.json")
 
 
 def _parse_eos(value: Any, path: Path) -> tuple[int, ...]:

@@ -336,9 +336,15 @@ def find_auto_class(config: PreTrainedConfig) -> Any:
 
 
 def read_quantization_method(config: PreTrainedConfig) -> str | None:
-    """Returns the `quant_method` of the checkpoint, None if its weights are not quantized."""
-    fields = getattr(config, "quantization_config", None)
-    return str(fields.get("quant_method")) if fields else None
+    """Returns the `quant_method` of the checkpoint, None if its weights are not quantized.
+
+    In a model that also reads images, transformers obeys the field of the whole model or of its text part.
+    """
+    for part in (config, config.get_text_config(decoder=True)):
+        fields = getattr(part, "quantization_config", None)
+        if fields:
+            return str(fields.get("quant_method"))
+    return None
 
 
 def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:

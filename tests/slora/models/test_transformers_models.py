@@ -21,7 +21,7 @@ from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit
-from tests.support.tiny_models import OTHER_MODELS, count_layers, write_model
+from tests.support.tiny_models import OTHER_MODELS, count_layers, make_config, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
@@ -105,6 +105,7 @@ def measure_plain(directory: Path) -> int:
     return sum(tensor.nbytes for tensor in load_file(directory / "model.safetensors").values())
 
 
+@pytest.mark.parametrize("model", ["gpt_oss", "mistral3", "mistral3_in_text_config"])
 @pytest.mark.parametrize(
     ("dtype", "method", "reason"),
     [
@@ -113,11 +114,15 @@ def measure_plain(directory: Path) -> int:
     ],
 )
 def test_a_quantization_that_is_not_exact_is_refused(
-    tmp_path: Path, dtype: str, method: str, reason: str
+    tmp_path: Path, model: str, dtype: str, method: str, reason: str
 ) -> None:
-    write_model(tmp_path, "gpt_oss", num_hidden_layers=2)
+    """Born from wrong logits: transformers obeys the field in text_config, too."""
+    name, within, _ = model.partition("_in_text_config")
+    write_model(tmp_path, name, num_hidden_layers=2)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": {"quant_method": method}}
+    config = json.loads(path.read_text(encoding="utf-8"))
+    part = config["text_config"] if within else config
+    part["quantization_config"] = {"quant_method": method}
     path.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=reason):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)
@@ -247,6 +252,18 @@ def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_li
         read_model_spec(tmp_path)
     assert str(tmp_path) in str(refusal.value)
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("model", ["mistral3", "gemma3_text_seeing"])
+@pytest.mark.parametrize(("whole", "expected"), [(None, (5,)), (3, (3,))])
+def test_the_text_part_may_name_the_token_that_ends_an_answer(
+    tmp_path: Path, model: str, whole: int | None, expected: tuple[int, ...]
+) -> None:
+    """Born from answers without an end: only the field of the whole model was read."""
+    fields = make_config(model).to_dict()
+    fields["text_config"] |= {"eos_token_id": 5}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": whole}), encoding="utf-8")
+    assert read_model_spec(tmp_path).eos_token_ids == expected
 
 
 def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
