@@ -88,7 +88,8 @@ def estimate_backlog(
             left = sequence.max_tokens - sequence.num_generated
             num_answer += sequence.num_choices * min(left, ANSWER_TOKENS)
     context = num_context / num_measured if num_measured else ANSWER_TOKENS
-    num_rows = min(config.max_num_seqs, max(1.0, config.num_pages * config.footprint.block_tokens / context))
+    pages_each = context / config.footprint.block_tokens + config.footprint.state_pages
+    num_rows = min(config.max_num_seqs, max(1.0, config.num_pages / pages_each))
     prompt_token_s = costs.prefill_s(1)
     answer_token_s = costs.row_s(int(context)) + costs.step_s / num_rows
     load_s = num_prompt * prompt_token_s + num_answer * answer_token_s

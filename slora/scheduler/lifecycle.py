@@ -339,7 +339,7 @@ class Lifecycle:
         assert len(running) + len(waiting) == len(self.unfinished), (
             "a sequence is neither running nor waiting"
         )
-        assert all(s.blocks.num_pages == 0 and not s.residents for s in waiting), (
+        assert not any(s.blocks.num_pages or s.blocks.state_pages or s.residents for s in waiting), (
             "a waiting request holds pages"
         )
         self._swapping.check_invariants(waiting)

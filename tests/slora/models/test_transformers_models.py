@@ -266,6 +266,17 @@ def test_the_text_part_may_name_the_token_that_ends_an_answer(
     assert read_model_spec(tmp_path).eos_token_ids == expected
 
 
+@pytest.mark.parametrize("field", ["dtype", "torch_dtype"])
+def test_the_text_part_may_name_the_dtype(tmp_path: Path, field: str) -> None:
+    """Born from weights of twice the size: without the field of the whole model, float32 was assumed."""
+    fields = make_config("mistral3").to_dict()
+    for part in (fields, fields["text_config"]):
+        part.pop("dtype", None)
+    fields["text_config"][field] = "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert read_model_spec(tmp_path).dtype == "bfloat16"
+
+
 def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
     """Born from a traceback: such a class refuses null, which means no padding token."""
     fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
