@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 
 from slora import LLM, LoraAdapter, SamplingParams
+from slora.core.cost_model import CostModel
+from slora.core.engine_config import KVFootprint, SchedulerConfig
+from slora.core.engine_state import ANSWER_TOKENS
 from slora.core.errors import ConfigError, RequestFailed, StepFailed
 from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapter
 from slora.core.request_check import NOT_SAMPLED
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.runner.runner import PageTransferFailed, RunningStep
+from slora.scheduler.charges import estimate_backlog
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
@@ -312,6 +316,25 @@ def test_the_prefix_cache_is_off_and_said_to_be(kits: Kits) -> None:
     second = drive(engine, [[request]])["a"]
     assert second.num_cached == 0
     assert second.token_ids == first.token_ids
+
+
+def test_the_backlog_counts_the_pages_of_states() -> None:
+    """A pool of 90 pages has room for 10 answers of 8 blocks, if each has a state of a page."""
+    costs = CostModel(0.02, 0.001, 0.0005, 0.0, 0.0, 0.0)
+    footprint = KVFootprint(ANSWER_TOKENS // 8, state_pages=1)
+    config = SchedulerConfig(90, 1, 1024, footprint, max_num_seqs=64, max_num_batched_tokens=64)
+    assert estimate_backlog([], 0, 0, costs, config).answer_token_s == pytest.approx(0.0005 + 0.02 / 10)
+
+
+def test_the_invariants_find_the_state_of_a_waiting_sequence(kits: Kits) -> None:
+    kit = kits("lfm2")
+    engine = make_engine(kit, make_source(kit)[0], 40)
+    engine.add(EngineRequest("a", "t", [7] * 4, (), PARAMS))
+    engine.check_invariants()
+    (sequence,) = engine._scheduler._lifecycle.unfinished
+    sequence.blocks.state_pages = [0]
+    with pytest.raises(AssertionError, match="a waiting request holds pages"):
+        engine.check_invariants()
 
 
 def test_a_spec_keeps_its_states_in_json(kits: Kits) -> None:
