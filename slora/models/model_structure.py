@@ -213,7 +213,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     config = _read_config(directory)
     title = f"{directory}: model_type {config.model_type!r}"
     # The dtype is read before the model is built, because building it in another dtype changes its config.
-    dtype = config.dtype if config.dtype is not None else torch.float32
+    # A model that also reads images may name it only for its text part.
+    dtype = config.dtype or config.get_text_config().dtype or torch.float32
     trace = _ForwardTrace()
     AttentionInterface.register(_ATTENTION, trace.attend)
     model = _build(config, title)
