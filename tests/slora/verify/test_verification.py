@@ -233,7 +233,7 @@ def test_an_adapter_that_cannot_be_served_is_reported_with_all_reasons(
     assert page.startswith("unusable:\n") and "shape_mismatch:" in page and "unknown_tensor:" in page
     shutil.copytree(adapter, tmp_path / "dora")
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    changes = {"use_qalora": True, "modules_to_save": ["classifier"]}
+    changes = {"use_qalora": True, "modules_to_save": ["projector"]}
     (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | changes), encoding="utf-8")
     (tmp_path / "dora" / "generation_config.json").write_text('{"num_beams": 2}', encoding="utf-8")
     found = json.loads(verify(tmp_path / "dora", model, "--json"))
