@@ -16,7 +16,8 @@ from typing import Any, Literal
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.errors import Reason, abbreviate
-from slora_adapters.peft.extras import GENERATION_NAME, LABEL_FIELDS
+from slora_adapters.peft.extras import GENERATION_NAME, LABEL_FIELDS, MAX_LABEL_CHARS
+from slora_adapters.peft.validation import MAX_LABELS
 
 _log = logging.getLogger(__name__)
 
@@ -186,16 +187,19 @@ class Classifier:
 
 
 def read_classifier(text: str | None) -> Classifier | None:
-    """Reads the labels that `slora_adapters.peft.extras.add_labels` has written. None if the adapter has no head.
+    """Reads the labels that `slora_adapters.peft.extras.add_labels` has written. None if the adapter has no head,
+    and if these fields are not what `add_labels` writes, which earlier releases stored as they were uploaded.
 
     As in transformers, a label without a name is called LABEL_0, and so on. Without a `problem_type`, a head of one
     label gives the sigmoid of its logit, as in vLLM.
     """
     config = json.loads(text) if text else {}
     count, names, problem = (config.get(name) for name in LABEL_FIELDS)
-    if not isinstance(count, int):
+    if type(count) is not int or not 1 <= count <= MAX_LABELS or not isinstance(names, dict | None):
         return None
     labels = tuple((names or {}).get(str(label), f"LABEL_{label}") for label in range(count))
+    if not all(isinstance(label, str) and len(label) <= MAX_LABEL_CHARS for label in labels):
+        return None
     if problem == "regression":
         return Classifier(labels, "none")
     return Classifier(labels, "sigmoid" if count == 1 or problem == _PROBLEM_OF_MANY else "softmax")

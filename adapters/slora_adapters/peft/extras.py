@@ -96,6 +96,8 @@ def read_extras(
 
 # Fields that `add_labels` writes.
 LABEL_FIELDS = ("num_labels", "id2label", "problem_type")
+# An answer repeats the name of a label for each of its inputs.
+MAX_LABEL_CHARS = 512
 _PROBLEMS = ("single_label_classification", "multi_label_classification", "regression")
 
 
@@ -122,6 +124,12 @@ def add_labels(
             reasons.append(Reason("labels", message))
         elif not all(isinstance(name, str) and _is_text(name) for name in names.values()):
             reasons.append(Reason("labels", f"{MODEL_CONFIG_NAME}: a label of id2label is not a text"))
+        elif len(longest := max(names.values(), key=len)) > MAX_LABEL_CHARS:
+            message = (
+                f"{MODEL_CONFIG_NAME}: id2label has the label {abbreviate(longest)} of {len(longest)} characters; "
+                f"accepted are at most {MAX_LABEL_CHARS}. Shorten it"
+            )
+            reasons.append(Reason("labels", message))
         else:
             fields["id2label"] = {label: names[label] for label in wanted}
     if problem is not None:

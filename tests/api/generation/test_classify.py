@@ -130,6 +130,7 @@ def test_what_cannot_be_classified_is_refused_by_name(
         ({"id2label": {"0": "ham"}}, "id2label must name the labels 0 to 2"),
         ({"id2label": ["ham", "spam", "eggs"]}, "id2label must name the labels 0 to 2"),
         ({"id2label": {"0": 1, "1": 2, "2": 3}}, "a label of id2label is not a text"),
+        ({"id2label": NAMED["id2label"] | {"1": "s" * 513}}, "of 513 characters; accepted are at most 512"),
         ({"problem_type": "ranking"}, "problem_type is 'ranking'"),
     ],
 )

@@ -5,8 +5,10 @@ import pytest
 
 from slora.core.sampling_params import SamplingParams
 from slora.text.generation_defaults import (
+    Classifier,
     GenerationDefaults,
     find_unsupported_fields,
+    read_classifier,
     read_generation_defaults,
 )
 
@@ -82,3 +84,22 @@ def test_a_refusal_names_the_field_the_value_and_the_limit() -> None:
     assert "eos_token_id" in reason.message and "64" in reason.message and "0 to 63" in reason.message
     (reason,) = find_unsupported_fields('{"stop_strings": "a\\ud800"}')
     assert "stop_strings" in reason.message and "U+D800" in reason.message
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"num_labels": True},
+        {"num_labels": 0},
+        {"num_labels": 10**12},
+        {"num_labels": 2, "id2label": ["a", "b"]},
+        {"num_labels": 2, "id2label": {"0": "a", "1": 2}},
+        {"num_labels": 2, "id2label": {"0": "a", "1": "b" * 513}},
+    ],
+)
+def test_fields_that_no_head_has_make_no_classifier(fields: dict[str, Any]) -> None:
+    assert read_classifier(json.dumps(fields)) is None
+    assert read_classifier('{"num_labels": 2, "id2label": {"1": "b"}}') == Classifier(
+        ("LABEL_0", "b"), "softmax"
+    )
