@@ -411,6 +411,13 @@ class Lifecycle:
             return
         if classifies and not adapters:
             raise RequestRefused("the base model has no head that classifies texts; name an adapter", "model")
+        if classifies:
+            total = ", ".join(f"{weight:g}" for _, weight in adapters)
+            raise RequestRefused(
+                f"the head of one adapter classifies texts, with the weight 1; this request has {len(adapters)} "
+                f"adapters with the weights {total}; name one adapter as the model instead",
+                "adapters",
+            )
         for version, weight in adapters:
             if self._adapters.find_targets(version).stands_alone:
                 raise RequestRefused(

@@ -1,6 +1,7 @@
 """Adapters with a head that classifies texts give the logits of transformers' sequence classification + peft."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from slora import LLM
 from slora.core.errors import RequestRefused
-from slora.core.request import Pooling, PoolingKind
+from slora.core.request import Pooling, PoolingKind, WeightedAdapter, compose_adapters
 from tests.slora.engine.test_embeddings import ask, draw, soaked, vector
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge
 from tests.slora.engine.test_tensor_parallel import divided_engine
@@ -128,6 +129,18 @@ def test_logits_survive_eviction_and_preemption(kits: Kits) -> None:
     for kind in NUM_LABELS:
         for number, expected in enumerate(_expect(kit, kind, prompts)):
             assert torch.allclose(vector(answers[f"{kind}{number}"]), expected, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("weights", [{"one_label": 0.5}, {"one_label": 1, "three_labels": 1}, {"plain": 2}])
+def test_one_adapter_of_weight_one_classifies(kits: Kits, weights: dict[str, float]) -> None:
+    kit = kits("llama")
+    source, versions = make_source(kit)
+    engine = make_engine(kit, source, 400, kernels=KERNELS)
+    adapters = compose_adapters(WeightedAdapter(versions[kind], weight) for kind, weight in weights.items())
+    request = replace(ask("sum", [1, 2, 3], versions["plain"], CLASSIFY), adapters=adapters)
+    error = drive(engine, [[request]])["sum"].error
+    assert isinstance(error, RequestRefused) and error.param == "adapters"
+    assert "the head of one adapter classifies texts, with the weight 1" in error.message
 
 
 def test_a_head_is_needed_to_classify_and_a_model_of_texts_to_write_one(kits: Kits) -> None:
