@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 
 import pytest
@@ -66,14 +66,15 @@ def make_questions(kit: ModelKit) -> list[Question]:
 class Crowd:
     """Many concurrent clients, whose requests end in every possible way. `fates` counts the ways."""
 
-    def __init__(self, stack: EngineStack, questions: list[Question], count: int) -> None:
+    def __init__(self, stack: EngineStack, questions: list[Question]) -> None:
         self.fates: Counter[str] = Counter()
         self._stack = stack
         self._questions = questions
-        self._numbers = iter(range(count))
+        self._all_numbers = count()
         self._rng = random.Random(2)
 
-    async def run(self) -> None:
+    async def run(self, num_requests: int) -> None:
+        self._numbers = islice(self._all_numbers, num_requests)
         await asyncio.gather(*(self._keep_connecting() for _ in range(NUM_CLIENTS)))
 
     async def _keep_connecting(self) -> None:
@@ -165,23 +166,27 @@ def test_after_random_requests_and_aborts_every_page_is_free_or_cached(
     kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
 ) -> None:
     kit = kits("llama")
-    count = 10_000 if soak else 80
+    num_requests = 10_000 if soak else 80
     with tempfile.TemporaryDirectory() as root:
         stack = EngineStack(Path(root), kit, num_pages=45, max_num_seqs=16, max_num_batched_tokens=64)
         try:
             stack.ensure_running()
-            crowd = Crowd(stack, make_questions(kit), count)
-            asyncio.run(crowd.run())
-            stats = asyncio.run(settle(stack))
+            crowd = Crowd(stack, make_questions(kit))
+            # On a slow machine, the requests of one crowd may end one after the other, so that none is preempted.
+            for _ in range(6):
+                asyncio.run(crowd.run(num_requests))
+                stats = asyncio.run(settle(stack))
+                if stats.preemptions and stats.adapter_evictions:
+                    break
             assert stack.engine is not None and stack.engine.running
             assert not {"Traceback", "ERROR", "CRITICAL"} & set(stack.engine.log.split())
         finally:
             stack.stop()
     report(
-        f"{count} requests: {dict(crowd.fates)}, {stats.preemptions} preemptions, "
+        f"{crowd.fates.total()} requests: {dict(crowd.fates)}, {stats.preemptions} preemptions, "
         f"{stats.adapter_loads} loads, {stats.adapter_evictions} evictions"
     )
-    assert crowd.fates.total() == count
+    assert crowd.fates.total() % num_requests == 0
     assert all(crowd.fates[fate] for fate in ("end", "close", "cancel", "refuse", "forget", "disconnected"))
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert stats.pages_held == 0
