@@ -169,6 +169,7 @@ _LATENT = {
     "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN,
 }  # fmt: skip
+_MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
 # fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
 OTHER_MODELS: dict[str, dict[str, Any]] = {
@@ -216,6 +217,26 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     "mistral3": {
         "text_config": {**_LLAMA_LIKE, "model_type": "ministral3", "head_dim": 20},
         "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
+    # Its rope has three parts, which are the same for text.
+    "qwen2_5_vl": {
+        "text_config": {**_LLAMA_LIKE, "rope_parameters": {**_MROPE, "mrope_section": [1, 2, 3]}},
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48,
+            "fullatt_block_indexes": [0],
+        },
+    },
+    "qwen3_vl": {
+        "text_config": {
+            **_LLAMA_LIKE, "head_dim": 20, "rope_parameters": {**_MROPE, "mrope_section": [4, 3, 3]},
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48,
+            "deepstack_visual_indexes": [0], "num_position_embeddings": 16,
+        },
+    },
+    "smolvlm": {
+        "text_config": {**_LLAMA_LIKE, "model_type": "llama"}, "vision_config": _VISION, "scale_factor": 2,
     },
     # Granite 4.0 micro: a hybrid all of whose layers have attention, and none has experts.
     "granitemoehybrid": {

@@ -36,8 +36,9 @@ from slora_adapters.peft.validation import (
     check_tied_tensors,
     check_values,
     explain_resize,
-    find_image_part,
     find_other_names,
+    find_other_part,
+    ignore_saved_parts,
     is_saved,
     list_spellings,
     parse_copy_name,
@@ -284,7 +285,9 @@ def _assemble(
         extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
     other = find_other_names(tensors, shape)
     is_tied = config.ensure_weight_tying and shape.ties_head
-    config = save_tied_head(config, shape)
+    parts = {name: part for name in tensors if (part := find_other_part(name, other or shape)) is not None}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
+    config = ignore_saved_parts(save_tied_head(config, shape), parts.keys(), shape)
     targets, target_reasons = resolve_targets(config, other or shape)
     if other is not None:
         renamed = {name: rename_module(name, other, shape) for name in tensors}
@@ -294,8 +297,7 @@ def _assemble(
         copies = frozenset(name for name in copies if not _is_bias(name))
     saved = {f"{path}.weight" for path in (shape.embedding_path, shape.head_path) if is_saved(path, config)}
     copies = frozenset(name for name in copies if parse_copy_name(name, shape) not in saved)
-    image_parts = {name: part for name in tensors if (part := find_image_part(name)) is not None}
-    own = {name: tensor for name, tensor in tensors.items() if name not in copies and name not in image_parts}
+    own = {name: tensor for name, tensor in tensors.items() if name not in copies}
     found, pair_reasons = validate(config, targets, own, shape, limits)
     if not pair_reasons and {tensor.name for tensor in found.list_all()} != own.keys():
         pair_reasons = [Reason("unknown_tensor", "the adapter has tensors that no part of it uses")]
@@ -311,9 +313,9 @@ def _assemble(
         extras, reasons = add_labels(extras, members, found.vocabulary.num_rows[2], limits)
     if reasons:
         raise _invalid(reasons)
-    if image_parts:
-        parts = " and ".join(sorted({*image_parts.values()}))
-        use = f"not {len(image_parts)} tensors of {parts}, which only images need, because this server reads text only"
+    if parts:
+        names = " and ".join(sorted({*parts.values()}))
+        use = f"not {len(parts)} tensors of {names}, which text does not reach, because this server reads text only"
         extras = replace(extras, uses=(*extras.uses, use))
     magnitudes = [pair for pair in found.pairs.values() if pair.magnitude is not None]
     b_biases = [pair for pair in found.pairs.values() if pair.b_bias is not None]
@@ -335,7 +337,7 @@ def _assemble(
         found,
         adapter_digest(config, own),
         extras,
-        has_unused=bool(copies or image_parts),
+        has_unused=bool(copies or parts),
         is_sorted=other is None and spelling is None and list(own) == sorted(own),
     )
 

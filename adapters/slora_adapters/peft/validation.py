@@ -7,6 +7,7 @@ it is refused here.
 """
 
 import re
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -46,10 +47,6 @@ _TOKEN_ROWS = re.compile(
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
-_IMAGE_FACTOR = re.compile(
-    rf"{_PREFIX}(?:model\.)?(?P<part>vision_tower|multi_modal_projector)\..+\.lora_(?:embedding_)?[AB](?:\..+)?",
-    re.DOTALL,
-)
 _COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
 
 
@@ -59,9 +56,14 @@ CLASSIFIER_PATH = "score"
 CLASSIFIER_NAMES = (CLASSIFIER_PATH, "classifier")
 MAX_LABELS = 4096
 
-# Where transformers puts a decoder: alone, as a part of a model that also reads images, and in earlier releases. The
-# same weights have other names there, and so have adapters on them.
-_ROOTS = ("model", "model.language_model", "language_model.model")
+# Where transformers puts a decoder: alone, as a part of a model that also reads images or sound, and in earlier
+# releases. The same weights have other names there, and so have adapters on them.
+_ROOTS = ("model", "model.language_model", "model.text_model", "language_model.model")
+# The modules of a model that also reads images or sound which text passes through. All others beside them read these.
+_TEXT_PARTS = ("language_model", "text_model", "lm_head", CLASSIFIER_PATH)
+# The part of Qwen2-VL and Qwen2.5-VL that reads images lay beside `model` before transformers 4.52.
+_EARLY_PART = "visual"
+_EARLY_HEAD = "language_model.lm_head"
 
 
 def find_other_names(tensor_names: Iterable[str], shape: ModelShape) -> ModelShape | None:
@@ -84,13 +86,18 @@ def find_other_names(tensor_names: Iterable[str], shape: ModelShape) -> ModelSha
                 embedding_path=f"{other}.embed_tokens",
                 final_norm=final,
             )
-            return None if other == root else renamed
+            if any(name.startswith(f"{_EARLY_HEAD}.") for name in names):
+                renamed = replace(renamed, head_path=_EARLY_HEAD)
+            return None if renamed == shape else renamed
     return None
 
 
 def rename_module(tensor_name: str, other: ModelShape, shape: ModelShape) -> str:
     """Returns the name under `shape` of a tensor that is named as under `other`."""
-    pairs = [(other.layers_path, shape.layers_path), (other.embedding_path, shape.embedding_path)]
+    pairs = [
+        (getattr(other, name), getattr(shape, name))
+        for name in ("layers_path", "embedding_path", "head_path")
+    ]
     if other.final_norm is not None and shape.final_norm is not None:
         pairs.append((other.final_norm.path, shape.final_norm.path))
     for theirs, ours in pairs:
@@ -152,10 +159,42 @@ def parse_norm_name(tensor_name: str, shape: ModelShape) -> tuple[int, str] | No
     return None if match is None or norm_id is None else (norm_id, match["parameter"])
 
 
-def find_image_part(tensor_name: str) -> str | None:
-    """Returns the part of a model that reads images to which a LoRA factor belongs; None for other tensors."""
-    match = _IMAGE_FACTOR.fullmatch(tensor_name)
-    return None if match is None else match["part"]
+def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
+    """Returns the part beside the decoder that a tensor belongs to, such as the one that reads images. None if the
+    tensor does not belong to such a part.
+
+    shape: with the module names that the adapter has. They tell whether it was trained in a model with other parts.
+    """
+    root = shape.layers_path.removesuffix(".layers")
+    path = re.sub(f"^{_PREFIX}", "", tensor_name)
+    if root not in _ROOTS or _WRAPPER.match(path):
+        return None
+    part, _, rest = path.partition(".")
+    if root == "model":
+        return part if part == _EARLY_PART else None
+    if part == "model":
+        part, _, rest = rest.partition(".")
+    return part if rest and part not in _TEXT_PARTS else None
+
+
+def ignore_saved_parts(config: PeftConfig, others: Collection[str], shape: ModelShape) -> PeftConfig:
+    """Returns a config without the names in modules_to_save that stand only for modules of other parts.
+
+    others: the names of tensors for which `find_other_part` finds a part.
+    """
+    modules = {name[: end.start()] for name in others for end in re.finditer(r"\.", name)}
+    paths = [*(module.path for module in shape.modules), *(norm.path for norm in shape.norms)]
+    # Of names in reverse, those with a common end are neighbours.
+    theirs, ours = (sorted(path[::-1] for path in group) for group in (modules, (*CLASSIFIER_NAMES, *paths)))
+
+    def ends_one(name: str, backwards: Sequence[str]) -> bool:
+        place = bisect_left(backwards, name[::-1])
+        return place < len(backwards) and backwards[place].startswith(name[::-1])
+
+    saved = tuple(
+        name for name in config.modules_to_save if ends_one(name, ours) or not ends_one(name, theirs)
+    )
+    return replace(config, modules_to_save=saved)
 
 
 @cache
@@ -199,10 +238,6 @@ _FOREIGN_TENSORS: Sequence[tuple[str, str, str]] = (
     ("modules_to_save", "modules_to_save", "a fully trained module"),
     ("trainable_tokens", "trainable_token_indices", "rows of a module that is neither embedding nor head"),
     (".bias", "bias", "a bias of a module whose bias can't be replaced"),
-    *(
-        (part, "unknown_tensor", f"of the part that reads images (exclude it: exclude_modules='.*{part}.*')")
-        for part in ("vision_tower", "multi_modal_projector")
-    ),
 )
 
 

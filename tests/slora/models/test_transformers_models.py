@@ -28,6 +28,8 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprob
 NUM_PAGES = {
     "gpt_bigcode": 60,
     "phimoe": 9,
+    "qwen2_5_vl": 27,
+    "smolvlm": 27,
     "gpt_oss": 14,
     "deepseek_v2": 10,
     "deepseek_v3": 10,
