@@ -13,16 +13,12 @@ from tests.api.live.test_history import QUIET
 from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.served import Served
 
-# Seconds that a page may take.
-_PAGE_S = 25
-
 
 def write_history(platform: Platform, change: Callable[[int], dict[str, Any]]) -> None:
-    """Writes the last 24 hours. change: the minutes until now -> fields of that minute."""
+    """Writes the last 24 hours. change: the minutes until now -> fields of that minute.
+
+    The platform does not record its own minutes, so the last of these is the newest."""
     file = HistoryFile(platform.services.foundation.data.history)
-    # At the end of a minute, the server adds a minute of its own, in which nothing fails.
-    if (left := MINUTE_S - time.time() % MINUTE_S) < _PAGE_S:
-        time.sleep(left + 1)
     now = int(time.time()) // MINUTE_S * MINUTE_S
     for back in range(24 * 60, 0, -1):
         file.write({"at": now - back * MINUTE_S, **QUIET, **change(back)})
