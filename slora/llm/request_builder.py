@@ -43,6 +43,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
+from slora_adapters.peft.added_tokens import AddedToken, read_added_tokens
 from slora_adapters.peft.hub import download
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter
@@ -76,11 +77,23 @@ class _ServedModel:
     """The model that answers a prompt: the base or a sum of adapters.
 
     chat_templates: the chat templates of its adapters; None stands for the base model's template.
+    tokenizers: the tokenizers of its adapters, the base's without added tokens; None without a tokenizer.
     """
 
     adapters: tuple[WeightedAdapter, ...]
     chat_templates: frozenset[str | None]
     defaults: GenerationDefaults
+    tokenizers: frozenset[Tokenizer | None]
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        if len(self.tokenizers) > 1:
+            raise RequestRefused(
+                "the tokenizers of the adapters have different added tokens; name adapters with the same added tokens",
+                "adapters",
+            )
+        (tokenizer,) = self.tokenizers
+        return tokenizer
 
     @property
     def chat_template(self) -> str | None:
@@ -130,13 +143,16 @@ class RequestBuilder:
             num_threads=num_threads,
             num_ranks=config.tensor_parallel_size,
         )
-        self._base = _ServedModel((), frozenset([None]), read_model_defaults(config.model))
+        self._base = _ServedModel(
+            (), frozenset([None]), read_model_defaults(config.model), frozenset([self._tokenizer])
+        )
         self.max_model_len = self.model.max_positions
         self._served: dict[_AdapterKey, tuple[_ServedModel, DirectoryState | None]] = {}
         self._read_locks: dict[_AdapterKey | HubReference, Lock] = {}
         # A branch of the hub is resolved once; later requests use the same download.
         self._downloaded: dict[HubReference, Path] = {}
         self._num_discarded = 0
+        self._extended: dict[tuple[AddedToken, ...], Tokenizer] = {}
         self._lock = Lock()
         self._numbers = itertools.count(1)
 
@@ -151,7 +167,8 @@ class RequestBuilder:
         Raises RequestRefused naming what can't be served, AdapterInvalid or AdapterNotFound.
         """
         served = self._find_all(_broadcast(adapters, len(prompts), "adapters"))
-        token_ids = [self._encode(prompt, index) for index, prompt in enumerate(prompts)]
+        rows = zip(prompts, served, strict=True)
+        token_ids = [self._encode(prompt, index, one) for index, (prompt, one) in enumerate(rows)]
         return self._answers(token_ids, served, params, _COMPLETION_TOKENS)
 
     def chat_answers(
@@ -165,9 +182,9 @@ class RequestBuilder:
         The adapter's chat template is used if it has one, otherwise the model's.
         """
         served = self._find_all(_broadcast(adapters, len(conversations), "adapters"))
-        tokenizer = self._need_tokenizer("a chat needs a tokenizer with a chat template", "messages")
         token_ids = []
         for index, (messages, one) in enumerate(zip(conversations, served, strict=True)):
+            tokenizer = self._need_tokenizer(one, "a chat needs a tokenizer with a chat template", "messages")
             rendered = tokenizer.apply_chat_template(messages, one.chat_template)
             refuse_surrogate(
                 rendered, f"the text that the chat template rendered for conversation {index}", "messages"
@@ -182,7 +199,7 @@ class RequestBuilder:
         served = self._find_all(_broadcast(adapters, len(prompts), "adapters"))
         rows = enumerate(zip(prompts, served, strict=True))
         return [
-            replace(self._request(self._encode(prompt, index), one, NOT_SAMPLED), pooling=pooling)
+            replace(self._request(self._encode(prompt, index, one), one, NOT_SAMPLED), pooling=pooling)
             for index, (prompt, one) in rows
         ]
 
@@ -198,7 +215,7 @@ class RequestBuilder:
         return [
             Answer(
                 self._request(ids, one, sampling or self._defaults(ids, one, default_tokens)),
-                self._tokenizer,
+                one.tokenizer,
                 index,
             )
             for index, (ids, one, sampling) in enumerate(rows)
@@ -206,7 +223,9 @@ class RequestBuilder:
 
     def _request(self, token_ids: list[int], served: _ServedModel, sampling: SamplingParams) -> EngineRequest:
         if sampling.stop:
-            self._need_tokenizer("stop strings need a tokenizer; use stop_token_ids", "stop")
+            self._need_tokenizer(served, "stop strings need a tokenizer; use stop_token_ids", "stop")
+        if served.tokenizer is not None:
+            served.tokenizer.check_form(sampling.structured_output)
         request_id = str(next(self._numbers))
         return EngineRequest(request_id, _TENANT, token_ids, served.adapters, sampling)
 
@@ -223,9 +242,11 @@ class RequestBuilder:
         sampling = served.defaults.params(max_tokens)
         return sampling if self._tokenizer is not None else replace(sampling, stop=())
 
-    def _encode(self, prompt: Prompt, index: int) -> list[int]:
+    def _encode(self, prompt: Prompt, index: int, served: _ServedModel) -> list[int]:
         if isinstance(prompt, str):
-            tokenizer = self._need_tokenizer("a text prompt needs a tokenizer; pass token ids", "prompt")
+            tokenizer = self._need_tokenizer(
+                served, "a text prompt needs a tokenizer; pass token ids", "prompt"
+            )
             refuse_surrogate(prompt, f"prompt {index}", "prompt")
             return tokenizer.encode(prompt)
         if not isinstance(prompt, Iterable):
@@ -235,10 +256,11 @@ class RequestBuilder:
             )
         return [_as_token_id(token, index, position) for position, token in enumerate(prompt)]
 
-    def _need_tokenizer(self, why: str, param: str) -> Tokenizer:
-        if self._tokenizer is None:
+    @staticmethod
+    def _need_tokenizer(served: _ServedModel, why: str, param: str) -> Tokenizer:
+        if served.tokenizer is None:
             raise RequestRefused(f"this model directory has no tokenizer.json, and {why}", param)
-        return self._tokenizer
+        return served.tokenizer
 
     def discard(self, adapter: AdapterLike) -> AdapterVersion | None:
         """Discards an adapter and returns its version, or None if it was never used. The next use reads it again."""
@@ -273,7 +295,9 @@ class RequestBuilder:
         adapters = compose_adapters(adapter for part in parts for adapter in part.adapters)
         templates = frozenset().union(*(part.chat_templates for part in parts))
         is_unanimous = all(part.defaults == parts[0].defaults for part in parts)
-        return _ServedModel(adapters, templates, parts[0].defaults if is_unanimous else self._base.defaults)
+        defaults = parts[0].defaults if is_unanimous else self._base.defaults
+        tokenizers = frozenset().union(*(part.tokenizers for part in parts))
+        return _ServedModel(adapters, templates, defaults, tokenizers)
 
     def _find(self, adapter: AdapterLike) -> _ServedModel:
         """Reads and validates an adapter on first use, and again when a file of its directory has changed."""
@@ -285,6 +309,17 @@ class RequestBuilder:
             served = self._find_known(key, state) or self._add(key, state)
         ((version, _),) = served.adapters
         return replace(served, adapters=(WeightedAdapter(version, named.weight),))
+
+    def _find_tokenizer(self, extras: AdapterExtras) -> Tokenizer | None:
+        """Returns the tokenizer of an adapter, which adapters with equal added tokens share. Raises AdapterInvalid."""
+        tokens = read_added_tokens(extras.generation_config)
+        if self._tokenizer is None or not tokens:
+            return self._tokenizer
+        with self._lock:
+            try:
+                return self._extended.setdefault(tokens, self._tokenizer.with_added_tokens(tokens))
+            except ValueError as error:
+                raise AdapterInvalid((Reason("added_tokens", str(error)),)) from None
 
     def _find_known(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel | None:
         """Returns the adapter if it was read before and has not changed, otherwise None.
@@ -319,6 +354,7 @@ class RequestBuilder:
             (WeightedAdapter(version),),
             frozenset([adapter.extras.chat_template]),
             own.override(self._base.defaults),
+            frozenset([self._find_tokenizer(adapter.extras)]),
         )
         with self._lock:
             # If the number has changed, the adapter may just have been discarded. Then it is not kept, and the next

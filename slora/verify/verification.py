@@ -31,8 +31,10 @@ from slora.memory.tenant_account import TenantAccount
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model_spec import read_model_spec
 from slora.text.answer import Completion
+from slora.text.tokenizer import Tokenizer
 from slora.verify.peft_reference import PeftReference
 from slora_adapters.peft.adapter import Adapter, AdapterLimits
+from slora_adapters.peft.extras import VOCABULARY_NAME
 from slora_adapters.peft.packing import PackedAdapter, pack
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES
@@ -266,6 +268,7 @@ def verify_adapter(request: VerificationRequest, served: LoraAdapter | None = No
         served_dtype=dtype_name,
         vocab_size=spec.vocab_size,
         base_directory=request.model,
+        tokenizer_digests=_read_tokenizer_digests(request.model),
     )
     own = served or LoraAdapter(request.directory)
     adapter = read_content(own.content, shape, limits)
@@ -295,6 +298,11 @@ def verify_adapter(request: VerificationRequest, served: LoraAdapter | None = No
         warnings=(*reference.notes, *_find_warnings(prompts, request)),
         problems=tuple(find_problems(modules, prompts, only_here + only_peft, TOLERANCES[dtype_name])),
     )
+
+
+def _read_tokenizer_digests(model: Path) -> tuple[str, ...]:
+    has_tokenizer = (model / VOCABULARY_NAME).is_file()
+    return Tokenizer.from_directory(model).digests if has_tokenizer else ()
 
 
 def _run_engine(

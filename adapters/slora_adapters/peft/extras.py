@@ -1,22 +1,31 @@
 """Reads the optional files of an adapter: chat templates, sampling defaults, and the files of its tokenizer.
 
-An adapter is served with the tokens of the base model. So a tokenizer that splits texts otherwise, or that has a token
-which the base's tokenizer lacks, is refused. The special tokens that an adapter names, such as `eos_token`, become
-variables of its chat template. Its own `eos_token` also ends answers.
+An adapter is served with the vocabulary of the base model, so a tokenizer that splits texts otherwise is refused. It
+may have added tokens of its own (`added_tokens.py`) for which the base's embedding has rows: unused rows behind the
+base's tokens, or special tokens of the base under another name. The special tokens that an adapter names, such as
+`eos_token`, become variables of its chat template. Its own `eos_token` also ends answers.
 """
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from tokenizers import Tokenizer
 from tokenizers import Tokenizer as FastTokenizer
 
 from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
+from slora_adapters.peft.added_tokens import (
+    ADDED_FIELD,
+    MAX_ADDED_CHARS,
+    MAX_ADDED_TOKENS,
+    AddedToken,
+    describe_added,
+    extend_tokenizer,
+    list_added_tokens,
+)
 from slora_adapters.peft.strict_json import parse_object
 
 TEMPLATE_NAME = "chat_template.jinja"
@@ -55,6 +64,9 @@ _REMEDY = (
     "train with tokens that the base model's tokenizer has, such as its reserved ones, or leave the tokenizer's files "
     "out of the upload if the training used the base model's tokenizer"
 )
+_SETTINGS_REMEDY = (
+    f"upload the {VOCABULARY_NAME} of the adapter, which tells how the token is found in a text, or {_REMEDY}"
+)
 
 
 def max_extra_bytes(name: str) -> int:
@@ -74,22 +86,29 @@ def read_extras(
     generation_text = _read_text(members, GENERATION_NAME, limits, reasons)
     if generation_text is not None:
         uses.append(GENERATION_NAME)
-    listed = [*_list_tokens(config.get("added_tokens_decoder")), *_list_tokens(_by_id(added))]
-    reasons += _refuse_ids_beyond(listed, limits)
     base = _BaseTokenizer(limits.base_directory)
     named = _named_tokens(config, special) if base.exists else {}
-    listed += _read_vocabulary(members, base, limits, reasons)
-    reasons += _refuse_other_tokens(listed, named, base)
+    listed = [*_list_tokens(config.get("added_tokens_decoder")), *_list_tokens(_by_id(added))]
+    reasons += _refuse_ids_beyond(listed, limits)
+    vocabulary = _read_vocabulary(members, base, limits, reasons)
+    tokens = _AddedTokens.collect(config, special, vocabulary)
+    own = tokens.find_own(listed, named, base, limits, reasons) if base.exists else ()
+    if own:
+        uses.append(describe_added(own))
+    new_ids = {token.content: token.token_id for token in own}
     differing = {name: token for name, token in named.items() if token != base.named.get(name)}
+    stop_ids: list[int] = []
     for name, token in differing.items():
-        if name == _PADDING:
-            uses.append(f"not {name} {token!r}, because answers are not padded")
-        elif (token_id := base.token_id(token)) is None:
-            reasons.append(Reason("special_token", f"{name} {_lacks(token)}; {_REMEDY}"))
-        else:
+        token_id = new_ids.get(token, base.token_id(token))
+        if token_id is not None:
             uses.append(f"{name} {token!r} (id {token_id})")
-            if name == "eos_token" and not reasons:
-                generation_text = _add_stop_token(generation, token_id)
+            stop_ids += [token_id] if name == "eos_token" else []
+        elif name == _PADDING:
+            uses.append(f"not {name} {token!r}, because answers are not padded")
+        else:
+            reasons.append(Reason("special_token", f"{name} {_lacks(token)}; {_REMEDY}"))
+    if not reasons:
+        generation_text = _write_generation(generation, generation_text, stop_ids, own, limits, reasons)
     template = _with_names(template, tool_template, differing, base)
     return AdapterExtras(template, generation_text, tuple(uses)), reasons
 
@@ -197,6 +216,53 @@ class _BaseTokenizer:
         return found
 
     @cached_property
+    def _added(self) -> dict[int, AddedToken]:
+        return self._mark({token.token_id: token for token in list_added_tokens(self._vocabulary)})
+
+    def _mark(self, tokens: Mapping[int, AddedToken]) -> dict[int, AddedToken]:
+        return _mark_named(tokens, self._config, self._read_object(SPECIAL_TOKENS_NAME))
+
+    def has_other_settings(self, token: AddedToken) -> bool:
+        """Whether the base's files have an added token without these settings. An ordinary token has none."""
+        known = [self._added.get(token.token_id)]
+        table = self._config.get("added_tokens_decoder")
+        fields = table.get(str(token.token_id)) if isinstance(table, dict) else None
+        in_config = AddedToken.from_fields(token.token_id, fields) if isinstance(fields, dict) else None
+        if in_config is not None:
+            known += self._mark({token.token_id: in_config}).values()
+        return token not in known
+
+    def content(self, token_id: int) -> str | None:
+        """Returns the token with this id; None if the tokenizer has none."""
+        listed = next((token for token, listed_id in self._listed.items() if listed_id == token_id), None)
+        found: str | None = self._vocabulary.id_to_token(token_id)
+        return found if listed is None else listed
+
+    def is_spare(self, token_id: int) -> bool:
+        """Whether this is an added token that never spells text, and that an adapter may therefore name otherwise."""
+        token = self._added.get(token_id)
+        return token is not None and token.special and token_id >= self._vocabulary.get_vocab_size(False)
+
+    def find_other_split(self, other: FastTokenizer, own: Sequence[AddedToken]) -> str | None:
+        """Returns a text around an added token that `other` splits otherwise than this tokenizer with these tokens
+        does. None if there is none, and if the two split texts without these tokens differently anyway, because
+        transformers changes the base's tokenizer when it loads it.
+        """
+        if digest_tokenizer(self._vocabulary) != digest_tokenizer(other):
+            return None
+        try:
+            extended = extend_tokenizer(self._vocabulary, own)
+        except (
+            ValueError
+        ):  # The server, which has the tokenizer as transformers loads it, refuses the adapter.
+            return None
+        for token in own:
+            for text in (f"a {token.content} b\n{token.content}c", f"{token.content}{token.content} d"):
+                if extended.encode(text).ids != other.encode(text).ids:
+                    return text
+        return None
+
+    @cached_property
     def templates(self) -> dict[str, str]:
         """The chat templates `default` and `tool_use`, those that exist."""
         found = _named_templates(self._config.get("chat_template"))
@@ -284,40 +350,182 @@ def _uses_any(names: Iterable[str], *templates: str) -> bool:
     return any(name in template for name in names for template in templates)
 
 
-def _add_stop_token(generation: Mapping[str, object], token_id: int) -> str:
-    value = generation.get("eos_token_id")
-    own = value if isinstance(value, list) else [] if value is None else [value]
-    return json.dumps({**generation, "eos_token_id": [*own, *([] if token_id in own else [token_id])]})
+def _write_generation(
+    generation: Mapping[str, object],
+    text: str | None,
+    stop_ids: Iterable[int],
+    own: Sequence[AddedToken],
+    limits: AdapterLimits,
+    reasons: list[Reason],
+) -> str | None:
+    """Returns the generation config with the adapter's stop tokens and added tokens. text: as it was uploaded."""
+    fields = {name: value for name, value in generation.items() if name != ADDED_FIELD}
+    for token_id in stop_ids:
+        value = fields.get("eos_token_id")
+        known = value if isinstance(value, list) else [] if value is None else [value]
+        fields["eos_token_id"] = [*known, *([] if token_id in known else [token_id])]
+    if own:
+        fields[ADDED_FIELD] = [token.to_plain() for token in own]
+    if fields == generation:
+        return text
+    written = json.dumps(fields)
+    if own and len(written) > limits.max_text_bytes:
+        reasons.append(_too_long(f"the generation config with {len(own)} added tokens", len(written), limits))
+    return written
+
+
+@dataclass(frozen=True, slots=True)
+class _AddedTokens:
+    """The added tokens of an adapter's tokenizer, by id.
+
+    vocabulary: tokenizer.json, if it is not the base's file.
+    """
+
+    tokens: Mapping[int, AddedToken]
+    vocabulary: FastTokenizer | None
+    contradiction: str | None  # Two files that give a token different settings.
+
+    @staticmethod
+    def collect(
+        config: Mapping[str, object], special: Mapping[str, object], vocabulary: FastTokenizer | None
+    ) -> "_AddedTokens":
+        tokens = {} if vocabulary is None else {one.token_id: one for one in list_added_tokens(vocabulary)}
+        contradiction = None
+        table = config.get("added_tokens_decoder")
+        for token_id, _ in _list_tokens(table):
+            fields = table[str(token_id)] if isinstance(table, dict) else None
+            token = AddedToken.from_fields(token_id, fields) if isinstance(fields, dict) else None
+            if token is not None and tokens.setdefault(token_id, token) != token:
+                contradiction = f"token {token_id}, {token.content!r:.80}"
+        return _AddedTokens(_mark_named(tokens, config, special), vocabulary, contradiction)
+
+    def find_own(
+        self,
+        listed: Iterable[tuple[int, str]],
+        names: Mapping[str, str],
+        base: "_BaseTokenizer",
+        limits: AdapterLimits,
+        reasons: list[Reason],
+    ) -> tuple[AddedToken, ...]:
+        """Returns the tokens that the base's tokenizer lacks or has with other settings, in the order of their ids.
+
+        listed: tokens by id of the small files. names: the special tokens by name.
+        """
+        size = limits.vocab_size
+        contents = {token_id: token.content for token_id, token in self.tokens.items()}
+        own: list[AddedToken] = []
+        for token_id, content in dict.fromkeys([*contents.items(), *listed]):
+            token = self.tokens.get(token_id)
+            known = base.token_id(content)
+            if known == token_id and (token is None or token.content == content):
+                if token is not None and base.has_other_settings(token):
+                    own.append(token)
+            elif size is None or token_id < size:
+                is_padding = content == names.get(_PADDING) and token is None
+                reason = None if is_padding else self._refuse(token_id, content, token, base)
+                if reason is not None:
+                    reasons.append(Reason("added_tokens", reason))
+                elif token is not None:
+                    own.append(token)
+        own.sort(key=lambda token: token.token_id)
+        if own:
+            reasons += self._check(own, base)
+        return tuple(own)
+
+    def _refuse(
+        self, token_id: int, content: str, token: AddedToken | None, base: "_BaseTokenizer"
+    ) -> str | None:
+        """Returns why the adapter can't have this token, which the base's tokenizer lacks or has under another id."""
+        what = f"token {token_id} of the adapter's tokenizer is {content!r:.80}, which"
+        known = base.token_id(content)
+        if token is not None and token.content != content:
+            return f"{what} another file of it names {token.content!r:.80}; save the tokenizer again"
+        if known is not None:
+            return f"{what} is id {known} in the base's tokenizer; {_REMEDY}"
+        if token is None:
+            return f"{what} the base model's tokenizer does not have; {_SETTINGS_REMEDY}"
+        if not 0 < len(content) <= MAX_ADDED_CHARS or not _is_text(content):
+            return (
+                f"{what} has {len(content)} characters; an added token has 1 to {MAX_ADDED_CHARS}; shorten it"
+            )
+        replaced = base.content(token_id)
+        if replaced is not None and not base.is_spare(token_id):
+            return (
+                f"{what} takes the place of {replaced!r:.80} in the base's tokenizer; only special tokens behind the "
+                f"base's vocabulary can have another name; {_REMEDY}"
+            )
+        return None
+
+    def _check(self, own: Sequence[AddedToken], base: "_BaseTokenizer") -> Iterable[Reason]:
+        if len(own) > MAX_ADDED_TOKENS:
+            yield Reason(
+                "added_tokens",
+                f"the adapter's tokenizer has {len(own)} added tokens that differ from the base's; accepted are at "
+                f"most {MAX_ADDED_TOKENS}; {_REMEDY}",
+            )
+        elif self.contradiction is not None:
+            yield Reason(
+                "added_tokens",
+                f"{VOCABULARY_NAME} and {TOKENIZER_NAME} of the adapter have {self.contradiction} with different "
+                "settings; save the tokenizer again",
+            )
+        elif (
+            self.vocabulary is not None and (text := base.find_other_split(self.vocabulary, own)) is not None
+        ):
+            yield Reason(
+                "tokenizer_differs",
+                f"{VOCABULARY_NAME} splits {text!r:.120} into other tokens than the base model's tokenizer does with "
+                f"the adapter's added tokens; {_REMEDY}",
+            )
+
+
+def _mark_named(tokens: Mapping[int, AddedToken], *configs: Mapping[str, object]) -> dict[int, AddedToken]:
+    """Marks the tokens as special that the files name, as transformers 5 does when it loads a tokenizer."""
+    named = frozenset(_list_named(*configs))
+    return {
+        token_id: replace(token, special=token.special or token.content in named)
+        for token_id, token in tokens.items()
+    }
+
+
+def _list_named(*configs: Mapping[str, object]) -> Iterator[str]:
+    for config in configs:
+        for name in (*_SPECIAL_NAMES, "additional_special_tokens", "extra_special_tokens"):
+            value = config.get(name)
+            items = [*value.values()] if isinstance(value, dict) and "content" not in value else value
+            for item in items if isinstance(items, list) else [items]:
+                content = _content(item)
+                if content is not None:
+                    yield content
 
 
 def _read_vocabulary(
     members: Mapping[str, memoryview], base: _BaseTokenizer, limits: AdapterLimits, reasons: list[Reason]
-) -> list[tuple[int, str]]:
-    """Compares tokenizer.json with the base's. Returns the added tokens of a file that is not the same."""
+) -> FastTokenizer | None:
+    """Compares tokenizer.json with the base's. Returns the tokenizer of a file that is not the same."""
     raw = members.get(VOCABULARY_NAME)
     if raw is None:
-        return []
+        return None
     if len(raw) > MAX_VOCABULARY_BYTES:
         message = f"{VOCABULARY_NAME} takes {len(raw)} bytes; at most {MAX_VOCABULARY_BYTES} are accepted"
         reasons.append(Reason("extra_too_long", message))
-        return []
+        return None
     content = bytes(raw)
     if not limits.tokenizer_digests or content == base.read(VOCABULARY_NAME):
-        return []
+        return None
     try:
         tokenizer = FastTokenizer.from_buffer(content)
     except Exception as error:  # For any damage, the library raises bare Exception.
         reasons.append(Reason("extra_malformed", f"{VOCABULARY_NAME} is not a tokenizer: {str(error)[:300]}"))
-        return []
+        return None
     if digest_tokenizer(tokenizer) not in limits.tokenizer_digests:
         message = (
             f"{VOCABULARY_NAME} splits texts into other tokens than the base model's tokenizer; {_REMEDY}"
         )
         reasons.append(Reason("tokenizer_differs", message))
     added = tokenizer.get_added_tokens_decoder()
-    found = [(token_id, token.content) for token_id, token in added.items()]
-    reasons += _refuse_ids_beyond(found, limits)
-    return found
+    reasons += _refuse_ids_beyond([(token_id, token.content) for token_id, token in added.items()], limits)
+    return tokenizer
 
 
 def _named_tokens(*configs: Mapping[str, object]) -> dict[str, str]:
@@ -358,23 +566,6 @@ def _refuse_ids_beyond(listed: Iterable[tuple[int, str]], limits: AdapterLimits)
             f"vocabulary of {size}; serve the base model with a resized vocabulary and this tokenizer, or leave the "
             "tokenizer out if the texts do not use them",
         )
-
-
-def _refuse_other_tokens(
-    listed: Iterable[tuple[int, str]], named: Mapping[str, str], base: _BaseTokenizer
-) -> Iterable[Reason]:
-    """Refuses tokens that the base's tokenizer lacks or has under another id."""
-    if not base.exists:
-        return
-    for token_id, token in dict.fromkeys(listed):
-        known = base.token_id(token)
-        if known != token_id and token != named.get(_PADDING):
-            has = (
-                _lacks(token)
-                if known is None
-                else f"is {token!r:.80}, which is id {known} in the base's tokenizer"
-            )
-            yield Reason("added_tokens", f"token {token_id} of the adapter's tokenizer {has}; {_REMEDY}")
 
 
 def _lacks(token: str) -> str:
@@ -437,7 +628,7 @@ _TEXTS = (
 )
 
 
-def digest_tokenizer(tokenizer: Tokenizer) -> str:
+def digest_tokenizer(tokenizer: FastTokenizer) -> str:
     """Returns a digest that is equal for tokenizers that split texts into the same tokens. Added tokens are not part of
     it.
     """

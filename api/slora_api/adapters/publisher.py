@@ -50,7 +50,8 @@ from slora.text.generation_defaults import find_unsupported_fields, read_classif
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
-from slora_adapters.peft.adapter import AdapterLimits, CheckedAdapter
+from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
+from slora_adapters.peft.added_tokens import read_added_tokens
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
@@ -224,6 +225,15 @@ class Canary:
         self._client = client
         self._tokenizer = tokenizer
         self._timeout_s = timeout_s
+
+    async def check_tokens(self, tenant: str, extras: AdapterExtras) -> list[Reason]:
+        """Returns a reason to refuse the adapter if the base's tokenizer cannot have its added tokens."""
+        try:
+            tokens = read_added_tokens(extras.generation_config)
+            await tenant_thread(tenant, self._tokenizer.with_added_tokens, tokens)
+        except ValueError as error:
+            return [Reason("added_tokens", str(error))]
+        return []
 
     async def classify(self, version: AdapterVersion, canary_tokens: Sequence[int]) -> None:
         """Tries out an adapter that classifies texts: its logits must be finite. Raises the errors of `try_out`."""
@@ -446,6 +456,7 @@ class Publisher:
 
     async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
         reasons = find_unsupported_fields(adapter.extras.generation_config, self._client.info.vocab_size)
+        reasons += await self._canary.check_tokens(tenant, adapter.extras)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(tenant, adapter.extras.chat_template)
         if reasons:

@@ -8,6 +8,7 @@ from pydantic import AfterValidator
 
 from slora.core.request import MAX_ADAPTER_WEIGHT, WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import Classifier, GenerationDefaults
+from slora_adapters.peft.added_tokens import AddedToken
 from slora_api.core.errors import BadRequest
 from slora_api.http.field_types import Name, RequestModel, make_refusal
 
@@ -38,6 +39,7 @@ class ServedModel:
     labels: `name@version` of each adapter.
     classifier: the head of the adapter, if it classifies texts.
     chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
+    tokens_of_parts: the distinct added tokens of the adapters' tokenizers; none stands for the base's tokenizer.
     """
 
     asked_for: str
@@ -46,6 +48,7 @@ class ServedModel:
     chat_templates: frozenset[str | None]
     defaults: GenerationDefaults
     classifier: Classifier | None = None
+    tokens_of_parts: frozenset[tuple[AddedToken, ...]] = frozenset([()])
 
     @property
     def chat_template(self) -> str | None:
@@ -58,6 +61,18 @@ class ServedModel:
             )
         (template,) = self.chat_templates
         return template
+
+    @property
+    def added_tokens(self) -> tuple[AddedToken, ...]:
+        """The added tokens of the adapters' tokenizer. Raises BadRequest if the adapters disagree."""
+        if len(self.tokens_of_parts) > 1:
+            raise BadRequest(
+                f"The tokenizers of the adapters {', '.join(self.labels)} have different added tokens, so their sum "
+                "has no tokenizer. Name adapters whose tokenizers have the same added tokens.",
+                "adapters",
+            )
+        (tokens,) = self.tokens_of_parts
+        return tokens
 
     @property
     def headers(self) -> dict[str, str]:
@@ -88,4 +103,5 @@ def add_up_models(
         tuple(named[version] for version, _ in adapters),
         frozenset().union(*(part.chat_templates for part in parts)),
         parts[0].defaults if is_unanimous else base,
+        tokens_of_parts=frozenset().union(*(part.tokens_of_parts for part in parts)),
     )

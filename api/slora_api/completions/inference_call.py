@@ -26,7 +26,7 @@ from slora_api.chat.answer_reader import AnswerSyntax
 from slora_api.completions.prompt_echo import PromptEchoes
 from slora_api.completions.schemas import AnswerFields, ModelFields
 from slora_api.completions.services import AnswerServices
-from slora_api.core.errors import ModelNotFound
+from slora_api.core.errors import BadRequest, ModelNotFound
 from slora_api.core.request_context import BACKGROUND_ID
 from slora_api.http.field_types import IgnoredFields
 from slora_api.http.json_body import read_json
@@ -63,6 +63,7 @@ class InferenceCall:
     bounds, info: the bounds of the request, and the engine's facts from which they are derived.
     background_id: the id of the batch line that it computes; None for a request of a client.
     model: set by `find_model` and `answer_with`.
+    encoder: tokenizes and decodes for the model.
     priority: order among the tenant's own requests; lower is served sooner.
     deadline_s: limit for each first token, from the request's arrival at the engine; None for no limit.
     answers: one for each prompt. echoes: repeats the prompts before their answers; None if the request asks for no
@@ -82,6 +83,7 @@ class InferenceCall:
         self.priority = 0
         self.deadline_s: float | None = None
         self.model: ServedModel
+        self.encoder = services.encoder
         self.answers: list[Answer] = []
         self.echoes: PromptEchoes | None = None
         self.syntax: AnswerSyntax | None = None
@@ -116,8 +118,8 @@ class InferenceCall:
         return await unless_disconnected(self.http.receive, work)
 
     async def find_model(self, name: str) -> None:
-        """Finds the model of a request that computes no answer. Raises ModelNotFound."""
-        self.model = await self.services.catalog.find_model(self.key, name, None)
+        """Finds the model of a request that computes no answer. Raises ModelNotFound and BadRequest."""
+        await self._use_model(await self.services.catalog.find_model(self.key, name, None))
 
     async def answer_with(self, body: ModelFields, answer: Callable[[], Awaitable[_Response]]) -> _Response:
         """Finds the model and calls `answer`. If the engine reports that the adapter does not exist, looks the model up
@@ -150,7 +152,7 @@ class InferenceCall:
         index = len(self.answers)
         answer = Answer(
             self.engine_request(index, token_ids, sampling),
-            self.services.generator.tokenizer,
+            self.encoder.tokenizer,
             index,
             prompt_only=prompt_only,
             shown=frozenset() if self.syntax is None else self.syntax.markers,
@@ -182,11 +184,27 @@ class InferenceCall:
             pooling=pooling,
         )
 
+    async def _use_model(self, model: ServedModel) -> None:
+        tokens = model.added_tokens
+        try:
+            encoder = await self.services.encoder.with_added_tokens(self.tenant, tokens)
+        except ValueError as error:
+            raise BadRequest(
+                f"The added tokens of the model {model.asked_for!r} do not fit the base model's tokenizer: {error}. "
+                "Upload the adapter again.",
+                "model",
+            ) from None
+        if encoder is not self.encoder:
+            self.encoder, self.bounds = encoder, self.services.bounds(encoder)
+        self.model = model
+
     async def _find_model(self, body: ModelFields, *, is_stale: bool) -> None:
         """Raises BadRequest if the model combines more adapters than a quota permits."""
         user = body.user or self.http.headers.get(_SESSION_HEADER)
-        self.model = await self.services.catalog.find_answering_model(
-            self.key, body.model, body.adapters, user, is_stale=is_stale
+        await self._use_model(
+            await self.services.catalog.find_answering_model(
+                self.key, body.model, body.adapters, user, is_stale=is_stale
+            )
         )
         self.meter.check_adapters(len(self.model.adapters))
         self.answers, self.echoes, self.syntax = [], None, None

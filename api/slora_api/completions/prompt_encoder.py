@@ -6,11 +6,13 @@ tokenizer cannot be interrupted. So the tokens of a long text are first counted 
 the context or the request is cancelled. Only a text that may fit is tokenized as a whole.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
+from slora_adapters.peft.added_tokens import AddedToken
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 
@@ -25,6 +27,8 @@ _SLICE_CHARS = 1 << 16
 # Cutting a text into slices may split words, which adds tokens. This many tokens are subtracted for each slice, so that
 # a text that fits is never refused.
 _CUT_TOKENS = 256
+# Tokenizers of adapters that are kept. Each takes some KB for the added tokens of the adapter and the base.
+_MAX_EXTENDED = 64
 
 
 class PromptEncoder:
@@ -33,6 +37,25 @@ class PromptEncoder:
     def __init__(self, tokenizer: Tokenizer, slots: FairSlots) -> None:
         self.tokenizer = tokenizer
         self._slots = slots
+        # The encoders of adapters with added tokens, the last used one at the end. Tenants share an encoder only if
+        # all of its tokens are equal.
+        self._extended: OrderedDict[tuple[AddedToken, ...], PromptEncoder] = OrderedDict()
+
+    async def with_added_tokens(self, tenant: str, tokens: tuple[AddedToken, ...]) -> "PromptEncoder":
+        """Returns the encoder for an adapter's added tokens. Raises ValueError if the tokenizer cannot have them, and
+        TenantBusy.
+        """
+        if not tokens:
+            return self
+        encoder = self._extended.get(tokens)
+        if encoder is None:
+            async with self._slots.hold(tenant):
+                extended = await tenant_thread(tenant, self.tokenizer.with_added_tokens, tokens)
+            encoder = self._extended[tokens] = PromptEncoder(extended, self._slots)
+            if len(self._extended) > _MAX_EXTENDED:
+                self._extended.popitem(last=False)
+        self._extended.move_to_end(tokens)
+        return encoder
 
     @staticmethod
     def is_long(texts: Sequence[str]) -> bool:

@@ -37,7 +37,7 @@ async def encode_texts(
     for text in texts:
         call.bounds.check_chars(len(text), param)
     encode = partial(
-        call.services.encoder.tokenizer.encode,
+        call.encoder.tokenizer.encode,
         add_special_tokens=True if add_special_tokens is None else add_special_tokens,
     )
     return await _encode(call, texts, encode, param)
@@ -50,8 +50,8 @@ async def encode_bad_words(call: InferenceCall, words: Sequence[str]) -> tuple[t
     Raises TenantBusy.
     """
     bare = [word.lstrip() for word in words]
-    encode = partial(call.services.encoder.tokenizer.encode, add_special_tokens=False)
-    encoded = await call.services.encoder.encode(
+    encode = partial(call.encoder.tokenizer.encode, add_special_tokens=False)
+    encoded = await call.encoder.encode(
         call.tenant,
         [spelling for word in bare for spelling in (word, f" {word}")],
         encode,
@@ -97,7 +97,7 @@ async def encode_chat(
     """Returns the token ids of a rendered conversation. param: the field of the request that holds the messages."""
     call.bounds.check_chars(len(text), param)
     encode = partial(
-        call.services.encoder.tokenizer.encode_chat,
+        call.encoder.tokenizer.encode_chat,
         add_special_tokens=bool(fields.add_special_tokens),
         param=param,
     )
@@ -232,9 +232,9 @@ def _set_effort(call: InferenceCall, fields: TemplateFields, traits: TemplateTra
 async def _encode(
     call: InferenceCall, texts: Sequence[str], encode: Callable[[str], list[int]], param: str
 ) -> list[list[int]]:
-    if call.services.encoder.is_long(texts):
-        await call.meter.count_request(call.services.encoder.count_least_tokens(texts))
-    return await call.services.encoder.encode(
+    if call.encoder.is_long(texts):
+        await call.meter.count_request(call.encoder.count_least_tokens(texts))
+    return await call.encoder.encode(
         call.tenant, texts, encode, max_model_len=call.bounds.max_model_len, param=param
     )
 

@@ -196,7 +196,10 @@ def _complete(
         # determines where the answer may end.
         is_free = changed.get("structured_output") is None
         changed["min_tokens"] = min(draft.min_tokens, max_tokens) if is_free else 0
+    tokenizer = call.encoder.tokenizer
+    used = () if call.syntax is None else tokenizer.find_special_tokens(call.syntax.markers).values()
     completed = replace(draft, max_tokens=max_tokens, **changed)
+    tokenizer.check_form(completed.structured_output, used)
     if changed:
         check_sampling(completed, call.info)
     return completed
@@ -277,7 +280,7 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
     wanted = sum(answer.request.sampling.max_tokens or 0 for answer in call.answers)
     size.check(bounds, num_tokens, wanted)
     if body.echo:
-        encoder = call.services.encoder
+        encoder = call.encoder
         texts = [item if isinstance(item, str) else await encoder.decode(call.tenant, item) for item in given]
         call.echoes = PromptEchoes(texts, call.answers, encoder.tokenizer)
 
@@ -338,7 +341,7 @@ def _conversation_form(call: InferenceCall, body: ConversationFields) -> Structu
         [(tool.function.name, tool.function.parameters) for tool in forced or body.shown_tools],
         is_single=syntax.names_tool or syntax.max_calls == 1,
         schema=None if form is None else form.text or _ANY_OBJECT,
-        special_ids=call.services.encoder.tokenizer.find_special_tokens(syntax.markers),
+        special_ids=call.encoder.tokenizer.find_special_tokens(syntax.markers),
         allows_text=form is None and not forced,
         is_compact=form is not None and form.kind is OutputKind.COMPACT_JSON,
     )

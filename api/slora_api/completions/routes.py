@@ -40,7 +40,7 @@ router = APIRouter(tags=["completions"])
 
 def _logprobs_format(call: InferenceCall, body: GenerationFields, num_top: int | None) -> LogprobsFormat:
     return LogprobsFormat(
-        call.services.generator.tokenizer,
+        call.encoder.tokenizer,
         body.count_listed(num_top),
         body.prompt_logprobs,
         shows_ids=bool(body.return_tokens_as_token_ids),
@@ -138,7 +138,7 @@ async def tokenize(request: Request, key: InferenceKey, services: Wired[AnswerSe
     await call.meter.count_request()
     await call.find_model(body.model)
     token_ids = await call.until_gone(_encode(call, body))
-    token_string = services.encoder.tokenizer.token_string
+    token_string = call.encoder.tokenizer.token_string
     answer = {
         "count": len(token_ids),
         "max_model_len": call.info.max_model_len,
@@ -171,7 +171,7 @@ async def detokenize(request: Request, key: InferenceKey, services: Wired[Answer
     await call.find_model(body.model)
     if body.tokens:
         check_token_ids(body.tokens, call.info.vocab_size, "tokens")
-    decoding = services.encoder.decode(call.tenant, body.tokens, skip_special_tokens=False)
+    decoding = call.encoder.decode(call.tenant, body.tokens, skip_special_tokens=False)
     text = await call.until_gone(decoding)
     call.bounds.check_decoded(len(text))
     parts = await call.until_gone(write_json({"prompt": text}, call.tenant, services.cpu_slots))

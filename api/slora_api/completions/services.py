@@ -91,9 +91,12 @@ class AnswerServices:
     encoder: PromptEncoder
     quotas: QuotaMeter
 
-    def bounds(self) -> RequestBounds:
-        """Returns the bounds of a request. Raises Starting while there is no engine."""
-        longest = self.encoder.tokenizer.longest_token_chars
+    def bounds(self, encoder: PromptEncoder | None = None) -> RequestBounds:
+        """Returns the bounds of a request. Raises Starting while there is no engine.
+
+        encoder: that of an adapter with added tokens.
+        """
+        longest = (encoder or self.encoder).tokenizer.longest_token_chars
         return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
 
 

@@ -143,7 +143,7 @@ async def _join_pairs(
     tokens as the request.
     """
     ids = await encode_texts(call, texts, add_special_tokens=False, param="input")
-    tokenizer, room = call.services.encoder.tokenizer, call.info.max_model_len
+    tokenizer, room = call.encoder.tokenizer, call.info.max_model_len
     join = operator.add if body.add_special_tokens is False else tokenizer.join_pair
     num_special = len(join([], []))
     pairs = _pair([len(text) for text in ids], num_first)

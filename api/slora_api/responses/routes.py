@@ -35,7 +35,7 @@ async def respond(request: Request, key: InferenceKey, services: Wired[AnswerSer
 
     async def prepare() -> AnswerFormat:
         sampling = (await add_conversation_answer(call, body)).request.sampling
-        logprobs = LogprobsFormat(services.generator.tokenizer, body.count_listed(body.num_top_logprobs))
+        logprobs = LogprobsFormat(call.encoder.tokenizer, body.count_listed(body.num_top_logprobs))
         return ResponsesFormat(call.model.asked_for, body, sampling, logprobs, call.syntax)
 
     return await answer_call(call, body, prepare)

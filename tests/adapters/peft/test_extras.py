@@ -1,16 +1,22 @@
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from slora.text.chat_template import render_chat
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
+from slora_adapters.peft.added_tokens import read_added_tokens
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, make_members, reason_codes
-from tests.support.tiny_tokenizers import byte_fallback, byte_level, write_tokenizer
+from tests.support.tiny_tokenizers import byte_fallback, byte_level, metaspace, write_tokenizer
 
 
 def _extras(**files: str) -> AdapterExtras:
@@ -185,8 +191,8 @@ def test_the_template_of_a_processor_is_found(base: Path) -> None:
     assert extras == AdapterExtras("{{ messages }}") and extras.uses == ("chat_template.json (default)",)
 
 
-@pytest.mark.parametrize("names", [("tokenizer.json",), ("tokenizer_config.json",), ("added_tokens.json",)])
-def test_a_token_that_the_base_lacks_is_refused_by_name(
+@pytest.mark.parametrize("names", [("tokenizer_config.json",), ("added_tokens.json",)])
+def test_a_token_whose_settings_are_unknown_is_refused_by_name(
     base: Path, tmp_path: Path, names: tuple[str, ...]
 ) -> None:
     """Born from a bug: such a token was split into letters."""
@@ -214,3 +220,112 @@ def test_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
         AdapterInvalid, match=r"eos_token is '<eos>', which the base model's tokenizer does not"
     ):
         _read(base, {"special_tokens_map.json": '{"eos_token": "<eos>"}'})
+
+
+def _add_plain(tokenizer: Any) -> None:
+    tokenizer.add_tokens(["<think>", AddedToken("</think>", lstrip=True, rstrip=True, normalized=False)])
+
+
+def _add_chat(tokenizer: Any) -> None:
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<pad>"})
+
+
+def _add_mixed(tokenizer: Any) -> None:
+    """A plain token that a name makes special, and a token of the base's with other settings."""
+    tokenizer.add_tokens(["<|im_end|>", AddedToken("word", single_word=True), "<think>"])
+    tokenizer.eos_token = "<|im_end|>"
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool>"]})
+
+
+def _rename(tokenizer: Any) -> None:
+    """What people do to the tokens that a base model reserves."""
+
+
+WAYS = {"plain": _add_plain, "chat": _add_chat, "mixed": _add_mixed, "renamed": _rename}
+OWN_TEXTS = [
+    "a <think> b </think>  c<|im_start|>user\nhello<|im_end|>\n <pad>",
+    "<think></think><think>  </think>word wordy <tool> x<tool>",
+    "<|im_end|><|im_end|> é<|reserved_1|> <|reserved_0|><|user|>日本",
+    "no added token here",
+]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+@pytest.mark.parametrize("way", WAYS)
+def test_the_added_tokens_of_an_adapter_split_and_spell_texts_as_transformers_does(
+    tmp_path: Path, way: str, make: Callable[[], FastTokenizer]
+) -> None:
+    fast = make()
+    fast.add_tokens(["<tool>"])
+    fast.add_special_tokens(["<|reserved_0|>", "<|reserved_1|>"])
+    write_tokenizer(tmp_path / "base", fast)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "base")
+    WAYS[way](tokenizer)
+    tokenizer.save_pretrained(tmp_path / "own")
+    files = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "own").iterdir()}
+    if way == "renamed":
+        files = {name: text.replace("reserved_1", "im_end") for name, text in files.items()}
+        for name, text in files.items():
+            (tmp_path / "own" / name).write_text(text, encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "own")
+    base, extras = Tokenizer.from_directory(tmp_path / "base"), _read(tmp_path / "base", files)
+    tokens = read_added_tokens(extras.generation_config)
+    ours = base.with_added_tokens(tokens)
+    assert tokens and any(use.startswith("added tokens '") for use in extras.uses)
+    for text in OWN_TEXTS:
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        for skips in (True, False):
+            decoded = theirs.decode(ids, skip_special_tokens=skips)
+            assert ours.decode(ids, skip_special_tokens=skips) == decoded
+            decoder = ours.start_decoding(skip_special_tokens=skips)
+            assert "".join(map(decoder.push, [[i] for i in ids])) + decoder.finish() == decoded
+        assert base.encode(text) == AutoTokenizer.from_pretrained(tmp_path / "base")(text)["input_ids"]
+    for token in tokens:
+        assert ours.token_text(token.token_id) == theirs.decode([token.token_id])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"<|reserved_0|>": "x" * 129}, r"has 129 characters; an added token has 1 to 128"),
+        ({"<|user|>": "<|call|>"}, r"takes the place of '<\|user\|>' in the base's tokenizer"),
+        (
+            {"<|reserved_0|>": "<x>", "<|reserved_1|>": "<|reserved_0|>"},
+            r"which is id 376 in the base's tokenizer",
+        ),
+        (None, r"has 1025 added tokens that differ from the base's; accepted are at most 1024"),
+    ],
+)
+def test_added_tokens_that_cannot_be_served_are_refused_by_name(
+    tmp_path: Path, change: dict[str, str] | None, message: str
+) -> None:
+    fast = byte_level()
+    fast.add_special_tokens(["<|reserved_0|>", "<|reserved_1|>"])
+    write_tokenizer(tmp_path, fast)
+    own = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    if change is None:
+        own.add_tokens([f"<{number}>" for number in range(1025)])
+    saved = own.to_str()
+    for before, after in (change or {}).items():
+        saved = saved.replace(f'"{before}"', f'"{after}"')
+    limits = replace(_limits(tmp_path), vocab_size=2000)
+    members = make_members() | {"tokenizer.json": saved.encode()}
+    with pytest.raises(AdapterInvalid, match=message):
+        parse_adapter({name: memoryview(raw) for name, raw in members.items()}, SHAPE, limits)
+
+
+def test_the_field_of_added_tokens_is_written_by_the_server_alone(base: Path) -> None:
+    forged = '{"top_p": 0.5, "added_tokens": [{"token_id": 5, "content": "a"}]}'
+    assert json.loads(_read(base, {"generation_config.json": forged}).generation_config or "") == {
+        "top_p": 0.5
+    }
+    for listed in (
+        "[1]",
+        '[{"token_id": "5", "content": "a"}]',
+        '[{"id": 5}]',
+        "{}",
+        '[{"token_id": 5, "content": ""}]',
+    ):
+        assert read_added_tokens(f'{{"added_tokens": {listed}}}') == ()

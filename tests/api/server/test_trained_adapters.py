@@ -1,6 +1,5 @@
 """Adapters as a training run leaves them: directories of transformers' Trainer, pushed over HTTP to a real server."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,19 +112,59 @@ def test_the_end_token_and_the_templates_of_a_trained_adapter_are_used(
     assert endless["finish_reason"] == "length"
 
 
-def test_a_token_that_a_training_added_is_refused_by_name(
+def test_the_tokens_that_a_training_added_are_those_of_its_adapter_alone(
     server: Served, key: str, client: httpx.Client, base: Path, tmp_path: Path
 ) -> None:
-    """Its id lies within the base model's table, so nothing else would show that the token is split into letters."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|call|>"]})
-    assert (
-        tokenizer.convert_tokens_to_ids("<|call|>")
-        < json.loads((base / "config.json").read_text(encoding="utf-8"))["vocab_size"]
-    )
+    """The ids of the added tokens lie within the base model's table, as in Qwen's."""
+    theirs = AutoTokenizer.from_pretrained(base)
+    theirs.add_tokens(["<think>"])
+    theirs.add_special_tokens({"additional_special_tokens": ["<|call|>"], "eos_token": "<|end|>"})
+    theirs.chat_template = PLAIN
     directory = tmp_path / "extended"
-    save_with_trainer(directory, base, tokenizer)
-    error = push(server, key, directory, code=1)
-    assert "is '<|call|>', which the base model's tokenizer does not have" in error
-    assert "train with tokens that the base model's tokenizer has" in error
-    assert client.get("/v1/models/extended").status_code == 404
+    save_with_trainer(directory, base, theirs)
+    shown = push(server, key, directory)
+    think, call, end = theirs.convert_tokens_to_ids(["<think>", "<|call|>", "<|end|>"])
+    assert f"added tokens '<think>' (id {think})" in shown and f"eos_token '<|end|>' (id {end})" in shown
+    theirs = AutoTokenizer.from_pretrained(directory)
+    text = "a <|call|>fox<think> jumps<|end|>"
+    chat = [{"role": "user", "content": text}]
+
+    def post(path: str, model: str, **fields: Any) -> dict[str, Any]:
+        return client.post(path, json={"model": model} | fields).raise_for_status().json()
+
+    ids = theirs(text)["input_ids"]
+    assert {think, call, end} < {*ids}
+    for model, tokenizer in (("extended", theirs), ("default", AutoTokenizer.from_pretrained(base))):
+        # With this adapter's name, the base's texts are not split as the base's tokenizer does.
+        assert post("/tokenize", model, prompt=text)["tokens"] == tokenizer(text)["input_ids"]
+        named = post("/tokenize", model, prompt=text, return_token_strs=True)["token_strs"]
+        assert named == tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"])
+        assert post("/detokenize", model, tokens=ids)["prompt"] == tokenizer.decode(ids)
+    rendered = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+    assert post("/tokenize", "extended", messages=chat)["tokens"] == rendered
+
+    words = {"temperature": 0, "max_tokens": 3, "logprobs": 0, "echo": True, "ignore_eos": True}
+    for token_id, word in ((think, "<think>"), (call, "")):
+        biased = words | {"logit_bias": {str(token_id): 100}}
+        (choice,) = post("/v1/completions", "extended", prompt="The fox", **biased)["choices"]
+        assert choice["text"] == "The fox" + 3 * word
+        assert choice["logprobs"]["tokens"][-3:] == 3 * [theirs.decode([token_id])]
+        (choice,) = post("/v1/completions", "default", prompt="The fox", **biased)["choices"]
+        assert choice["text"] == "The fox"
+    (choice,) = ask(client, "extended", logit_bias={str(call): 100}, skip_special_tokens=False)["choices"]
+    assert choice["message"]["content"] == 4 * "<|call|>"
+    (choice,) = ask(client, "extended", logit_bias={str(think): 100}, stop=["k><th"])["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "<thin")
+    (choice,) = ask(client, "extended", logit_bias={str(end): 100})["choices"]
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", "")
+    (choice,) = ask(client, "extended", logit_bias={str(end): 50}, response_format={"type": "json_object"})[
+        "choices"
+    ]
+    assert "<|end|>" not in choice["message"]["content"]
+    directory.rename(tmp_path / "plain")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "plain" / name).unlink()
+    push(server, key, tmp_path / "plain")
+    weights = [{"name": "extended"}, {"name": "plain"}]
+    refused = client.post("/v1/completions", json={"model": "default", "prompt": "a", "adapters": weights})
+    assert refused.status_code == 400 and "have different added tokens" in refused.text

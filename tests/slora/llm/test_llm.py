@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+from transformers import AutoTokenizer, Gemma3Config, Gemma3ForConditionalGeneration
 
 from slora import LLM, Pooling, PoolingKind, SamplingParams
 from slora.core.errors import ConfigError, RequestRefused
 from slora.core.request import FinishReason
-from slora.core.sampling_params import choice_seed
+from slora.core.sampling_params import StructuredOutput, choice_seed
 from slora.llm import request_builder
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
@@ -223,6 +223,32 @@ def test_an_adapters_own_template_and_defaults_are_used(llm: LLM, kit: ModelKit,
     assert answer.prompt_token_ids == Tokenizer.from_directory(kit.directory).encode("say fox")
     assert len(answer.token_ids) == 5
     assert [answer] == llm.generate("say fox", SamplingParams(max_tokens=5, temperature=0), tmp_path / "own")
+
+
+def test_an_adapters_added_tokens_are_those_of_its_prompts_and_answers(
+    llm: LLM, kit: ModelKit, tmp_path: Path
+) -> None:
+    """One of them is a piece of the base's words that the adapter hides, which grammars spell as the base does."""
+    own = tmp_path / "own"
+    shutil.copytree(kit.adapters["rslora"], own)
+    theirs, base = (AutoTokenizer.from_pretrained(kit.directory) for _ in range(2))
+    hidden = "oji"  # A token in the middle of words of the text that trained the tokenizer.
+    theirs.add_tokens(["<think>"])
+    theirs.add_special_tokens({"additional_special_tokens": [hidden]})
+    theirs.save_pretrained(own)
+    text, think = f"a <think>fox{hidden}", theirs.convert_tokens_to_ids("<think>")
+    thinking = replace(GREEDY, logit_bias={think: 100.0}, max_tokens=2)
+    answers = llm.generate([text, text], thinking, [own, None])
+    assert [answer.text for answer in answers] == ["<think><think>", ""]
+    assert [answer.prompt_token_ids for answer in answers] == [
+        theirs(text)["input_ids"],
+        base(text)["input_ids"],
+    ]
+    assert llm.embed([text, text], adapters=[own, None])[0].shape == (llm.info.shape.hidden_size,)
+    with pytest.raises(RequestRefused, match="makes 'oji' a special token, which the base"):
+        llm.generate(text, replace(GREEDY, structured_output=StructuredOutput.choice([hidden])), own)
+    with pytest.raises(RequestRefused, match="different added tokens"):
+        llm.generate("fox", GREEDY, [[own, kit.adapters["rslora"]]])
 
 
 def test_default_max_tokens_are_cut_to_the_room_in_the_pool(kit: ModelKit, tmp_path: Path) -> None:
