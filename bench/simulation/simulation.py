@@ -19,6 +19,7 @@ from bench.simulation.virtual_source import FetchCosts, VirtualSource
 from slora.core.engine_config import KVFootprint, SchedulerConfig
 from slora.core.request import EngineRequest, StepOutput, single_adapter
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.scheduler.scheduler import Scheduler
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken, StepPlan
@@ -215,7 +216,7 @@ class Simulation:
         )
         tenant = self.scheduler.paging.tenants.find(engine_request.tenant)
         stop_ids, block_tokens = frozenset([STOP_TOKEN]), self.machine.block_tokens
-        sequence = Sequence(engine_request, tenant, max_tokens, stop_ids, 0, block_tokens)
+        sequence = Sequence(engine_request, tenant, max_tokens, stop_ids, 0, BlockTable(block_tokens))
         self.scheduler.add(sequence, request.arrival_s)
 
     def step(self) -> bool:

@@ -31,6 +31,7 @@ from slora.core.request_check import check_request, find_stop_token_ids
 from slora.engine.observer import Observer
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.host_memory import prefault
+from slora.memory.kv_cache import BlockTable
 from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.runner.fault_isolation import FaultIsolation
@@ -190,8 +191,8 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._tenants.set_share(request.tenant, request.share)
         tenant = self._tenants.find(request.tenant, is_background=request.is_background)
-        sizes = self._config.block_tokens, self._runner.footprint.state_pages
-        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, *sizes)
+        blocks = BlockTable(self._config.block_tokens, self._runner.footprint.state_pages)
+        sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, blocks)
         if request.emitted is None:
             self._scheduler.add(sequence, time.monotonic())
             self._observer.num_prompt_tokens += len(request.prompt_token_ids)

@@ -30,6 +30,7 @@ from slora.core.errors import ConfigError
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.device_memory import DeviceMemory
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import Model
@@ -169,11 +170,9 @@ def compute_paged_logits(
 
 
 def _make_sequence(prompt: list[int], free_pages: Iterator[int], footprint: KVFootprint) -> Sequence:
-    request, sizes = (
-        EngineRequest("check", "", prompt, (), SamplingParams(temperature=0.0)),
-        (footprint.block_tokens, footprint.state_pages),
-    )
-    sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, *sizes)
+    request = EngineRequest("check", "", prompt, (), SamplingParams(temperature=0.0))
+    blocks = BlockTable(footprint.block_tokens, footprint.state_pages)
+    sequence = Sequence(request, TenantAccount("check"), 1, frozenset(), 0, blocks)
     sequence.blocks.extend([next(free_pages) for _ in range(sequence.blocks.pages_missing(len(prompt)))])
     return sequence
 

@@ -16,6 +16,7 @@ from slora.core.cost_model import CostModel
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.device_memory import DeviceMemory
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, StepPlan
@@ -186,8 +187,8 @@ class _Bench:
     def _chunk(self, row: int, context_tokens: int, num_tokens: int, *, samples: bool) -> Chunk:
         """A chunk with the last `num_tokens` tokens of a new sequence of `context_tokens` tokens."""
         request = EngineRequest("measured", "", [0] * context_tokens, (), SamplingParams())
-        sizes = self._block_tokens, self._memory.num_state_pages
-        sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, *sizes)
+        blocks = BlockTable(self._block_tokens, self._memory.num_state_pages)
+        sequence = Sequence(request, TenantAccount("measured"), 1, frozenset(), 0, blocks)
         sequence.row = row
         num_blocks = sequence.blocks.pages_missing(context_tokens)
         sequence.blocks.extend([(row * num_blocks + n) % self._num_scratch for n in range(num_blocks)])

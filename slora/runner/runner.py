@@ -17,6 +17,7 @@ from slora.core.errors import DeviceFailed, SloraError
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
 from slora.memory.device_memory import DeviceMemory
+from slora.memory.kv_cache import BlockTable
 from slora.memory.pool_sizing import (
     MAX_SLOTS,
     choose_pool_bytes,
@@ -447,8 +448,8 @@ class Runner:
 def _scratch_chunk(memory: DeviceMemory) -> Chunk:
     """A chunk of one token on page 0, for a sequence without a request. Its recurrent state is on page 1."""
     request = EngineRequest("trial", "", [0], (), SamplingParams(top_p=0.9))
-    sizes = memory.geometry.block_tokens, memory.num_state_pages
-    sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, *sizes)
+    blocks = BlockTable(memory.geometry.block_tokens, memory.num_state_pages)
+    sequence = Sequence(request, TenantAccount("trial"), 1, frozenset(), 0, blocks)
     sequence.blocks.extend([1] * memory.num_state_pages + [0])
     return Chunk(sequence, 0, 1, samples=True, slots=())
 

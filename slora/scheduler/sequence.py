@@ -236,10 +236,9 @@ class Sequence:
         max_tokens: int,
         stop_ids: frozenset[int],
         seed: int,
-        block_tokens: int,
-        num_state_pages: int = 0,
+        blocks: BlockTable,
     ) -> None:
-        """num_state_pages: see `BlockTable`."""
+        """blocks: an empty table, for the pages of the sequence."""
         self.arrival = next(_arrivals)
         self.index = 0  # The number of this choice or beam within the request.
         # Number of choices that start when the prompt is computed; 1 afterwards and in the forks.
@@ -268,7 +267,7 @@ class Sequence:
         self.len_at_preemption = 0  # Number of tokens at the last preemption.
         # Number of failed steps of which the sequence may be the cause, since it last gained a token.
         self.num_failed_steps = 0
-        self.blocks = BlockTable(block_tokens, num_state_pages)
+        self.blocks = blocks
         self.num_state_tokens = 0
         self.block_keys: list[bytes] = []
         self.num_inserted = 0
@@ -303,9 +302,9 @@ class Sequence:
         """Creates choice or beam `index` of the same request. The new sequence has the same place in the order of
         arrival, and holds no pages yet.
         """
-        sizes = self.blocks.block_tokens, self.blocks.num_state_pages
+        blocks = BlockTable(self.blocks.block_tokens, self.blocks.num_state_pages)
         seed = choice_seed(self.seed, index)
-        choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, *sizes)
+        choice = Sequence(self.request, self.tenant, self.max_tokens, self.stop_ids, seed, blocks)
         choice.arrival, choice.index = self.arrival, index
         choice.num_choices = choice.num_places = 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search

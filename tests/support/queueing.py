@@ -2,6 +2,7 @@
 
 from slora.core.request import EngineRequest, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
@@ -25,4 +26,4 @@ def make_sequence(
     request = EngineRequest(
         "r", tenant.name, [1] * prompt, single_adapter(adapter), sampling, priority=priority
     )
-    return Sequence(request, tenant, 1, frozenset(), 0, BLOCK_TOKENS)
+    return Sequence(request, tenant, 1, frozenset(), 0, BlockTable(BLOCK_TOKENS))

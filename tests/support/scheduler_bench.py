@@ -33,6 +33,7 @@ from slora.core.request import (
     single_adapter,
 )
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.residency import AdapterLoad
 from slora.sampling.prompt_rows import find_pooled_rows
 from slora.scheduler.scheduler import Scheduler
@@ -169,7 +170,7 @@ class SchedulerBench:
         self.memory.tenants.set_share(tenant, share)
         owner = self.memory.tenants.find(tenant, is_background=request.is_background)
         max_tokens = sampling.max_tokens or longest
-        sequence = Sequence(request, owner, max_tokens, frozenset([STOP_TOKEN]), 0, BLOCK_TOKENS)
+        sequence = Sequence(request, owner, max_tokens, frozenset([STOP_TOKEN]), 0, BlockTable(BLOCK_TOKENS))
         self.scheduler.add(sequence, self.now)
         return sequence
 

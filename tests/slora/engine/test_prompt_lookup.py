@@ -10,6 +10,7 @@ import pytest
 from slora.core.request import EngineRequest, RequestUsage, single_adapter
 from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
@@ -152,6 +153,7 @@ def test_a_stop_token_within_a_draft_ends_the_answer(kits: Kits) -> None:
 )
 def test_a_request_whose_tokens_depend_on_the_tokens_before_is_not_drafted(params: dict[str, object]) -> None:
     sequences = [
-        Sequence(ask([1], **fields), TenantAccount("t"), 9, frozenset(), 0, 16) for fields in ({}, params)
+        Sequence(ask([1], **fields), TenantAccount("t"), 9, frozenset(), 0, BlockTable(16))
+        for fields in ({}, params)
     ]
     assert [one.can_draft for one in sequences] == [True, False]

@@ -7,6 +7,7 @@ import pytest
 from slora.core.errors import DeviceFailed
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.runner.fault_isolation import FaultIsolation, StepResult
 from slora.runner.runner import PageTransferFailed
@@ -16,7 +17,7 @@ from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 
 def make_chunk(number: int, *, num_forks: int = 0, samples: bool = True) -> Chunk:
     request = EngineRequest(str(number), "t", [number], (), SamplingParams())
-    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(), 0, 16)
+    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(), 0, BlockTable(16))
     forks = tuple(sequence.fork(index) for index in range(1, num_forks + 1))
     return Chunk(sequence, 0, 1, samples=samples, slots=(), forks=forks)
 

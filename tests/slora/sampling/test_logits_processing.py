@@ -13,6 +13,7 @@ from transformers import (
 
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.sampling.sampler import apply_penalties, apply_penalties_to_all_tokens, process_logits
 from slora.sampling.sampling_table import SamplingTable
@@ -25,7 +26,9 @@ CPU = torch.device("cpu")
 def make_sequence(
     params: SamplingParams, prompt: list[int], generated: list[int], stop_ids: frozenset[int] = frozenset()
 ) -> Sequence:
-    sequence = Sequence(EngineRequest("r", "t", prompt, (), params), TenantAccount("t"), 100, stop_ids, 0, 16)
+    sequence = Sequence(
+        EngineRequest("r", "t", prompt, (), params), TenantAccount("t"), 100, stop_ids, 0, BlockTable(16)
+    )
     sequence.token_ids.extend(generated)
     return sequence
 

@@ -15,6 +15,7 @@ from transformers import (
 
 from slora.core.request import EngineRequest
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.sampling.sampler import sample, token_logprobs
 from slora.sampling.sampling_table import SamplingTable
@@ -36,7 +37,7 @@ def make_sequence(
 ) -> Sequence:
     """A sequence whose prompt is token 0 repeated `num_tokens` times, followed by the `generated` tokens."""
     request = EngineRequest("r", "t", [0] * num_tokens, (), params)
-    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(stop_ids), seed, 16)
+    sequence = Sequence(request, TenantAccount("t"), 1, frozenset(stop_ids), seed, BlockTable(16))
     sequence.token_ids.extend(generated)
     return sequence
 

@@ -3,6 +3,7 @@ token. A beam search gets its first token at its end, so it is reported while it
 
 from slora.core.cost_model import CostModel
 from slora.core.request import EngineRequest
+from slora.memory.kv_cache import BlockTable
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.lifecycle import UnfinishedRequests
 from slora.scheduler.sequence import Sequence
@@ -28,7 +29,9 @@ def make_deadlines() -> Deadlines:
 def make_search(stop_ids: frozenset[int]) -> Sequence:
     """A search of two beams for five tokens. A step of both beams takes one second."""
     params = beam_params(2, 1, 5, 1.0, early_stopping=False)
-    return Sequence(EngineRequest("r", "a", [1, 1], (), params), TENANT, 5, stop_ids, 0, BLOCK_TOKENS)
+    return Sequence(
+        EngineRequest("r", "a", [1, 1], (), params), TENANT, 5, stop_ids, 0, BlockTable(BLOCK_TOKENS)
+    )
 
 
 def test_requests_past_their_latest_start_are_returned_once_in_order() -> None:

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from slora.core.request import EngineRequest, TenantShare
 from slora.core.sampling_params import SamplingParams
+from slora.memory.kv_cache import BlockTable
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.sequence import Sequence
@@ -246,7 +247,7 @@ class Runners:
 
     def _sequence(self, request_id: str, tenant: str, priority: int) -> Sequence:
         request = EngineRequest(request_id, tenant, [1], (), SamplingParams(max_tokens=8), priority=priority)
-        return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, 4)
+        return Sequence(request, self.tenants.find(tenant), 8, frozenset(), 0, BlockTable(4))
 
 
 def test_of_equal_tenants_the_sequence_with_fewest_computed_tokens_is_preempted() -> None:
