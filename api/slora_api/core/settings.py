@@ -154,10 +154,6 @@ class Settings:
         2**17, "lowest average rate at which a client may send a body, after a grace period of 20 s", Whole(1),
         metavar="N",
     )  # fmt: skip
-    max_connections: int = setting(
-        4096, "largest number of HTTP connections; lower if the limit of open files (ulimit -Hn) requires it",
-        Whole(1), metavar="N",
-    )  # fmt: skip
     max_connections_per_address: int | None = setting(
         None, "largest number of HTTP connections of one client address; auto is three quarters of all, "
         "which suits a proxy",
@@ -203,6 +199,11 @@ class Settings:
     max_files_per_tenant: int = 1000
     max_batches_per_tenant: int = 100
     batch_lines_in_flight: int = 64
+
+    @property
+    def max_connections(self) -> int:
+        """The largest number of HTTP connections. The limit of open files (ulimit -Hn) may allow fewer."""
+        return max(4096, 8 * self.max_concurrent_requests)
 
 
 def choose_host_cache_bytes(settings: Settings) -> int:

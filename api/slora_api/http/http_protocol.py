@@ -134,7 +134,7 @@ class Connections:
                 "all %d connections have requests in progress; new connections are refused", len(self)
             )
             return (
-                f"All {len(self)} connections of this server have requests in progress (max_connections). Connect "
+                f"All {len(self)} connections of this server have requests in progress. Connect "
                 "again shortly."
             )
         return None

@@ -149,7 +149,7 @@ def explain_few_descriptors(max_connections: int, num_descriptors: int) -> str:
         return ""
     return (
         f"this process may open {num_descriptors} files, which is enough for {allowed} of the {max_connections} "
-        "connections of max_connections: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
+        "connections that it would accept: raise the limit of open files (ulimit -Hn, LimitNOFILE=, or docker's "
         "--ulimit nofile=)"
     )
 

@@ -43,7 +43,7 @@ def test_a_new_connection_is_refused_only_where_all_others_have_requests() -> No
     fill(connections, FakeConnection("10.0.0.3"))
     assert idle.closed and not busy.closed
     reason = connections.make_room("10.0.0.4")
-    assert reason is not None and "All 2 connections" in reason and "max_connections" in reason
+    assert reason is not None and "All 2 connections" in reason
     connections.discard(busy)
     connections.discard(busy)
     assert connections.make_room("10.0.0.4") is None
