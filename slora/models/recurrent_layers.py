@@ -10,14 +10,21 @@ state before it computes the layer, and writes it afterwards. A step that fails 
 tokens behind, so the scheduler restarts its sequences.
 
 A layer that keeps its state elsewhere needs a method that `LayerStates` lacks, and is refused.
+
+transformers' layers compute a prompt by other code than single tokens. `check_recurrent_layers` compares the two at
+start. Random weights and a small model do not show every difference: Mamba-2's class limits the time steps of a prompt
+only, which matters if those of the checkpoint exceed the limits.
 """
 
+import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.model_spec import ModelSpec, StateTensor
 from slora.models.step_batch import StateRows
@@ -160,3 +167,88 @@ def _write(memory: DeviceMemory, tables: Tensor, span: tuple[int, int], tensor: 
     words = memory.pages.view(_WORD)
     for page, of_page, of_span in _pieces(span, memory.full_page_bytes):
         words[:, of_page].index_copy_(0, tables[:, page], content[:, of_span])
+
+
+# The tokens of each call. Each call reads all weights of a layer, so more of them would take seconds in large models.
+_CHUNKS = (11, 9)
+_NUM_SINGLE = 3
+_NUM_TOKENS = sum(_CHUNKS) + _NUM_SINGLE
+# Limits of the root mean square of a token's difference, relative to that of all outputs. In float32, rounding gave at
+# most 8e-7 over eight architectures. Fused kernels on a GPU may multiply in TF32.
+_TOLERANCE, _TOLERANCE_OF_FUSED = 1e-4, 3e-3
+# The most tokens of a chunk of a scan. The usual 256 would take seconds and gigabytes, and test one chunk only.
+_SCAN_TOKENS = 16
+
+
+@torch.inference_mode()
+def check_recurrent_layers(model: nn.Module, spec: ModelSpec) -> None:
+    """Raises ConfigError if a recurrent layer computes a sequence in several calls otherwise than in one.
+
+    Of layers that differ only in their weights, one is computed, in float32.
+    """
+    seen = set()
+    for path in dict.fromkeys(state.module for state in spec.states):
+        module = model.get_submodule(path)
+        kind = _describe_kind(module)
+        if kind not in seen:
+            seen.add(kind)
+            _check_layer(path, module, spec)
+
+
+def _describe_kind(module: nn.Module) -> tuple[object, ...]:
+    """What layers with the same arithmetic share: their class, and the sizes and settings of their modules."""
+    sizes = tuple((name, *parameter.shape) for name, parameter in module.named_parameters())
+    settings = tuple(
+        (path, name, repr(value))
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, int | float | str | tuple | list) and "layer" not in name
+    )
+    return type(module), sizes, settings
+
+
+def _check_layer(path: str, module: nn.Module, spec: ModelSpec) -> None:
+    # `forward` of the module itself reads its states from pages.
+    layer: Any = copy.deepcopy(module, {id(vars(module).get("forward")): None}).float()
+    for part in layer.modules():
+        if isinstance(getattr(part, "chunk_size", None), int):
+            part.chunk_size = min(part.chunk_size, _SCAN_TOKENS)
+    device = next(layer.parameters()).device
+    random = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, _NUM_TOKENS, spec.sizes.hidden_size, generator=random)
+    # Of different sizes, so that the gates of a recurrence are open in some tokens and closed in others.
+    hidden *= torch.exp2(torch.rand(1, _NUM_TOKENS, 1, generator=random) * 4 - 2)
+    hidden = hidden.to(device)
+    zeros = {
+        (state.kind, state.index): torch.zeros(1, *state.shape, device=device)
+        for state in spec.states
+        if state.module == path
+    }
+    chunks = _CHUNKS if spec.continues_states else (sum(_CHUNKS),)
+    ways: dict[str, tuple[Sequence[int], LayerStates]] = {
+        "in chunks and then token by token": ((*chunks, *(1,) * _NUM_SINGLE), LayerStates()),
+        "token by token": ((1,) * _NUM_SINGLE, LayerStates(zeros)),
+    }
+
+    def compute(lengths: Sequence[int], states: LayerStates) -> Tensor:
+        parts = torch.split(hidden[:, : sum(lengths)], list(lengths), dim=1)
+        return torch.cat([call_with_states(layer.forward, part, states) for part in parts], dim=1)[0].double()
+
+    layer.forward = type(module).forward.__get__(layer)
+    expected = compute([_NUM_TOKENS], LayerStates())
+    most = _TOLERANCE if device.type == "cpu" else _TOLERANCE_OF_FUSED
+    for how, (lengths, states) in ways.items():
+        name = f"{type(module).__name__} at {path}"
+        refusal = f"model_type {spec.family!r} can't be served: {name} computes a sequence {how}"
+        try:
+            answers = compute(lengths, states)
+        except Exception as error:
+            # The layer's code belongs to transformers and may raise any exception.
+            raise ConfigError(f"{refusal}, but that failed: {type(error).__name__}: {error}") from error
+        errors = (answers - expected[: len(answers)]).square().mean(dim=1).sqrt()
+        off = float(errors.max() / expected.square().mean().sqrt())
+        if not off <= most:
+            raise ConfigError(
+                f"{refusal} otherwise than in one call; the outputs differ by {off:.2g} of their size, and rounding "
+                f"explains at most {most:.2g}"
+            )

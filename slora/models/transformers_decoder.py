@@ -30,7 +30,7 @@ from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
 from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
 from slora.models.parity_check import check_parity
-from slora.models.recurrent_layers import StatePages
+from slora.models.recurrent_layers import StatePages, check_recurrent_layers
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
@@ -373,13 +373,16 @@ class TransformersDecoder:
         return self._squares[site.group]
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
-        """Raises ConfigError if paged attention changes the logits, or if a KV block would be in two chunks."""
+        """Raises ConfigError if paged attention changes the logits, if a KV block would be in two chunks, or if a
+        recurrent layer computes a prompt otherwise than single tokens.
+        """
         chunk = getattr(self._model.config.get_text_config(), CHUNK_FIELD, 0)
         if self.spec.chunked_layers and chunk % geometry.block_tokens:
             raise ConfigError(
                 f"{CHUNK_FIELD} is {chunk}, which is not a multiple of the block size {geometry.block_tokens}; set "
                 "another block_tokens"
             )
+        check_recurrent_layers(self._model, self.spec)
         check_parity(self, geometry, kernels)
 
     @contextmanager

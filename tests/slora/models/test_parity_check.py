@@ -22,17 +22,24 @@ from tests.support.tiny_models import write_model
 Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]
 
 
-def start(directory: Path, make_hook: Callable[[PreTrainedModel], Hook]) -> None:
-    """Starts the model with a hook after the first layer's MLP."""
+def start_changed(directory: Path, change: Callable[[PreTrainedModel], object]) -> None:
+    """Starts the model after a change of transformers' module."""
 
     def load(config: EngineConfig, spec: ModelSpec, *rest: Any) -> Model:
         decoder = load_model(config, spec, *rest)
         assert isinstance(decoder, TransformersDecoder)
-        mlp = decoder.module.get_submodule("model.layers.0.mlp")
-        mlp.register_forward_hook(make_hook(decoder.module))
+        change(decoder.module)
         return decoder
 
     Runner(EngineConfig(directory, kernels=KERNELS, pool_bytes=1 << 22), read_model_spec(directory), load)
+
+
+def start(directory: Path, make_hook: Callable[[PreTrainedModel], Hook]) -> None:
+    """Starts the model with a hook after the first layer's MLP."""
+    start_changed(
+        directory,
+        lambda model: model.get_submodule("model.layers.0.mlp").register_forward_hook(make_hook(model)),
+    )
 
 
 def scale_by_index(index_of: Callable[[int], Tensor]) -> Hook:
@@ -79,3 +86,31 @@ def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(t
     reason = "'granite' can't be served, because computing two short prompts failed: AttributeError: 'tuple' object"
     with pytest.raises(ConfigError, match=reason):
         start(tmp_path, lambda _: fail)
+
+
+@pytest.mark.parametrize(
+    ("model", "field", "value", "reason"),
+    [
+        (
+            "bamba",
+            "time_step_limit",
+            (0.3, 0.6),
+            "in chunks and then token by token otherwise than in one call",
+        ),
+        ("lfm2", "conv_kernel_size", 1, "in chunks and then token by token, but that failed: RuntimeError"),
+    ],
+)
+def test_a_recurrent_layer_that_computes_prompts_otherwise_than_tokens_is_refused(
+    tmp_path: Path, model: str, field: str, value: Any, reason: str
+) -> None:
+    """Born from Mamba-2, whose class limits the time steps of a prompt only. In bfloat16, the logits hide this."""
+    write_model(tmp_path, model)
+
+    def change(found: PreTrainedModel) -> None:
+        for module in found.modules():
+            if hasattr(module, field):
+                setattr(module, field, value)
+
+    where = rf"'{model}' can't be served: \w+ at model\.layers\.0\.\w+"
+    with pytest.raises(ConfigError, match=rf"{where} computes a sequence {reason}"):
+        start_changed(tmp_path, change)
