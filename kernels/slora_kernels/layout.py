@@ -45,7 +45,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,11 +58,15 @@ SEGMENT_BYTES = 256
 MAX_GROUP_MODULES = 3
 # Linears whose output does not change K and V of the same layer.
 _WITHOUT_KV = (
-    *("q_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "shared_expert_gate", "gate"),
+    *("q_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj", "shared_expert_gate"),
+    *("gate", "router"),
 )
-# The router of a mixture of experts, and the linears of all experts.
+# The router of a mixture of experts in our own decoder, and the linears of all experts.
 ROUTER_PATH = "mlp.gate"
 EXPERT_PATHS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+# What a linear is for PEFT. `router`: a module with a parameter `weight`. `experts`: a parameter with the weights of
+# all experts. PEFT adapts both by the names of parameters (`target_parameters`), because they are no linears of torch.
+LinearRole = Literal["linear", "router", "experts"]
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -107,7 +111,9 @@ class LinearShape:
     path: its name in PEFT's spelling. In `ModelShape.linears` it is relative to the layer ("self_attn.q_proj"). In
     `ModelShape.modules` it is the full path from the model's root.
     num_experts: the number of experts that have such a linear. 1: it is not a linear of experts.
-    is_transposed: whether the base model stores its weight as [in, out], as GPT-2 does.
+    is_transposed: whether the base model stores its weight as [in, out] and PEFT takes it for [out, in], as in GPT-2.
+    role: see `LinearRole`. The path of experts is that of their parameter.
+    has_halves: whether it is the gate and the up projection of experts, one after the other.
     """
 
     path: str
@@ -116,6 +122,13 @@ class LinearShape:
     has_bias: bool = False
     num_experts: int = 1
     is_transposed: bool = False
+    role: LinearRole = "linear"
+    has_halves: bool = False
+
+    @property
+    def weight_path(self) -> str:
+        """The path of its weight, which `target_parameters` may name."""
+        return self.path if self.role == "experts" else f"{self.path}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,8 +355,8 @@ class ModelShape:
 
 def name_module(path: str) -> str:
     """The name that the module at `path` shares with those of other layers, such as "q_proj"."""
-    name = path.rpartition(".")[2]
-    return f"experts.{name}" if path.endswith(EXPERT_PATHS) else name
+    *parents, name = path.split(".")
+    return f"experts.{name}" if parents[-1:] == ["experts"] else name
 
 
 @cache
@@ -472,10 +485,11 @@ def mix_experts(
         down = LinearShape(f"{path}.down_proj", shared_width, hidden, biased)
         shared = [[gate, up], [down], [LinearShape("mlp.shared_expert_gate", hidden, 1)]]
     hidden, (gate_up_path, down_path) = shape.hidden_size, EXPERT_PATHS
+    expert = LinearShape("", hidden, hidden, num_experts=num_experts, role="experts")
     routed = [
-        [LinearShape(ROUTER_PATH, hidden, num_experts)],
-        [LinearShape(gate_up_path, hidden, 2 * width, num_experts=num_experts)],
-        [LinearShape(down_path, width, hidden, num_experts=num_experts)],
+        [LinearShape(ROUTER_PATH, hidden, num_experts, role="router")],
+        [replace(expert, path=gate_up_path, out_width=2 * width, has_halves=True)],
+        [replace(expert, path=down_path, in_width=width)],
     ]
     first_shared = len(attention) + len(dense)
     of_dense = tuple(range(first_shared))

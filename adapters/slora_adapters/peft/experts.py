@@ -24,63 +24,72 @@ from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.targeting import Target, resolve_targets, spell_out
 from slora_adapters.peft.tensor_file import StoredTensor
 from slora_adapters.peft.validation import validate
-from slora_kernels.layout import EXPERT_PATHS, ROUTER_PATH, LinearShape, ModelShape
+from slora_kernels.layout import LinearShape, ModelShape
 
-# The block of the experts within a layer, and the names of gate, up and down in it.
-_SPELLINGS: Mapping[str, tuple[str, str, str]] = {
-    "block_sparse_moe": ("w1", "w3", "w2"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+# The block of Mixtral's experts in transformers 4, and of those like it. In other models it is that of the base model.
+_OLD_BLOCK = "block_sparse_moe"
+# The names of gate, up and down.
+_SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
 _EXPERT = re.compile(r"\.(?P<block>\w+)\.experts\.\d+\.(?P<linear>\w+)\.lora_", re.ASCII)
-_GATE_UP, _DOWN = EXPERT_PATHS
 # The most bytes that a tensor takes in the header of a file.
 _ENTRY_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpelling:
-    """The names of experts in an adapter. shape: that of the base model, with a module for each linear of an expert."""
+    """The names of experts in an adapter.
+
+    block: the block of the experts within a layer. names: those of gate, up and down. router: that of the router.
+    shape: that of the base model, with a module for each linear of an expert.
+    """
 
     block: str
+    names: tuple[str, str, str]
+    router: str
     shape: ModelShape
 
     def is_own(self, path: str) -> bool:
         """Whether a module has another name in `shape` than in the base model."""
-        return f".{self.block}.experts." in path or path.endswith(f".{self.block}.gate")
+        return f".{self.block}.experts." in path or path.endswith(f".{self.block}.{self.router}")
 
 
 def find_spelling(tensor_names: Iterable[str], shape: ModelShape) -> ExpertSpelling | None:
     """Returns how an adapter names the experts; None if it has no tensors for single experts of this base model."""
-    if all(linear.num_experts == 1 for linear in shape.linears):
-        return None
-    for name in tensor_names:
+    paths = [linear.path.split(".") for linear in shape.linears if linear.has_halves]
+    blocks = {_OLD_BLOCK, *(block for path in paths for block in path[:-2])}
+    for name in tensor_names if paths else ():
         match = _EXPERT.search(name)
-        if match is not None and match["linear"] in _SPELLINGS.get(match["block"], ()):
-            return ExpertSpelling(match["block"], _list_experts(shape, match["block"]))
+        if match is not None and match["block"] in blocks:
+            for names in _SPELLINGS:
+                if match["linear"] in names:
+                    return _spell_experts(shape, match["block"], names)
     return None
 
 
 # Tables about a shape are cached, and found faster for the same object.
 @cache
-def _list_experts(shape: ModelShape, block: str) -> ModelShape:
-    gate, up, down = _SPELLINGS[block]
+def _spell_experts(shape: ModelShape, block: str, names: tuple[str, str, str]) -> ExpertSpelling:
+    gate, up, down = names
+    router = "gate"
     linears: list[LinearShape] = []
     groups: list[tuple[int, ...]] = []
     groups_of_group: list[range] = []
     for group in shape.groups:
         first_group, linear = len(groups), shape.linears[group[0]]
         members = [[shape.linears[index] for index in group]]
-        width, in_width, names = linear.out_width, linear.in_width, f"{block}.experts"
-        if linear.path == ROUTER_PATH:
-            members = [[replace(linear, path=f"{block}.gate")]]
-        elif linear.path == _GATE_UP:
+        width, in_width, prefix = linear.out_width, linear.in_width, f"{block}.experts"
+        if linear.role == "router":
+            parent, _, name = linear.path.rpartition(".")
+            router = name if parent == block else router
+            members = [[replace(linear, path=f"{block}.{router}", role="linear")]]
+        elif linear.has_halves:
             members = [
-                [LinearShape(f"{names}.{expert}.{name}", in_width, width // 2) for name in (gate, up)]
+                [LinearShape(f"{prefix}.{expert}.{name}", in_width, width // 2) for name in (gate, up)]
                 for expert in range(linear.num_experts)
             ]
-        elif linear.path == _DOWN:
+        elif linear.role == "experts":
             members = [
-                [LinearShape(f"{names}.{expert}.{down}", in_width, width)]
+                [LinearShape(f"{prefix}.{expert}.{down}", in_width, width)]
                 for expert in range(linear.num_experts)
             ]
         for own in members:
@@ -91,7 +100,8 @@ def _list_experts(shape: ModelShape, block: str) -> ModelShape:
         tuple(own for group in shape.layer_groups(layer) for own in groups_of_group[group])
         for layer in range(shape.num_layers)
     )
-    return replace(shape, linears=tuple(linears), groups=tuple(groups), groups_of_layer=of_layer)
+    spelled = replace(shape, linears=tuple(linears), groups=tuple(groups), groups_of_layer=of_layer)
+    return ExpertSpelling(block, names, router, spelled)
 
 
 def join_experts(
@@ -122,13 +132,15 @@ def join_experts(
     count = max(linear.num_experts for linear in shape.linears)
     for layer in range(shape.num_layers):
         prefix = f"{shape.layers_path}.{layer}"
-        parts = _LayerParts(prefix, spelling.block, by_path)
-        if (router := parts.find("gate")) is not None:
-            pair, target = router
-            path = f"{prefix}.{ROUTER_PATH}"
-            targets_by_path[path] = target._replace(is_parameter=True)
-            joined |= {tensor.name: tensor for tensor in _rename(pair, path)}
-        for path, wrapper, linears in parts.list_wrappers():
+        own_linears = [shape.linears[index] for index in shape.layer_linears(layer)]
+        parts = _LayerParts(prefix, spelling, by_path)
+        for router in (linear for linear in own_linears if linear.role == "router"):
+            if (found_router := parts.find(spelling.router)) is not None:
+                pair, target = found_router
+                path = f"{prefix}.{router.path}"
+                targets_by_path[path] = target._replace(is_parameter=True)
+                joined |= {tensor.name: tensor for tensor in _rename(pair, path)}
+        for path, wrapper, linears in parts.list_wrappers(own_linears):
             pairs, faults = parts.collect(linears, count)
             reasons += faults
             if pairs and not faults:
@@ -186,21 +198,32 @@ _Pair = LoraPair[StoredTensor]
 class _LayerParts:
     """The pairs of one layer's experts and router."""
 
-    def __init__(self, prefix: str, block: str, by_path: Mapping[str, tuple[_Pair, Target]]) -> None:
-        self._prefix, self._block, self._by_path = prefix, block, by_path
+    def __init__(
+        self, prefix: str, spelling: ExpertSpelling, by_path: Mapping[str, tuple[_Pair, Target]]
+    ) -> None:
+        self._prefix, self._block, self._names = prefix, spelling.block, spelling.names
+        self._by_path = by_path
 
     def find(self, name: str) -> tuple[_Pair, Target] | None:
         return self._by_path.get(f"{self._prefix}.{self._block}.{name}")
 
-    def list_wrappers(self) -> list[tuple[str, str, Sequence[str]]]:
-        """For each of the two parameters: its path, the path of PEFT's wrapper, and the linears that it joins."""
-        gate, up, down = _SPELLINGS[self._block]
-        wrapper = f"{self._prefix}.mlp.experts"
+    def list_wrappers(self, linears: Iterable[LinearShape]) -> list[tuple[str, str, Sequence[str]]]:
+        """For each parameter of the experts: its path, the path of PEFT's wrapper, and the linears that it joins.
+
+        linears: those of the layer.
+        """
+        gate, up, down = self._names
         has_down = self.find(f"experts.0.{down}") is not None
-        return [
-            (f"{self._prefix}.{_GATE_UP}", f"{wrapper}.base_layer" if has_down else wrapper, (gate, up)),
-            (f"{self._prefix}.{_DOWN}", wrapper, (down,)),
-        ]
+        found: list[tuple[str, str, Sequence[str]]] = []
+        for linear in linears:
+            if linear.role == "experts":
+                path = f"{self._prefix}.{linear.path}"
+                wrapper = path.rpartition(".")[0]
+                if linear.has_halves:
+                    found.append((path, f"{wrapper}.base_layer" if has_down else wrapper, (gate, up)))
+                else:
+                    found.append((path, wrapper, (down,)))
+        return found
 
     def collect(self, linears: Sequence[str], count: int) -> tuple[list[list[_Pair]], list[Reason]]:
         """Returns the pairs of these linears of each expert; none if none is adapted. They must have one form."""

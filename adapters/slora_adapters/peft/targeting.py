@@ -36,7 +36,7 @@ from slora_adapters.peft.peft_config import (
     PeftConfig,
 )
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
-from slora_kernels.layout import EXPERT_PATHS, ROUTER_PATH, LinearShape, ModelShape
+from slora_kernels.layout import ModelShape
 
 # Timeout of the separate process. The timeout is long, because two seconds of CPU time may take much longer on a busy
 # machine.
@@ -160,7 +160,7 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
     reasons = [*_refuse_layers(config, shape.num_layers)]
     parameters, no_linears = _find_parameters(config, shape), _find_no_linears(shape)
     names = [
-        name_weight(module) if module_id in parameters else module.path
+        module.weight_path if module_id in parameters else module.path
         for module_id, module in enumerate(shape.modules)
     ]
     names += _EMBEDDING_NAMES
@@ -229,15 +229,7 @@ def _names_embedding(config: PeftConfig) -> bool:
 @cache
 def _find_no_linears(shape: ModelShape) -> frozenset[ModuleId]:
     """Returns experts and routers. They are no linears of torch, so target_modules can't name them."""
-    if all(linear.num_experts == 1 for linear in shape.linears):
-        return frozenset()
-    parameters = (f".{ROUTER_PATH}", *EXPERT_PATHS)
-    return frozenset(m for m, module in enumerate(shape.modules) if module.path.endswith(parameters))
-
-
-def name_weight(module: LinearShape) -> str:
-    """Returns the name of a module's weight in target_parameters. That of experts is a parameter of all of them."""
-    return module.path if module.path.endswith(EXPERT_PATHS) else f"{module.path}.weight"
+    return frozenset(m for m, module in enumerate(shape.modules) if module.role != "linear")
 
 
 def _find_parameters(config: PeftConfig, shape: ModelShape) -> frozenset[ModuleId]:
@@ -251,16 +243,14 @@ def _find_parameters(config: PeftConfig, shape: ModelShape) -> frozenset[ModuleI
     return frozenset(
         module_id
         for module_id, module in enumerate(shape.modules[: shape.embedding_module])
-        if not module.is_transposed and any(suffix in wanted for suffix in _suffixes(name_weight(module)))
+        if not module.is_transposed and any(suffix in wanted for suffix in _suffixes(module.weight_path))
     )
 
 
 def _refuse_parameters(
     config: PeftConfig, parameters: Collection[ModuleId], shape: ModelShape
 ) -> Iterable[Reason]:
-    known = {
-        suffix for module_id in parameters for suffix in _suffixes(name_weight(shape.modules[module_id]))
-    }
+    known = {suffix for module_id in parameters for suffix in _suffixes(shape.modules[module_id].weight_path)}
     for name in config.target_parameters:
         if name not in known:
             yield Reason(
@@ -299,7 +289,7 @@ def spell_out(
         wild.add("target_modules")
     parameters = {module_id for module_id, target in targets.items() if target.is_parameter}
     paths = {
-        module_id: name_weight(shape.modules[module_id])
+        module_id: shape.modules[module_id].weight_path
         if module_id in parameters
         else shape.modules[module_id].path
         for module_id in targets

@@ -29,7 +29,7 @@ from slora_adapters.peft.adapter import (
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finite, largest_magnitude_bits
-from slora_kernels.layout import EXPERT_PATHS, LinearShape, ModelShape
+from slora_kernels.layout import LinearShape, ModelShape
 
 # PEFT writes names with the prefix "base_model.model." and without the adapter's name, "default". PEFT also loads names
 # with "default" before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding
@@ -204,27 +204,28 @@ def _norms_by_path(shape: ModelShape) -> Mapping[str, int]:
 
 @cache
 def _linears_by_path(shape: ModelShape) -> Mapping[str, ModuleId]:
-    paths = {module.path: m for m, module in enumerate(shape.modules) if m != shape.embedding_module}
-    return {_wrapper_path(path): m for path, m in paths.items()}
+    return {_wrapper_path(m, shape): m for m in range(len(shape.modules)) if m != shape.embedding_module}
 
 
-def _wrapper_path(path: str) -> str:
-    """PEFT wraps the module of the experts once for each adapted parameter: last, and outermost, for down_proj."""
-    gate_up, down = EXPERT_PATHS
-    if path.endswith(f".{gate_up}"):
-        return f"{path.rpartition('.')[0]}.base_layer"
-    return path.rpartition(".")[0] if path.endswith(f".{down}") else path
+def _wrapper_path(module_id: ModuleId, shape: ModelShape) -> str:
+    """PEFT wraps the module of the experts once for each adapted parameter: last, and outermost, for the second one."""
+    module = shape.modules[module_id]
+    if module.role != "experts":
+        return module.path
+    wrapper = module.path.rpartition(".")[0]
+    is_first = shape.modules[module_id + 1].path.rpartition(".")[0] == wrapper
+    return f"{wrapper}.base_layer" if is_first else wrapper
 
 
 def _find_experts(
     found: dict[tuple[ModuleId, Part], AnyFactor], targets: Collection[ModuleId], shape: ModelShape
 ) -> dict[tuple[ModuleId, Part], AnyFactor]:
-    """Corrects the modules of tensors of experts: if only gate_up_proj is adapted, its wrapper is the only one."""
+    """Corrects the modules of tensors of experts: if only the first parameter is adapted, it has the only wrapper."""
     moved = {}
     for (module_id, part), tensor in found.items():
-        is_outer = shape.modules[module_id].path.endswith(f".{EXPERT_PATHS[1]}")
-        # Within a layer, down_proj of the experts follows gate_up_proj.
-        is_only = is_outer and module_id not in targets and module_id - 1 in targets
+        paths = [shape.modules[m].path.rpartition(".")[0] for m in (module_id - 1, module_id)]
+        is_second = shape.modules[module_id].role == "experts" and len(set(paths)) == 1
+        is_only = is_second and module_id not in targets and module_id - 1 in targets
         moved[module_id - 1 if is_only and (module_id - 1, part) not in found else module_id, part] = tensor
     return moved
 
