@@ -342,10 +342,11 @@ class ExpertChoice:
     steps of a GPU can be recorded.
     """
 
-    weights: Tensor  # float32 [T, k], descending.
+    weights: Tensor  # float32 [T, k], in the order in which the outputs are added.
     row_of_choice: Tensor  # int64 [T, k], the row that belongs to each weight.
     token_of_row: Tensor  # int64 [S].
     starts: Tensor  # int32 [E + 1], the first row of each expert, and S.
+    expert_of_row: Tensor  # int64 [S], ascending.
 
     @staticmethod
     def of(logits: Tensor, config: ExpertConfig) -> "ExpertChoice":
@@ -353,15 +354,21 @@ class ExpertChoice:
         weights, experts = logits.softmax(dim=-1, dtype=torch.float32).topk(config.chosen, dim=-1)
         if config.normalizes:
             weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ExpertChoice.sort(weights, experts, config.count)
+
+    @staticmethod
+    def sort(weights: Tensor, experts: Tensor, count: int) -> "ExpertChoice":
+        """weights: float32 [T, k]. experts: int64 [T, k], the chosen ones of `count` experts."""
         # The sort is stable, so the rows of an expert are in the order of the tokens.
         sorted_experts, choices = experts.flatten().sort(stable=True)
         rows = torch.arange(len(choices), device=choices.device)
-        bounds = torch.arange(config.count + 1, device=choices.device)
+        bounds = torch.arange(count + 1, device=choices.device)
         return ExpertChoice(
             weights=weights,
             row_of_choice=torch.empty_like(choices).scatter_(0, choices, rows).view_as(experts),
-            token_of_row=choices // config.chosen,
+            token_of_row=choices // experts.shape[1],
             starts=torch.searchsorted(sorted_experts, bounds, out_int32=True),
+            expert_of_row=sorted_experts,
         )
 
     def spread(self, x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from transformers.utils import logging
 from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config as read_json_config
 from slora.models.config_fields import read_eos_token_ids
+from slora.models.mixture_layers import MixtureTrace
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import (
     CHUNK_FIELD,
@@ -160,12 +162,13 @@ class _ForwardTrace:
             self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
         return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
 
-    def find_counting(self, model: PreTrainedModel) -> tuple[str, ...]:
+    def find_counting(self, model: PreTrainedModel, mixtures: MixtureTrace) -> tuple[str, ...]:
         """Runs the model, and returns the attention modules that need a `TokenCounter`.
 
         Raises ConfigError if an attention module computes with indexes in the batch even if it has one.
         """
-        _run(model)
+        with mixtures.record():
+            _run(model)
         if not self.counting:
             return ()
         counter = TokenCounter(self.indices.offsets)
@@ -221,13 +224,14 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     _refuse_ropes(model, title)
     trace.hook_linears(model)
     trace.hook_norms(model)
+    mixtures = MixtureTrace(model, _TOKENS)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
-        counting = trace.find_counting(model)
+        counting = trace.find_counting(model, mixtures)
     trace.is_complete, calls = True, trace.calls
     states = _find_states(model, calls, title)
     layers_path = _layers_path(model, calls, states, title)
     num_layers = len(model.get_submodule(layers_path))
-    linears, groups_of_layer = _linears(model, layers_path, trace)
+    linears, groups_of_layer = _linears(model, layers_path, trace, mixtures)
     norms = tuple(_layer_norms(model, layers_path, states, trace))
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
@@ -544,23 +548,24 @@ def _layers_path(
 
 
 def _linears(
-    model: PreTrainedModel, layers_path: str, trace: _ForwardTrace
+    model: PreTrainedModel, layers_path: str, trace: _ForwardTrace, mixtures: MixtureTrace
 ) -> tuple[tuple[LinearShape, ...], tuple[tuple[int, ...], ...]]:
     """Returns the linears that LoRA can adapt, in the order of the layers' modules, and those of each layer.
 
-    The second result is empty if all layers have the same linears.
+    Routers and experts come last, see `mix_experts`. The second result is empty if all layers have the same linears.
     """
-    found: dict[LinearShape, int] = {}
-    of_layer = []
     layers: Any = model.get_submodule(layers_path)
-    for layer, block in enumerate(layers):
-        linears = [
+    plain = [
+        [
             _describe_linear(path, module)
             for path, module in block.named_modules()
             if isinstance(module, nn.Linear | Conv1D) and trace.can_adapt(f"{layers_path}.{layer}.{path}")
         ]
-        own = [found.setdefault(linear, len(found)) for linear in linears]
-        of_layer.append(tuple(sorted(own)))
+        for layer, block in enumerate(layers)
+    ]
+    mixed = [list(mixtures.list_linears(f"{layers_path}.{layer}")) for layer in range(len(layers))]
+    found = {linear: index for index, linear in enumerate(dict.fromkeys(chain(*plain, *mixed)))}
+    of_layer = [tuple(sorted(found[linear] for linear in own)) for own in map(chain, plain, mixed)]
     is_even = len(set(of_layer)) == 1
     return tuple(found), () if is_even else tuple(of_layer)
 

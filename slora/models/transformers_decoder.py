@@ -26,6 +26,7 @@ from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
+from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
 from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
@@ -82,6 +83,9 @@ class _CurrentStep:
     @property
     def is_set(self) -> bool:
         return self._step is not None
+
+    def find_deltas(self) -> tuple[LoraDeltas, Kernels] | None:
+        return None if self._step is None else (self._step.deltas, self._step.kernels)
 
     def find_counter(self) -> TokenCounter | None:
         return None if self._step is None else self._step.counter
@@ -287,6 +291,7 @@ class TransformersDecoder:
             module = self._model.get_submodule(path)
             layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), module.forward)
             module.forward = layer.forward
+        self._experts = dict(self._install_experts())
         self._install_lora_hooks()
 
     @property
@@ -373,8 +378,8 @@ class TransformersDecoder:
         return self._squares[site.group]
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
-        """Raises ConfigError if paged attention changes the logits, if a KV block would be in two chunks, or if a
-        recurrent layer computes a prompt otherwise than single tokens.
+        """Raises ConfigError if paged attention changes the logits, if a KV block would be in two chunks, if a
+        recurrent layer computes a prompt otherwise than single tokens, or if the class has other experts.
         """
         chunk = getattr(self._model.config.get_text_config(), CHUNK_FIELD, 0)
         if self.spec.chunked_layers and chunk % geometry.block_tokens:
@@ -383,6 +388,8 @@ class TransformersDecoder:
                 "another block_tokens"
             )
         check_recurrent_layers(self._model, self.spec)
+        for path, experts in self._experts.items():
+            experts.check(path, kernels)
         check_parity(self, geometry, kernels)
 
     @contextmanager
@@ -405,11 +412,33 @@ class TransformersDecoder:
         for path in self.spec.counting_paths:
             install_counter(self._model.get_submodule(path), self._current.find_counter)
 
+    def _install_experts(self) -> Iterator[tuple[str, ExpertLayer]]:
+        """Replaces the forward passes of experts and of the modules that hold them. Yields the experts by path."""
+        shape, find_step = self.spec.sizes, self._current.find_deltas
+        sites: dict[str, list[LoraSite]] = {}
+        routers: dict[str, tuple[Tensor, LoraSite]] = {}
+        for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
+            if module.role == "experts":
+                sites.setdefault(module.path.rpartition(".")[0], []).append(site)
+            elif module.role == "router":
+                routers[module.path] = self._model.get_submodule(module.path).get_parameter("weight"), site
+        for path, own in sites.items():
+            parent = path.rpartition(".")[0]
+            inside = {name: router for name, router in routers.items() if name.startswith(f"{parent}.")}
+            block, module = self._model.get_submodule(parent), self._model.get_submodule(path)
+            block.forward = MixtureBlock(block, inside, find_step).forward
+            experts = ExpertLayer(module, own, find_step)
+            module.forward = experts.forward
+            yield path, experts
+
     def _install_lora_hooks(self) -> None:
         """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""
         shape = self.spec.sizes
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
-            self._model.get_submodule(module.path).register_forward_hook(_linear_hook(self._current, site))
+            if module.role == "linear":
+                self._model.get_submodule(module.path).register_forward_hook(
+                    _linear_hook(self._current, site)
+                )
         for norm_id, norm in enumerate(shape.norms):
             self._model.get_submodule(norm.path).register_forward_hook(
                 _norm_hook(self._current, norm_id, norm)

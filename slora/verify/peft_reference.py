@@ -68,8 +68,11 @@ class PeftReference:
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
         if isinstance(layer, ParamWrapper):
-            # [E, out, in], or [out, in].
-            return (inputs.float() @ weight.transpose(-1, -2)).flatten(0, -2)
+            # [E, out, in], [out, in], or as the base model stores it: [E, in, out].
+            is_transposed = weight.dim() > inputs.dim() and getattr(
+                layer.get_base_layer(), "is_transposed", False
+            )
+            return (inputs.float() @ (weight if is_transposed else weight.mT)).flatten(0, -2)
         # Weights of embeddings and of GPT-2's Conv1D are [in, out].
         is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
         return inputs.float() @ (weight if is_in_out else weight.T)

@@ -119,6 +119,42 @@ EXPERT_LORA_KINDS: dict[str, dict[str, object]] = {
     },
 }
 
+# Where the experts and the router of a model of transformers' classes are, if not at `mlp.experts` and `mlp.gate`.
+_EXPERT_NAMES = {
+    "gpt_oss": ("mlp.experts", "mlp.router"),
+    "phimoe": ("mlp.experts", "mlp.router"),
+    "granitemoehybrid_recurrent": ("block_sparse_moe.experts", "block_sparse_moe.router"),
+    "jamba": ("feed_forward.experts", "feed_forward.router"),
+    "nemotron_h": ("mixer.experts", "mixer.gate"),
+}
+
+
+def expert_lora_kinds(model: str) -> dict[str, dict[str, object]]:
+    """`EXPERT_LORA_KINDS` with the names of the model's own parameters."""
+    experts, router = _EXPERT_NAMES.get(model, ("mlp.experts", "mlp.gate"))
+
+    def rename(value: object) -> object:
+        if isinstance(value, str):
+            return value.replace("mlp.experts", experts).replace("mlp.gate", router)
+        if isinstance(value, dict):
+            return {rename(key): rename(entry) for key, entry in value.items()}
+        return [rename(entry) for entry in value] if isinstance(value, list) else value
+
+    kinds = {
+        kind: {name: rename(value) for name, value in fields.items()}
+        for kind, fields in EXPERT_LORA_KINDS.items()
+    }
+    # As OpenAI's recipe for gpt-oss: all linears of attention, and the experts of some layers.
+    some = [f"1.{experts}.gate_up_proj", f"1.{experts}.down_proj"]
+    kinds["some_layers"] = {
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": "all-linear",
+        "target_parameters": some,
+    }
+    return kinds
+
+
 # Kinds that also adapt the embedding and the output head.
 EMBEDDING_KINDS: dict[str, dict[str, object]] = {
     "embedding": {"r": 6, "lora_alpha": 12, "target_modules": ["embed_tokens"]},

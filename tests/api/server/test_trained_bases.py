@@ -29,7 +29,10 @@ BASES: dict[str, dict[str, dict[str, object]]] = {
         "experts": {**LORA, "target_modules": ["q_proj", "v_proj"], "target_parameters": list(EXPERT_PATHS)},
         "attention": {**LORA, "target_modules": ["q_proj", "v_proj", "o_proj"]},
     },
-    "gpt_oss": {"plain": {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}},
+    "gpt_oss": {
+        "plain": {**LORA, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        "experts": {**LORA, "target_parameters": [f"1.{path}" for path in EXPERT_PATHS]},
+    },
     "deepseek_v3": {"plain": {**LORA, "target_modules": ["q_b_proj", "kv_b_proj", "o_proj"]}},
     "lfm2": {"plain": LORA},
     "qwen3_next": {"plain": {**LORA, "target_modules": ["q_proj", "o_proj", "in_proj_qkvz", "out_proj"]}},

@@ -1,6 +1,7 @@
 """Adapters of experts and routers give peft's answers, beside adapters of other linears and the base."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +12,10 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from slora import LLM, LoraAdapter
+from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.verify.verification import VerificationRequest, verify_adapter
 from slora_adapters.errors import AdapterInvalid
@@ -24,20 +27,34 @@ from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.model_kit import Kits, ModelKit, make_kit
-from tests.support.peft_adapters import EXPERT_LORA_KINDS, KINDS, make_adapter, write_single_experts
-from tests.support.tiny_models import make_model, write_model
+from tests.support.oracle import Oracle
+from tests.support.peft_adapters import (
+    EXPERT_LORA_KINDS,
+    KINDS,
+    expert_lora_kinds,
+    make_adapter,
+    write_single_experts,
+)
+from tests.support.tiny_models import OTHER_MODELS, count_layers, make_model, write_model
 
 MODELS = ["mixtral", "qwen2_moe", "qwen3_moe_mixed"]
+# Models that run through transformers' own classes.
+OTHERS = ["gpt_oss"]
 
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
-    kinds = EXPERT_LORA_KINDS | {"plain": KINDS["r8_on_q_and_v"]}
-    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, kinds))
+    def make(model: str) -> ModelKit:
+        kinds = expert_lora_kinds(model) if model in OTHERS else EXPERT_LORA_KINDS
+        changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
+        plain = {"plain": KINDS["r8_on_q_and_v"]}
+        return make_kit(tmp_path_factory.mktemp(model), model, kinds | plain, **changes)
+
+    return cache(make)
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
 def test_every_kind_in_one_batch_answers_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:
@@ -50,13 +67,14 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize(("model", "num_pages"), [("qwen2_moe", 44), ("gpt_oss", 40)])
 def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
-    kits: Kits, kernels: str, *, soak: bool
+    kits: Kits, model: str, num_pages: int, kernels: str, *, soak: bool
 ) -> None:
-    kit = kits("qwen2_moe")
+    kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 2, seed=5)
     settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(44), **settings)
+    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(num_pages), **settings)
     verdict = judge(kit.oracle, work, answer(llm, kit, work))
     stats = llm.stats()
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
@@ -83,7 +101,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [*MODELS, "gpt_oss"])
 def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(kits: Kits, model: str) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=1, seed=6)
@@ -93,15 +111,19 @@ def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(kits: Kit
         assert kind is None or verdict.logprob_error > 0.01, kind
 
 
-def test_a_row_has_the_same_bits_in_every_batch(kits: Kits) -> None:
-    kit = kits("qwen3_moe_mixed")
+@pytest.mark.parametrize("model", ["qwen3_moe_mixed", "gpt_oss"])
+def test_a_row_has_the_same_bits_in_every_batch(kits: Kits, model: str) -> None:
+    kit = kits(model)
     work = Work([[3, 1, 4, 1, 5] * 5, [9, 2, 6, 5], [3, 5]], ["all_linear", None, "patterns"])
     settings = {"kernels": KERNELS, "pool_bytes": kit.pool_bytes(400), "max_model_len": 128}
-    together = answer(LLM(kit.directory, **settings), kit, work)
-    chunked = answer(LLM(kit.directory, max_num_batched_tokens=12, max_num_seqs=3, **settings), kit, work)
+    params = replace(GREEDY, max_tokens=12)
+    together = answer(LLM(kit.directory, **settings), kit, work, params)
+    chunked = answer(
+        LLM(kit.directory, max_num_batched_tokens=12, max_num_seqs=3, **settings), kit, work, params
+    )
     alone = LLM(kit.directory, max_num_seqs=1, **settings)
     for index, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True)):
-        (single,) = answer(alone, kit, Work([prompt], [kind]))
+        (single,) = answer(alone, kit, Work([prompt], [kind]), params)
         assert single == together[index] == chunked[index], kind
 
 
@@ -281,13 +303,16 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
     assert adapter.has_unused and adapter.digest == digest
 
 
-@pytest.mark.parametrize("kind", ["all_linear", "gate_up_only", "router"])
-def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, kind: str) -> None:
-    kit = kits("mixtral")
+@pytest.mark.parametrize(
+    ("model", "kind"),
+    [("mixtral", "all_linear"), ("mixtral", "gate_up_only"), ("mixtral", "router"), ("gpt_oss", "patterns")],
+)
+def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, model: str, kind: str) -> None:
+    kit = kits(model)
     found = verify_adapter(VerificationRequest(kit.directory, kit.adapters[kind], max_tokens=2))
     assert found.equal, found.problems
     paths = {check.path.removeprefix("model.layers.1.") for check in found.modules}
-    assert set(EXPERT_LORA_KINDS[kind].get("target_parameters", EXPERT_PATHS)) <= {
+    assert set(expert_lora_kinds(model)[kind].get("target_parameters", EXPERT_PATHS)) <= {
         path for full in paths for path in (full, full.removeprefix("mlp."), f"{full}.weight")
     }
 
@@ -304,13 +329,54 @@ def test_a_verification_finds_one_wrong_factor_of_one_expert(kits: Kits, tmp_pat
     assert problem.startswith("model.layers.2.mlp.experts.down_proj: the LoRA delta deviates by")
 
 
-def test_a_transposed_weight_is_no_target_parameter(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "name"), [("gpt2", "attn.c_proj.weight"), ("llama4_text", "experts.down_proj")]
+)
+def test_a_transposed_weight_is_no_target_parameter(tmp_path: Path, model: str, name: str) -> None:
     """Born from a bug: PEFT adapts the transpose of such a weight, and a square one was served wrongly."""
-    write_model(tmp_path / "base", "gpt2")
-    base = make_model("gpt2")
-    make_adapter(tmp_path / "adapter", base, r=4, target_modules=[], target_parameters=["attn.c_proj.weight"])
+    changes = {"num_hidden_layers": 2}
+    write_model(tmp_path / "base", model, **changes)
+    base = make_model(model, **changes)
+    make_adapter(tmp_path / "adapter", base, r=4, target_modules=[], target_parameters=[name])
     shape = read_model_spec(tmp_path / "base").shape("float32")
     with pytest.raises(
-        AdapterInvalid, match=r"target_parameters names 'attn\.c_proj\.weight', which is not the weight"
+        AdapterInvalid, match=f"target_parameters names '{re.escape(name)}', which is not the weight"
     ):
         read_adapter(tmp_path / "adapter", shape, AdapterLimits())
+
+
+def test_a_class_that_computes_its_experts_in_another_way_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "gpt_oss", num_hidden_layers=2)
+    own = GptOssExperts.forward.__wrapped__
+    monkeypatch.setattr(GptOssExperts.forward, "__wrapped__", lambda *args: own(*args) * 1.01)
+    with pytest.raises(ConfigError, match=r"model\.layers\.0\.mlp\.experts .* GptOssExperts of transformers"):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
+
+
+@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
+def test_a_sum_of_adapters_of_experts_answers_as_one_adapter_of_both_does(tmp_path: Path, model: str) -> None:
+    kinds = {kind: expert_lora_kinds(model)["all_experts"] for kind in ("first", "second")}
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
+    count, rank = 4, 3
+    first, second = (load_file(kit.adapters[kind] / "adapter_model.safetensors") for kind in kinds)
+    joined = {}
+    for name in first:
+        sides = [first[name], second[name] * (-0.5 if "lora_B" in name else 1)]
+        shape = (-1, rank, count) if "lora_B" in name else (count, rank, -1)
+        joined[name] = torch.cat([side.view(shape) for side in sides], 1)
+        joined[name] = joined[name].flatten(*((1, 2) if "lora_B" in name else (0, 1))).contiguous()
+    shutil.copytree(kit.adapters["first"], tmp_path / "both")
+    save_file(joined, tmp_path / "both" / "adapter_model.safetensors")
+    path = tmp_path / "both" / "adapter_config.json"
+    twice = {"r": 2 * rank, "lora_alpha": 4 * rank}
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | twice), encoding="utf-8")
+    oracle = Oracle(kit.directory, {"both": tmp_path / "both"})
+    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400))
+    adapters = [LoraAdapter(kit.adapters["first"]), LoraAdapter(kit.adapters["second"], weight=-0.5)]
+    prompts, params = [[3, 1, 4, 1, 5], [9, 2]], replace(GREEDY, max_tokens=12)
+    for prompt, output in zip(prompts, llm.generate(prompts, params, [adapters, adapters]), strict=True):
+        logprobs = [entry.logprob for entry in output.logprobs or ()]
+        verdict = oracle.judge(prompt, output.token_ids, "both", logprobs)
+        assert verdict.equal, verdict
