@@ -50,6 +50,7 @@ from slora.models.model_traces import (
     MaskRecord,
     ReadTrace,
     TokenCounter,
+    WithoutHits,
     describe_mask_difference,
     find_lengths,
     install_counter,
@@ -96,6 +97,7 @@ _NO_TIME_STEP = 1e-30
 _ARGUMENTS = (
     "scaling", "sliding_window", "softcap", "s_aux",
     "position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k",
+    "logits_to_keep",
 )  # fmt: skip
 
 
@@ -369,7 +371,8 @@ def _run(model: PreTrainedModel) -> None:
     tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     positions = torch.zeros_like(tokens)
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
-    logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
+    with WithoutHits():  # type: ignore[no-untyped-call]
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
     if logits.shape[1] != 2:
         raise ConfigError(f"{type(model).__name__} cannot compute the logits of selected tokens only")
 
@@ -385,7 +388,8 @@ def _find_chunked_layers(
     AttentionInterface.register(_MASKED_ATTENTION, record.attend)
     AttentionMaskInterface.register(_MASKED_ATTENTION, record.make_mask)
     model.set_attn_implementation(_MASKED_ATTENTION)
-    with _refusing(f"{title} can't be run to read its attention masks"), torch.inference_mode():
+    what = f"{title} can't be run to read its attention masks"
+    with _refusing(what), torch.inference_mode(), WithoutHits():  # type: ignore[no-untyped-call]
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
         # Without an explicit mask, transformers reads the positions to look for packed sequences. The mask has data,
         # because some models look for padding in it.

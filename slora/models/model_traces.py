@@ -120,6 +120,21 @@ class _WithoutPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*known, **(kwargs or {}))
 
 
+class WithoutHits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which tensors without data have no element other than zero. So no expert of a mixture is chosen."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is _aten.nonzero.default and _has_no_data(args[0]):
+            return torch.empty(0, args[0].dim(), dtype=torch.int64, device="meta")
+        return func(*args, **(kwargs or {}))
+
+
 def _has_no_data(x: object) -> bool:
     return isinstance(x, Tensor) and x.is_meta
 

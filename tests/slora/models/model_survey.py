@@ -54,6 +54,7 @@ _SIZES = (
     (r"(sliding_window)", 21),
     (r"(first_k_dense_replace|n_shared_experts)", 1),
 )
+_KDA = {"linear_head_dim": 8, "linear_num_heads": 4}
 # Fields without which a shrunk default config has no sense.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dots1": {
@@ -63,9 +64,36 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 24,
     },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
-    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
+    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "gemma3n_text": {
+        "intermediate_size": [48] * 4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 8,
+        "laurel_rank": 8,
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    },
+    "kimi_linear": {**_KDA, "num_experts_per_token": 2},
+    "bailing_hybrid": {**_KDA, "num_experts_per_token": 1, "num_expert_group": 1},
+    "zamba2": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "hybrid_layer_ids": [1, 3],
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "num_key_value_heads": 4,
+        "mamba_headdim": 16,
+        "mamba_d_state": 8,
+        "chunk_size": 8,
+        "time_step_min": 1e-30,
+    },
 }
 _LATENT = {
     "num_key_value_heads": 4,
