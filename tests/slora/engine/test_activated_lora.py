@@ -16,10 +16,10 @@ from slora.models.model_spec import read_model_spec
 from slora.scheduler.sequence import find_last
 from slora_adapters.peft.adapter import AdapterLimits, summarise
 from slora_adapters.peft.peft_directory import read_adapter
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton
 from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
 from tests.slora.engine.test_tensor_parallel import judge as judge_answers
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import ACTIVATED_KINDS, KINDS
@@ -88,17 +88,10 @@ def test_a_divided_model_and_triton_kernels_answer_as_peft_does(kits: Kits) -> N
     with divided_engine(kit, 2, 900) as (engine, _, versions):
         answers = drive(engine, [make_requests(versions, work.prompts, work.kinds)])
     assert judge_answers(kit, work.prompts, work.kinds, answers).equal
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
-    )
     few = Work(
         [[12, 5, 6, 13], [3, 4, 3, 14], [15, 16, 17]], ["activated", "activated_elsewhere", "activated"]
     )
-    assert judge(kit.oracle, few, answer(llm, kit, few, replace(GREEDY, max_tokens=2))).equal
+    assert judge_with_triton(kit, few).equal
 
 
 def test_blocks_before_the_invocation_are_computed_once_for_the_base_and_all_adapters(kits: Kits) -> None:

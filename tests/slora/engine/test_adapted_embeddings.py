@@ -1,7 +1,6 @@
 """Adapters on the embedding and the output head give peft's answers, and cost other requests in the batch nothing."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,9 +9,9 @@ from slora import LLM, SamplingParams
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.step_batch import StepBatch
 from slora_kernels.batch import TileLimits
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_parity import Work, answer, judge, judge_with_triton, mix
 from tests.slora.sampling.test_prompt_logprobs import check_scores
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS
@@ -53,15 +52,7 @@ def test_parity_holds_with_chunks_and_preemption(
 def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], ["both_and_linears", "embedding", "head"])
-    params = replace(GREEDY, max_tokens=3)
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
-    )
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    verdict = judge_with_triton(kit, work, max_tokens=3)
     assert verdict.equal, verdict
 
 

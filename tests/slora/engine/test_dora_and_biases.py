@@ -2,7 +2,6 @@
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -19,9 +18,9 @@ from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import BIAS_KINDS, DORA_EMBEDDING_KINDS, DORA_KINDS, KINDS
@@ -91,18 +90,13 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, model: str, size: int)
     assert verdict.equal, verdict
 
 
-def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
-    kit = kits("qwen2")
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     kinds = ["dora_with_patterns", "two_biases", "dora_on_head"]
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
+    kit = make_kit(
+        tmp_path, "qwen2", {kind: _find_kinds("qwen2")[kind] for kind in kinds}, num_hidden_layers=2
     )
     work = Work([[3, 1, 4, 1], [5, 9], [2, 6, 5]], [*kinds])
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+    verdict = judge_with_triton(kit, work)
     assert verdict.equal, verdict
 
 

@@ -23,9 +23,9 @@ from slora_adapters.peft.adapter import AdapterLimits, bundle, certify
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES
 from slora_kernels.layout import EXPERT_PATHS, ModelShape
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (
@@ -89,15 +89,8 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     kinds = {kind: EXPERT_LORA_KINDS[kind] for kind in ("all_experts", "down_only")}
     kit = make_kit(tmp_path, "mixtral", kinds, num_hidden_layers=1)
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
-    )
     work = Work([[3, 1, 4], [5, 9], [2]], ["all_experts", "down_only", None])
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+    verdict = judge_with_triton(kit, work)
     assert verdict.equal, verdict
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import KINDS, NORM_KINDS, ROW_KINDS
 
@@ -82,17 +82,11 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, size: int) -> None:
     assert verdict.equal, verdict
 
 
-def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
-    kit = kits("qwen3")
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
-    )
-    work = Work([[3, 7, 4, 9], [5, 9], [2, 6]], ["every_norm_with_dora", "norms_of_layers", None])
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
+    kinds = ["every_norm_with_dora", "norms_of_layers"]
+    kit = make_kit(tmp_path, "qwen3", {kind: NORM_KINDS[kind] for kind in kinds}, num_hidden_layers=2)
+    work = Work([[3, 7, 4, 9], [5, 9], [2, 6]], [*kinds, None])
+    verdict = judge_with_triton(kit, work)
     assert verdict.equal, verdict
 
 

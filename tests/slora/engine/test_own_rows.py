@@ -15,10 +15,10 @@ from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
 from slora_adapters.errors import AdapterInvalid
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, ROW_KINDS, TIED_KINDS, make_adapter
@@ -94,18 +94,11 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, size: int) -> None:
     assert verdict.equal, verdict
 
 
-def test_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
-    kit = kits("llama")
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     kinds = ["tokens_of_both", "whole_head", "whole_embedding"]
-    llm = LLM(
-        kit.directory,
-        kernels="triton",
-        device=TRITON_DEVICE,
-        pool_bytes=kit.pool_bytes(100),
-        max_model_len=128,
-    )
+    kit = make_kit(tmp_path, "llama", {kind: ROW_KINDS[kind] for kind in kinds}, num_hidden_layers=1)
     work = Work([[3, 7, 4, 9], [5, 9], [2, 6, 5]], [*kinds])
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=2)))
+    verdict = judge_with_triton(kit, work)
     assert verdict.equal, verdict
 
 

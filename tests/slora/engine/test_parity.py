@@ -11,7 +11,7 @@ import torch
 from slora import LLM, SamplingParams
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.families import read_model_config
-from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -67,6 +67,21 @@ def answer(llm: LLM, kit: ModelKit, work: Work, params: SamplingParams = GREEDY)
 def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
     rows = zip(work.prompts, answers, work.kinds, strict=True)
     return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
+
+
+def judge_with_triton(kit: ModelKit, work: Work, max_tokens: int = 2) -> Verdict:
+    """Compares answers that Triton's kernels compute, on a GPU or in the interpreter, with peft's."""
+    params = replace(GREEDY, max_tokens=max_tokens)
+    source, versions = make_source(kit)
+    # This engine does not measure the costs of its steps, which would take seconds in Triton's interpreter.
+    engine = make_engine(kit, source, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
+    requests = [
+        EngineRequest(str(number), "t", prompt, single_adapter(versions[kind] if kind else None), params)
+        for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
+    ]
+    answers = drive(engine, [requests])
+    given = [Answer(one.token_ids, one.logprobs) for one in (answers[r.request_id] for r in requests)]
+    return judge(kit.oracle, work, given)
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
@@ -180,17 +195,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
     work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
-    params = replace(GREEDY, max_tokens=64 if soak else 2)
-    source, versions = make_source(kit)
-    # This engine does not measure the costs of its steps, which would take seconds in Triton's interpreter.
-    engine = make_engine(kit, source, 100, kernels="triton", max_model_len=128)
-    requests = [
-        EngineRequest(str(number), "t", prompt, single_adapter(versions[kind] if kind else None), params)
-        for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
-    ]
-    answers = drive(engine, [requests])
-    given = [Answer(one.token_ids, one.logprobs) for one in (answers[r.request_id] for r in requests)]
-    verdict = judge(kit.oracle, work, given)
+    verdict = judge_with_triton(kit, work, 64 if soak else 2)
     assert verdict.equal, verdict
 
 
