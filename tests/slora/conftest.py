@@ -29,5 +29,4 @@ def small_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
 @pytest.fixture(scope="session")
 def one_layer_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     """As `small_kit`, for steps of many tokens."""
-    kinds = {kind: SMALL_KINDS[kind] for kind in ("odd_rank", "some_layers")}
-    return make_kit(tmp_path_factory.mktemp("one-layer"), "llama", kinds, num_hidden_layers=1)
+    return make_kit(tmp_path_factory.mktemp("one-layer"), "llama", SMALL_KINDS, num_hidden_layers=1)

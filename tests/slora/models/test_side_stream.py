@@ -23,6 +23,8 @@ pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="a GPU is here: test_gpu.py forks on real streams"
 )
 LINEARS = 4
+Ends = Literal["early", "late"]
+ENDS: tuple[Ends, ...] = ("early", "late")
 Result = TypeVar("Result")
 
 
@@ -31,7 +33,7 @@ class LooseStream:
     """A stream that runs forked work at the fork or at the join. A GPU's timing lies between these extremes. Records
     the calls."""
 
-    ends: Literal["early", "late"]
+    ends: Ends
     calls: list[str] = field(default_factory=list)
     _is_forked: bool = False
     _held: list[Launch] = field(default_factory=list)
@@ -99,32 +101,31 @@ class Steps:
         return hidden
 
 
-@pytest.mark.parametrize("ends", ("early", "late"))
 def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
-    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch, ends: Literal["early", "late"]
+    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps = Steps(small_kit)
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
-    stream = LooseStream(ends)
-    base = Linear.apply
+    num_layers = steps.engine._runner._shape.num_layers
+    base, calls = Linear.apply, list[str]()
 
     def apply(*arguments: object) -> Tensor:
-        stream.calls.append("base")
+        calls.append("base")
         return base(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Linear, "apply", apply)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
-    try:
-        assert torch.equal(steps.compute(plan, stream), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
-    num_layers = steps.engine._runner._shape.num_layers
-    assert stream.calls == ["fork", "shrink", "expand", "base", "join"] * (LINEARS * num_layers)
+    for ends in ENDS:
+        calls.clear()
+        torch.use_deterministic_algorithms(True, warn_only=True)  # fills new memory with NaN
+        try:
+            assert torch.equal(steps.compute(plan, LooseStream(ends, calls)), expected), ends
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert calls == ["fork", "shrink", "expand", "base", "join"] * (LINEARS * num_layers), ends
 
 
-@pytest.mark.parametrize("ends", ("early", "late"))
 @pytest.mark.parametrize(
     ("composed", "site"),
     [
@@ -134,17 +135,15 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     ],
 )
 def test_a_step_with_a_chunk_gives_the_same_bits(
-    small_kit: ModelKit,
-    ends: Literal["early", "late"],
-    site: list[str],
-    *,
-    composed: bool,
+    one_layer_kit: ModelKit, site: list[str], *, composed: bool
 ) -> None:
-    steps = Steps(small_kit)
+    steps = Steps(one_layer_kit)
     plan = steps.plan(decodes=False, composed=composed)
-    stream = LooseStream(ends)
-    assert torch.equal(steps.compute(plan, stream), steps.compute(plan, None))
-    assert stream.calls[: len(site)] == site
+    expected = steps.compute(plan, None)
+    for ends in ENDS:
+        stream = LooseStream(ends)
+        assert torch.equal(steps.compute(plan, stream), expected), ends
+        assert stream.calls[: len(site)] == site
 
 
 def test_a_failed_linear_still_joins_the_side_stream(

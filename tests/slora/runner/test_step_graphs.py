@@ -85,8 +85,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(small_kit: ModelKit) -> Bench:
-    return Bench(small_kit)
+def bench(one_layer_kit: ModelKit) -> Bench:
+    return Bench(one_layer_kit)
 
 
 @torch.inference_mode()
@@ -186,8 +186,7 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
 
 
 @torch.inference_mode()
-def test_a_padded_step_with_composed_adapters_computes_the_same(one_layer_kit: ModelKit) -> None:
-    bench = Bench(one_layer_kit)
+def test_a_padded_step_with_composed_adapters_computes_the_same(bench: Bench) -> None:
     batch = bench.decode(["odd_rank+some_layers", "odd_rank", "some_layers"], 15)
     assert len(batch.lora) == 2
     pages = bench.runner.memory.pages
@@ -227,8 +226,7 @@ def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
 
 
 @torch.inference_mode()
-def test_a_padded_step_with_prompt_chunks_computes_the_same(one_layer_kit: ModelKit) -> None:
-    bench = Bench(one_layer_kit)
+def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> None:
     bench.decode(["odd_rank", None], 15)
     batch = mix(bench, ["some_layers", "odd_rank"], 18)
     (lora,) = batch.lora
