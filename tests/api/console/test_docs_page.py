@@ -2,12 +2,14 @@
 
 import json
 
+import pytest
 from playwright.sync_api import expect
 
 from tests.api.console.browser import ConsolePage
 from tests.api.platform import Platform
 
 
+@pytest.mark.soak
 def test_each_route_is_listed_and_one_is_read_and_tried_with_the_key_of_the_tab(
     view: ConsolePage, platform: Platform
 ) -> None:

@@ -56,6 +56,7 @@ def test_the_operator_sees_first_what_failed_and_when(view: ConsolePage, platfor
     view.check_accessibility()
 
 
+@pytest.mark.soak
 def test_a_tenant_does_not_see_the_health_of_the_host(view: ConsolePage, platform: Platform) -> None:
     view.sign_in(platform.key("health-stranger"))
     assert "Health" not in view.views()

@@ -215,8 +215,29 @@ def folder_of(server: Served, connection: Connection) -> Path:
     return server.data_dir / "quarantine" / str(config.number)
 
 
-def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
+def read_quota(server: Served, tenant: str) -> dict[str, int]:
+    with server.client(ADMIN_KEY) as admin:
+        used: dict[str, int] = admin.get(f"/admin/tenants/{tenant}/quota").raise_for_status().json()["used"]
+    return used
+
+
+def set_quota(server: Served, tenant: str, **limits: int) -> None:
+    with server.client(ADMIN_KEY) as admin:
+        admin.patch(f"/admin/tenants/{tenant}/quota", json=limits).raise_for_status()
+
+
+def wait_until_nothing_is_reserved(server: Served, tenant: str) -> None:
+    """Streams of these tests reserve 4,000 tokens each. The ledger may know of more tokens of a killed process."""
+    used = wait_for(
+        lambda: found if not (found := read_quota(server, tenant))["concurrent_answers"] else None,
+        server.alive,
+    )
+    assert used["tokens_per_minute"] <= used["tokens_per_day"] < 4000
+
+
+def test_a_killed_worker_breaks_only_its_own_streams_and_leaves_nothing_reserved(two: Served) -> None:
     doomed_key, other_key = two.make_key("doomed"), two.make_key("survivor")
+    set_quota(two, "doomed", tokens_per_minute=20_000, tokens_per_day=20_000)
     with ExitStack() as stack:
         doomed, other = stack.enter_context(connect_to_both(two))
         extra = stack.enter_context(connect_to_both(two))
@@ -224,6 +245,7 @@ def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
         survivors = [one.stream(other_key, 150) for one in (other, *extra) if one.worker == other.worker]
         victims = [one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker]
         assert len(survivors) == len(victims) == 2
+        assert read_quota(two, "doomed")["tokens_per_day"] > 7000
         left, needed = ((folder_of(two, one) / "upload") for one in (doomed, other))
         for upload_folder in (left, needed):
             upload_folder.mkdir()
@@ -235,6 +257,7 @@ def test_a_killed_worker_breaks_only_its_own_streams(two: Served) -> None:
         assert [read_stream(one) for one in survivors] == ["done"] * 2
         assert not left.exists() and needed.exists(), "a worker empties its own part of the quarantine"
         needed.rmdir()
+        wait_until_nothing_is_reserved(two, "doomed")
         for connection in fresh:
             connection.wait_until_ready()
             answer = connection.complete(doomed_key, "base", n=MAX_PER_TENANT, temperature=1)
@@ -290,45 +313,20 @@ def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
     page.close()
 
 
-def read_quota(server: Served, tenant: str) -> dict[str, int]:
-    with server.client(ADMIN_KEY) as admin:
-        used: dict[str, int] = admin.get(f"/admin/tenants/{tenant}/quota").raise_for_status().json()["used"]
-    return used
-
-
-def set_quota(server: Served, tenant: str, **limits: int) -> None:
-    with server.client(ADMIN_KEY) as admin:
-        admin.patch(f"/admin/tenants/{tenant}/quota", json=limits).raise_for_status()
-
-
-def wait_until_nothing_is_reserved(server: Served, tenant: str) -> None:
-    """Streams of these tests reserve 4,000 tokens each. The ledger may know of more tokens of a killed process."""
-    used = wait_for(
-        lambda: found if not (found := read_quota(server, tenant))["concurrent_answers"] else None,
-        server.alive,
-    )
-    assert used["tokens_per_minute"] <= used["tokens_per_day"] < 4000
-
-
-def test_a_killed_worker_or_engine_leaves_nothing_reserved_in_a_quota(two: Served) -> None:
+@pytest.mark.soak
+def test_a_killed_engine_leaves_nothing_reserved_in_a_quota(two: Served) -> None:
     key = two.make_key("metered")
     set_quota(two, "metered", tokens_per_minute=20_000, tokens_per_day=20_000)
-    for victim in ("worker", "engine"):
-        with connect_to_both(two) as both:
-            streams = [connection.stream(key, 3990) for connection in both]
-            assert read_quota(two, "metered")["tokens_per_day"] > 7000
-            if victim == "worker":
-                both[0].worker.kill()
-                assert read_stream(streams[0]) == "broken"
-                both[1].close()
-            else:
-                two.child("slora.engine.process").kill()
-                for connection in both:  # Otherwise, the streams would continue in the restarted engine.
-                    connection.close()
-        wait_until_nothing_is_reserved(two, "metered")
-        with connect_to_both(two) as both:
-            for connection in both:
-                connection.wait_until_ready()
+    with connect_to_both(two) as both:
+        for connection in both:
+            connection.stream(key, 3990)
+        assert read_quota(two, "metered")["tokens_per_day"] > 7000
+        two.child("slora.engine.process").kill()
+    # The connections are closed, because the streams would continue in the restarted engine.
+    wait_until_nothing_is_reserved(two, "metered")
+    with connect_to_both(two) as both:
+        for connection in both:
+            connection.wait_until_ready()
 
 
 def test_sigterm_lets_the_streams_of_all_workers_finish(two: Served) -> None:

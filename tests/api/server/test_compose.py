@@ -301,30 +301,36 @@ def pull_from_redis_alone(host: ComposeHost, served: Served, key: str, adapter: 
     assert other.text.endswith("data: [DONE]\n\n")
 
 
-def check_that_nothing_expires(host: ComposeHost) -> None:
-    """Checks that keys in Redis have no expiry, although the same Redis is configured as a warm tier, which uses
-    one."""
+def list_redis(host: ComposeHost) -> set[bytes]:
+    """The keys of the store in Redis. None may expire, although the same Redis is configured as a warm tier, which
+    uses expiry."""
     with redis.Redis(port=host.redis_port, password=SECRETS["REDIS_PASSWORD"]) as client:
-        assert {client.ttl(key) for key in client.keys("slora:*{*")} == {-1}
+        keys = set(client.keys("slora:*{*"))
+        assert {client.ttl(key) for key in keys} == {-1}
+        return keys
 
 
 @pytest.mark.parametrize("store", ["redis", pytest.param("files", marks=pytest.mark.soak)])
 def test_its_commands_serve_as_processes_and_lose_nothing_when_killed(
-    kit: Kit, tmp_path: Path, store: str
+    kit: Kit, tmp_path: Path, store: str, *, soak: bool
 ) -> None:
+    """The quick run starts only Redis again, because a server that was killed is started again by other tests."""
     host = make_host(kit, tmp_path, store)
     with host.redis() as redis_process, host.slora() as served:
         key = served.make_key("survivor", "mine")
         check_that_secrets_are_kept(served)
         pull_from_redis_alone(host, served, key, kit.small)
         created = upload(served, key, "mine", kit.wide)
-        if store == "redis":
-            check_that_nothing_expires(host)
+        stored = list_redis(host) if store == "redis" else None
         served.kill_everything()
         redis_process.kill()
         assert created.status_code == 201
     assert not host.is_healthy("redis")
     assert bool(stored_files(host)) == (store == "files")
+    if not soak:
+        with host.redis():
+            assert list_redis(host) == stored
+        return
     with host.redis(), host.slora() as served, served.client(key) as client:
         answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
     assert answer.status_code == 200

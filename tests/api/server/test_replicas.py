@@ -3,9 +3,11 @@
 import json
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +77,20 @@ def test_a_stalled_engine_beside_a_working_one_does_not_stop_the_server() -> Non
     assert readiness.stall == "the loader makes no progress"
 
 
+_COUNT_FROZEN = """
+import gc
+from slora_api.cli.main import main
+code = main()
+print("frozen", gc.get_freeze_count())
+raise SystemExit(code)
+"""
+
+
 @pytest.fixture(scope="module")
 def pair(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server with two engines, of which tests may kill one. Each test leaves both serving."""
-    with serving(kit.base, tmp_path_factory.mktemp("pair") / "data", "--replicas", "2") as served:
+    """A server with two engines, of which tests may kill one. Each test leaves one serving at least."""
+    data, command = tmp_path_factory.mktemp("pair") / "data", (sys.executable, "-P", "-c", _COUNT_FROZEN)
+    with serving(kit.base, data, "--replicas", "2", command=command) as served:
         served.wait_until_ready()
         wait_until_both_serve(served)
         yield served
@@ -127,6 +139,32 @@ def test_an_operator_restarts_an_engine_in_the_middle_of_its_stream(pair: Served
         texts = [json.loads(line[6:])["choices"][0]["text"] for line in rest]
         assert "".join(texts) == alone["choices"][0]["text"]
         wait_for(lambda: _is_restarted(_list_engines(admin), owner) or None, pair.alive)
+
+
+def test_at_the_second_signal_a_stream_ends_because_the_server_stops_and_long_lived_objects_were_frozen(
+    pair: Served,
+) -> None:
+    """Born from a bug: a full collection of 75 MiB of modules and routes blocked the event loop for 50 ms.
+
+    Ends the server of this module, so it is the last test that uses it."""
+    body = {"model": "default", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
+    with (
+        pair.client(pair.make_key("last")) as client,
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        pair.process.send_signal(signal.SIGTERM)
+        pair.wait_for_line("stopping")
+        pair.process.send_signal(signal.SIGTERM)
+        rest = []
+        with suppress(httpx.TransportError):
+            rest.extend(lines)
+    assert pair.process.wait(60) == 0
+    frozen = next(line for line in pair.lines if line.startswith("frozen "))
+    assert int(frozen.split()[1]) > 10_000
+    assert not any("died" in line for line in rest)
+    assert "[DONE]" in rest[-2] or any("stop" in line or "shutting down" in line for line in rest[-3:])
 
 
 @pytest.mark.soak
