@@ -10,6 +10,7 @@ has not imported torch runs this module in a subprocess.
 """
 
 import argparse
+import copy
 import inspect
 import json
 import math
@@ -40,8 +41,8 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from slora.core.errors import ConfigError
+from slora.models.config_fields import ConfigFields, read_eos_token_ids
 from slora.models.config_fields import read_config as read_json_config
-from slora.models.config_fields import read_eos_token_ids
 from slora.models.mixture_layers import MixtureTrace
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import (
@@ -61,8 +62,11 @@ from slora.models.recurrent_layers import (
     describe_states,
     find_stateful_modules,
 )
+from slora.models.stored_quantization import StoredQuantization, read_quantization
 from slora_kernels.layout import LinearShape, ModelShape, NormShape
 
+# The methods that store 8 bits with scales, which are widened.
+_METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
 # Four bits with a power of two for each 32 numbers, which bfloat16 and float32 hold exactly.
 MXFP4 = "mxfp4"
 _ATTENTION = "slora_probe"
@@ -325,12 +329,7 @@ def _refuse_fields(config: PreTrainedConfig, text: PreTrainedConfig, path: Path)
         raise ConfigError(
             f"{path}: layer_types has {odd[0]!r}; this server supports {', '.join(_LAYER_TYPES)}"
         )
-    method = read_quantization_method(config)
-    if method not in (None, MXFP4):
-        raise ConfigError(
-            f"{path}: quantization_config has quant_method {method!r}; transformers' classes are served only without "
-            f"quantization, or with {MXFP4}"
-        )
+    find_stored_quantization(config, path)
 
 
 def find_auto_class(config: PreTrainedConfig) -> Any:
@@ -342,16 +341,44 @@ def find_auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForCausalLM if has_text_class else AutoModelForImageTextToText
 
 
-def read_quantization_method(config: PreTrainedConfig) -> str | None:
-    """Returns the `quant_method` of the checkpoint, None if its weights are not quantized.
+def find_stored_quantization(config: PreTrainedConfig, path: Path) -> StoredQuantization | None:
+    """Returns how the checkpoint stores its weights in 8 bits, None if they are not quantized or have MXFP4.
 
-    In a model that also reads images, transformers obeys the field of the whole model or of its text part.
+    path: of config.json. Raises ConfigError for other quantizations.
     """
-    for part in (config, config.get_text_config(decoder=True)):
-        fields = getattr(part, "quantization_config", None)
-        if fields:
-            return str(fields.get("quant_method"))
-    return None
+    fields = next((part.quantization_config for part in _find_quantized(config)), None)
+    if fields is None or fields.get("quant_method") == MXFP4:
+        return None
+    stored = None
+    if fields.get("quant_method") in _METHODS:
+        stored = read_quantization(ConfigFields({"quantization_config": dict(fields)}, path))
+    if stored is None or stored.codes is not None:
+        raise ConfigError(
+            f"{path}: quantization_config has quant_method {fields.get('quant_method')!r}; transformers' classes are "
+            f"served only without quantization, with {MXFP4}, or with 8 bits of {', '.join(_METHODS)}"
+        )
+    return stored
+
+
+def has_mxfp4(config: PreTrainedConfig) -> bool:
+    return any(part.quantization_config.get("quant_method") == MXFP4 for part in _find_quantized(config))
+
+
+def without_quantization(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy of the config from which transformers concludes that the weights are not quantized."""
+    config = copy.deepcopy(config)
+    for part in list(_find_quantized(config)):
+        del part.quantization_config
+    return config
+
+
+def _find_quantized(config: PreTrainedConfig) -> Iterator[Any]:
+    """Yields the parts of a config with `quantization_config`. In a model that also reads images, transformers obeys
+    the field of the whole model or of its text part.
+    """
+    for part in {id(part): part for part in (config, config.get_text_config(decoder=True))}.values():
+        if getattr(part, "quantization_config", None):
+            yield part
 
 
 def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:

@@ -28,12 +28,21 @@ from slora.models.affine import SiteWeight
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
-from slora.models.model_structure import MXFP4, find_auto_class, ignore_padding, read_quantization_method
+from slora.models.model_structure import (
+    MXFP4,
+    find_auto_class,
+    find_stored_quantization,
+    has_mxfp4,
+    ignore_padding,
+    without_quantization,
+)
 from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
 from slora.models.parity_check import check_parity
 from slora.models.recurrent_layers import StatePages, check_recurrent_layers
 from slora.models.step_batch import StateRows, StepBatch
+from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
+from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite, ModelShape, NormShape
 from slora_kernels.ops import Kernels
@@ -536,19 +545,29 @@ def _rows(x: Tensor) -> Tensor:
 
 def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
-    options = {}
-    if read_quantization_method(config) == MXFP4:
+    options: dict[str, Any] = {"use_safetensors": True}
+    if has_mxfp4(config):
         if dtype == torch.float16:
             raise ConfigError(f"{directory}: float16 can't hold weights of {MXFP4}; set dtype to bfloat16")
         options["quantization_config"] = Mxfp4Config(dequantize=True)
+    stored = find_stored_quantization(config, directory / "config.json")
+    if stored is not None:
+        config = without_quantization(config)
+        options = {"config": config, "state_dict": open_widened(Checkpoint(directory), stored.block)}
     try:
         model: PreTrainedModel
-        model, loading = find_auto_class(config).from_pretrained(
-            directory,
+        # Only the class itself reads weights that are not in a directory.
+        with torch.device("meta"):
+            kind = (
+                find_auto_class(config)
+                if stored is None
+                else type(find_auto_class(config).from_config(config))
+            )
+        model, loading = kind.from_pretrained(
+            directory if stored is None else None,
             **options,
             dtype=dtype,
             attn_implementation=_ATTENTION,
-            use_safetensors=True,
             output_loading_info=True,
         )
     except Exception as error:

@@ -58,7 +58,7 @@ CodesReader = WordsReader | BlocksReader
 # Bytes of a block, unless one row is longer. Quantizing a block needs about six times as much memory for a moment.
 _BLOCK_BYTES = 2 << 20
 # Tensors of some checkpoints that are not needed: tables computed from the config, and scales of activations and KV.
-_HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|k|v|q|kv)_scale$")
+_HARMLESS = re.compile(r"\.rotary_emb\.inv_freq$|\.(input|output|activation|k|v|q|kv)_scale$")
 Weight = Tensor | QuantizedWeight | CodedWeight
 
 
@@ -339,3 +339,61 @@ def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:
 def _common_form(sources: Sequence[WeightSource]) -> torch.dtype | None:
     forms = {source.dtype if source.is_quantized_by_row else None for source in sources}
     return forms.pop() if len(forms) == 1 else None
+
+
+class WidenedTensor:
+    """A tensor of a checkpoint that transformers' loader reads when it needs it. Numbers of 8 bits are multiplied by
+    their scales, in float32.
+    """
+
+    def __init__(self, source: WeightSource) -> None:
+        self._source = source
+
+    def __getitem__(self, _: object) -> Tensor:
+        """Reads the whole tensor, whatever the index is."""
+        tensor = torch.empty(self._source.stored.shape, dtype=self._source.dtype)
+        read_tensor(self._source.stored, tensor)
+        rows, scales = self._source.decode(0, tensor)
+        return rows if scales is None else rows.float().mul_(scales[:, None])
+
+
+def open_widened(checkpoint: Checkpoint, block: ScaleBlock | None) -> dict[str, WidenedTensor]:
+    """Returns the tensors of a checkpoint with 8 bits by name, without those that hold scales.
+
+    block: see `WeightReader`. Raises ConfigError for a tensor whose numbers or scales can't be widened.
+    """
+    found, scale_names = {}, set()
+    for name in checkpoint:
+        stored, scales = checkpoint.find(name), None
+        if stored.dtype not in DTYPES:
+            raise _not_floating(stored)
+        own_scales = [scale for scale in (f"{name}_scale", f"{name}_scale_inv") if scale in checkpoint]
+        if stored.dtype in QUANTIZED:
+            if len(own_scales) != 1:
+                what = " and ".join(own_scales) if own_scales else f"no {name}_scale"
+                raise ConfigError(f"{stored.path}: {name} is {stored.dtype}, but there is {what}")
+            scales = _read_scales(stored, checkpoint.find(own_scales[0]), block)
+            scale_names.add(own_scales[0])
+        elif own_scales:
+            raise ConfigError(
+                f"{stored.path}: {name} is {stored.dtype}, but there is {own_scales[0]}, which only numbers of 8 bits "
+                "need"
+            )
+        found[name] = WidenedTensor(WeightSource(stored, scales, block if own_scales else None))
+    return {
+        name: tensor
+        for name, tensor in found.items()
+        if name not in scale_names and not _HARMLESS.search(name)
+    }
+
+
+def _read_scales(stored: TensorPlace, place: TensorPlace, block: ScaleBlock | None) -> Tensor:
+    if len(stored.shape) != len(("rows", "columns")):
+        raise ConfigError(
+            f"{stored.path}: {stored.name} has shape {list(stored.shape)}; only matrices are served in 8 bits"
+        )
+    if place.dtype in QUANTIZED or place.dtype not in DTYPES:
+        raise _not_floating(place)
+    scales = torch.empty(place.shape, dtype=DTYPES[place.dtype])
+    read_tensor(place, scales)
+    return expand_scales(stored, scales.float(), block)

@@ -112,7 +112,8 @@ def measure_plain(directory: Path) -> int:
     ("dtype", "method", "reason"),
     [
         ("float16", "mxfp4", "float16 can't hold weights of mxfp4; set dtype to bfloat16"),
-        ("float32", "fp8", "quantization_config has quant_method 'fp8'"),
+        ("float32", "gptq", "quantization_config has quant_method 'gptq'"),
+        ("float32", "fp8", "fmt is 'e5m2'; only e4m3 is served"),
     ],
 )
 def test_a_quantization_that_is_not_exact_is_refused(
@@ -124,7 +125,7 @@ def test_a_quantization_that_is_not_exact_is_refused(
     path = tmp_path / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     part = config["text_config"] if within else config
-    part["quantization_config"] = {"quant_method": method}
+    part["quantization_config"] = {"quant_method": method, "fmt": "e5m2"}
     path.write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ConfigError, match=reason):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)

@@ -246,6 +246,26 @@ def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
     assert verdict.equal, verdict
 
 
+@pytest.mark.parametrize(
+    ("model", "name"),
+    [
+        ("deepseek_v3", "deepseek_fp8"),
+        ("qwen3_vl", "compressed_int8_rows"),
+        ("mistral3", "autofp8"),
+    ],
+)
+def test_transformers_classes_get_weights_of_8_bits_widened(
+    tmp_path: Path, report: Callable[[str], None], model: str, name: str
+) -> None:
+    """Blocks do not divide the widths, as those of DeepSeek V3's latent attention."""
+    kinds = {"q": {"r": 8, "lora_alpha": 16, "target_modules": r".*layers.*(q_proj|q_b_proj)"}}
+    kit = make_kit(tmp_path / "kit", model, kinds, num_hidden_layers=2)
+    stored, exact = write_stored(kit, tmp_path, name)
+    verdict = judge(kit, exact, answer(kit, stored, kernels=KERNELS))
+    report(f"{model} as {name}: {verdict}")
+    assert verdict.equal, verdict
+
+
 def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
     kit: ModelKit, tmp_path: Path
 ) -> None:
@@ -313,21 +333,34 @@ def test_an_unsupported_quantization_is_refused_with_a_remedy(
         LLM(tmp_path / "stored")
 
 
-def test_scales_that_do_not_fit_their_weight_are_refused(kit: ModelKit, tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["slora", "transformers"])
+def test_scales_that_do_not_fit_their_weight_are_refused(kit: ModelKit, tmp_path: Path, impl: str) -> None:
     def quantize(path: str, weight: Tensor) -> dict[str, Tensor]:
         return {path: round_rows(weight, "int8")[0], f"{path}_scale": torch.ones(3)}
 
     rewrite(kit.directory, tmp_path / "stored", quantize)
     set_config(tmp_path / "stored", compressed("int8", "channel"))
     with pytest.raises(ConfigError, match=r"proj\.weight \[\d+, \d+\] has scales of shape \[3\]"):
-        LLM(tmp_path / "stored")
+        LLM(tmp_path / "stored", model_impl=impl, pool_bytes=kit.pool_bytes(400))
 
 
-def test_numbers_without_scales_are_refused(kit: ModelKit, tmp_path: Path) -> None:
+@pytest.mark.parametrize("impl", ["slora", "transformers"])
+def test_numbers_without_scales_are_refused(kit: ModelKit, tmp_path: Path, impl: str) -> None:
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: round_rows(weight, "int8")[0]})
     set_config(tmp_path / "stored", compressed("int8", "channel"))
     with pytest.raises(ConfigError, match=r"proj\.weight is I8, but there is no .*proj\.weight_scale"):
-        LLM(tmp_path / "stored")
+        LLM(tmp_path / "stored", model_impl=impl, pool_bytes=kit.pool_bytes(400))
+
+
+def test_scales_of_weights_that_need_none_are_refused(kit: ModelKit, tmp_path: Path) -> None:
+    rewrite(
+        kit.directory,
+        tmp_path / "stored",
+        lambda path, weight: {path: weight, f"{path}_scale_inv": weight[:1].clone()},
+    )
+    set_config(tmp_path / "stored", STORED["deepseek_fp8"][3])
+    with pytest.raises(ConfigError, match=r"is F32, but there is .*weight_scale_inv, which only numbers"):
+        LLM(tmp_path / "stored", model_impl="transformers", pool_bytes=kit.pool_bytes(400))
 
 
 def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
