@@ -54,9 +54,12 @@ def _write(one: HostileUpload, directory: Path) -> Path:
     return directory
 
 
-def test_each_hostile_adapter_is_refused_for_its_own_reason(tmp_path: Path) -> None:
+def test_each_hostile_adapter_is_refused_for_its_own_reason(tmp_path: Path, soak: bool) -> None:
     wrong = []
     corpus = {name: one for name, one in kinds(SHAPE).items() if one.inspected}
+    if not soak:
+        # tests/adapters/peft/test_targeting.py waits for one such pattern.
+        corpus = {name: one for name, one in corpus.items() if "take for ever" not in name}
     for at, (name, one) in enumerate(corpus.items()):
         scratch = tmp_path / str(at)
         scratch.mkdir()

@@ -262,7 +262,19 @@ def test_an_adapter_that_was_stored_with_its_patterns_loads() -> None:
     assert [scale for scale in scales.tolist() if scale] == [2.5, 2.5, 2.0, 2.0]
 
 
-def test_a_stored_pattern_with_unbounded_matching_time_fails_only_its_load() -> None:
-    blob, digest = _store_as_before(alpha_pattern={"(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y": 5})
-    with pytest.raises(AdapterCorrupt, match="alpha_pattern: matching takes more than 2 s of CPU time"):
+@pytest.mark.parametrize(
+    ("pattern", "reason"),
+    [
+        ("(?(7)a)", "Python cannot compile a pattern: invalid group reference"),
+        pytest.param(
+            "(.*.*.*.*.*.*.*.*.*.*)*(x+x+)+y",
+            "matching takes more than 2 s of CPU time",
+            marks=pytest.mark.soak,
+        ),
+    ],
+    ids=["invalid", "unbounded time"],
+)
+def test_a_stored_pattern_that_cannot_be_matched_fails_only_its_load(pattern: str, reason: str) -> None:
+    blob, digest = _store_as_before(alpha_pattern={pattern: 5})
+    with pytest.raises(AdapterCorrupt, match=f"alpha_pattern: {reason}"):
         _pour(blob, digest)
