@@ -54,6 +54,8 @@ class StoredQuantization:
         tuple[int, int] | None
     )  # Rows and columns that share a scale. None: one scale per row or per tensor.
     codes: StoredCodes | None = None  # For int4 only.
+    # Beginnings or ends of the paths of linears that bitsandbytes left in the model's dtype.
+    kept: tuple[str, ...] = ()
 
 
 def read_quantization(fields: ConfigFields) -> StoredQuantization | None:
@@ -171,7 +173,8 @@ def _read_bitsandbytes(fields: ConfigFields) -> StoredQuantization:
     if kind not in ("nf4", "fp4"):
         raise fields.refusal("bnb_4bit_quant_type", f"; supported are nf4 and fp4; {_REMEDY}")
     codes = StoredCodes("nf4" if kind == "nf4" else "fp4", _USUAL_BLOCK, has_zero_points=False)
-    return StoredQuantization("bitsandbytes", "int4", None, codes)
+    kept = fields.texts("llm_int8_skip_modules") or ()
+    return StoredQuantization("bitsandbytes", "int4", None, codes, kept)
 
 
 def _read_bits(fields: ConfigFields) -> int | None:

@@ -47,14 +47,15 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         )
     linears = [module for module in shape.modules[:-2] if module.num_experts == 1]
     experts = _count_experts(model, config.tensor_parallel_size)
-    # The decoder keeps routers and the gates of shared experts in the dtype of the model.
-    gates = [linear for linear in linears if linear.path.endswith(_GATES)]
-    gate_numbers = sum(gate.in_width * gate.out_width for gate in gates)
-    numbers = shape.num_weights - gate_numbers + experts.numbers
-    rows = sum(linear.out_width for linear in linears if linear not in gates) + experts.rows
+    plain = [linear for linear in linears if _is_plain(linear.path, model)]
+    plain_numbers = sum(linear.in_width * linear.out_width for linear in plain)
+    numbers = shape.num_weights - plain_numbers + experts.numbers
+    rows = (
+        sum(linear.out_width for linear in linears) - sum(linear.out_width for linear in plain) + experts.rows
+    )
     is_quantized = config.quantization != "auto" or model.quantization is not None
     layers = _measure_quantized(model, config, numbers, rows) if is_quantized else numbers * element
-    layers += gate_numbers * element
+    layers += plain_numbers * element
     codes = model.quantization.codes if model.quantization is not None else None
     is_in_parts = codes is not None and codes.format in _TABLES_OF_PARTS and element < _FLOAT_BYTES
     matrices = head * element * (1 if model.tie_word_embeddings else 2)
@@ -64,9 +65,25 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         + _measure_vectors(model, shape, config.tensor_parallel_size, element)
         + _measure_rotary(model, config),
         step_bytes=layers + head * element,
-        token_flop=2.0 * (shape.num_weights * (_NUM_PARTS if is_in_parts else 1) + experts.numbers_of_token),
+        token_flop=2.0
+        * (
+            (shape.num_weights - plain_numbers) * (_NUM_PARTS if is_in_parts else 1)
+            + plain_numbers
+            + experts.numbers_of_token
+        ),
         head_flop=2.0 * head,
         is_quantized=is_quantized,
+    )
+
+
+def _is_plain(path: str, model: ModelConfig) -> bool:
+    """Whether a linear stays in the dtype of the model: routers, the gates of shared experts, and what the checkpoint
+    did not quantize.
+    """
+    kept = model.quantization.kept if model.quantization is not None else ()
+    names = (f"{path}.", f"{path.replace(model.root, model.stored_root, 1)}.")
+    return path.endswith(_GATES) or any(
+        name.startswith(f"{part}.") or name.endswith(f".{part}.") for name in names for part in kept
     )
 
 

@@ -260,6 +260,20 @@ def test_a_checkpoint_of_4_bit_weights_is_measured_and_planned(
     assert sizes[1].token_flop == num_products * sizes[0].token_flop
 
 
+def test_linears_that_bitsandbytes_left_out_are_measured_in_16_bits(llama_8b: Path, tmp_path: Path) -> None:
+    """Born from plans that counted them in 4 bits."""
+    config, sizes = read_json(llama_8b / "config.json"), {}
+    for name, kept in {"none": None, "some": ["lm_head", "model.layers.1.mlp", "k_proj"]}.items():
+        fields = CodedForm("nf4", 64, torch.float32).config() | {"llm_int8_skip_modules": kept}
+        (tmp_path / name).mkdir()
+        write_json(tmp_path / name / "config.json", config | {"quantization_config": fields})
+        size = measure_model(read_model_spec(tmp_path / name), EngineConfig(tmp_path / name))
+        sizes[name] = size.weight_bytes
+    numbers = 3 * 4096 * 14336 + 32 * 4096 * 1024
+    # Of the others, a scale of 32 bits for 64 numbers joins the codes of 4 bits.
+    assert sizes["some"] - sizes["none"] == numbers * (16 - 4.5) / 8
+
+
 def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(llama_8b: Path) -> None:
     spec = read_model_spec(llama_8b)
     shape = spec.shape("bfloat16")
