@@ -119,40 +119,46 @@ EXPERT_LORA_KINDS: dict[str, dict[str, object]] = {
     },
 }
 
-# Where the experts and the router of a model of transformers' classes are, if not at `mlp.experts` and `mlp.gate`.
-_EXPERT_NAMES = {
-    "gpt_oss": ("mlp.experts", "mlp.router"),
-    "phimoe": ("mlp.experts", "mlp.router"),
-    "granitemoehybrid_recurrent": ("block_sparse_moe.experts", "block_sparse_moe.router"),
-    "jamba": ("feed_forward.experts", "feed_forward.router"),
-    "nemotron_h": ("mixer.experts", "mixer.gate"),
+# What a model calls otherwise than these kinds.
+_OWN_NAMES = {
+    "gpt_oss": {"mlp.gate": "mlp.router"},
+    "deepseek_v3": {"q_proj": "q_b_proj", "v_proj": "kv_b_proj"},
+    "phimoe": {"mlp.gate": "mlp.router"},
+    "granitemoehybrid_recurrent": {
+        "mlp.experts": "block_sparse_moe.experts",
+        "mlp.gate": "block_sparse_moe.router",
+    },
+    "jamba": {"mlp.experts": "feed_forward.experts", "mlp.gate": "feed_forward.router"},
+    "nemotron_h": {"mlp.": "mixer.", "gate_up_proj": "up_proj"},
 }
+# "all-linear" names the router of PhiMoE, and linears of recurrent layers that PEFT or slora refuses.
+_WITHOUT_ALL_LINEAR = ("phimoe", "jamba", "nemotron_h")
 
 
 def expert_lora_kinds(model: str) -> dict[str, dict[str, object]]:
-    """`EXPERT_LORA_KINDS` with the names of the model's own parameters."""
-    experts, router = _EXPERT_NAMES.get(model, ("mlp.experts", "mlp.gate"))
+    """`EXPERT_LORA_KINDS` with the names of the model's own modules, and a plain kind."""
 
     def rename(value: object) -> object:
         if isinstance(value, str):
-            return value.replace("mlp.experts", experts).replace("mlp.gate", router)
+            for name, own in _OWN_NAMES.get(model, {}).items():
+                value = value.replace(name, own)
+            return value
         if isinstance(value, dict):
             return {rename(key): rename(entry) for key, entry in value.items()}
         return [rename(entry) for entry in value] if isinstance(value, list) else value
 
-    kinds = {
-        kind: {name: rename(value) for name, value in fields.items()}
-        for kind, fields in EXPERT_LORA_KINDS.items()
-    }
+    if model not in _OWN_NAMES:
+        return EXPERT_LORA_KINDS | {"plain": KINDS["r8_on_q_and_v"]}
     # As OpenAI's recipe for gpt-oss: all linears of attention, and the experts of some layers.
-    some = [f"1.{experts}.gate_up_proj", f"1.{experts}.down_proj"]
-    kinds["some_layers"] = {
-        "r": 8,
-        "lora_alpha": 16,
-        "target_modules": "all-linear",
-        "target_parameters": some,
-    }
-    return kinds
+    some = [f"1.{_GATE_UP}", f"1.{_DOWN}"]
+    recipe = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "target_parameters": some}
+    kinds = EXPERT_LORA_KINDS | {"some_layers": recipe, "plain": KINDS["r8_on_q_and_v"]}
+    if model == "gpt_oss":  # PEFT trains the biases of its router, but not those of its experts.
+        kinds["biases"] = {"r": 4, "target_modules": ["q_proj"], "target_parameters": [_DOWN], "bias": "all"}
+    if model in _WITHOUT_ALL_LINEAR:
+        attention = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+        kinds |= {kind: kinds[kind] | attention for kind in ("all_linear", "some_layers")}
+    return {kind: {name: rename(value) for name, value in fields.items()} for kind, fields in kinds.items()}
 
 
 # Kinds that also adapt the embedding and the output head.
@@ -358,6 +364,15 @@ def make_adapter(
     return model
 
 
+# For each model, where its experts were in transformers 4, their linears, and the router. Unsloth cuts gpt-oss so.
+_SINGLE_EXPERTS = {
+    "mixtral": ("block_sparse_moe", ("{}.w1", "{}.w3", "{}.w2"), "gate"),
+    "phimoe": ("block_sparse_moe", ("{}.w1", "{}.w3", "{}.w2"), "gate"),
+    "nemotron_h": ("mixer", ("{}.up_proj", "{}.down_proj"), "gate"),
+    "gpt_oss": ("mlp", ("gate_up_projs.{}", "down_projs.{}"), "router.linear"),
+}
+
+
 def write_single_experts(
     directory: Path, base: PreTrainedModel, *, seed: int = 0, std: float = 1.0, **lora: object
 ) -> None:
@@ -366,11 +381,8 @@ def write_single_experts(
     It adapts all linears, router included. lora: fields of adapter_config.json.
     """
     random = torch.Generator().manual_seed(seed)
-    is_mixtral = base.config.model_type == "mixtral"
-    block, linears = (
-        ("block_sparse_moe", ("w1", "w3", "w2"))
-        if is_mixtral
-        else ("mlp", ("gate_proj", "up_proj", "down_proj"))
+    block, linears, router = _SINGLE_EXPERTS.get(
+        base.config.model_type, ("mlp", ("{}.gate_proj", "{}.up_proj", "{}.down_proj"), "gate")
     )
     rank, tensors = int(str(lora.get("r", 4))), {}
 
@@ -380,16 +392,20 @@ def write_single_experts(
             tensors[f"base_model.model.{name}.lora_{factor}.weight"] = noise
 
     for name, module in base.named_modules():
-        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        if type(module) is torch.nn.Linear and name != "lm_head":
             add(name, module.in_features, module.out_features)
-        elif name.endswith(".mlp.experts"):
-            layer, (count, hidden, width) = name.removesuffix(".mlp.experts"), module.down_proj.shape
-            add(f"{layer}.{block}.gate", hidden, count)
+        elif name.endswith(".experts"):
+            layer, (count, *sizes) = name.rpartition(".")[0].rpartition(".")[0], module.down_proj.shape
+            hidden, width = reversed(sizes) if getattr(module, "is_transposed", False) else sizes
+            add(f"{layer}.{block}.{router}", hidden, count)
+            # gate_up_projs of Unsloth are not halved.
+            first = 2 * width if "gate_up" in linears[0] else width
             for expert in range(count):
                 for linear in linears:
-                    sizes = (width, hidden) if linear == linears[-1] else (hidden, width)
-                    add(f"{layer}.{block}.experts.{expert}.{linear}", *sizes)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate", *linears]
+                    ends = (width, hidden) if linear == linears[-1] else (hidden, first)
+                    add(f"{layer}.{block}.experts.{linear.format(expert)}", *ends)
+    paths = [name.partition(".lora_")[0].split(".") for name in tensors]
+    targets = sorted({".".join(path[-2:] if path[-1].isdigit() else path[-1:]) for path in paths})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -1,7 +1,7 @@
-"""Adapters of experts that were trained with transformers 4, where each expert has linears of its own.
+"""Adapters of experts that were trained with transformers 4 or with Unsloth, where each expert has linears of its own.
 
 transformers 5 keeps the linears of all experts as two parameters, so PEFT adapts parameters (`target_parameters`). The
-older adapters have tensors for each linear of each expert, such as `mlp.experts.7.up_proj.lora_A.weight`. They are
+other adapters have tensors for each linear of each expert, such as `mlp.experts.7.up_proj.lora_A.weight`. They are
 checked under the names that they have, and then joined into the tensors of the two parameters, as PEFT does it. The A
 of gate_proj and of up_proj follow one another, and the B form a block-diagonal matrix of twice the rank.
 """
@@ -28,9 +28,34 @@ from slora_kernels.layout import LinearShape, ModelShape
 
 # The block of Mixtral's experts in transformers 4, and of those like it. In other models it is that of the base model.
 _OLD_BLOCK = "block_sparse_moe"
-# The names of gate, up and down.
-_SPELLINGS = (("w1", "w3", "w2"), ("gate_proj", "up_proj", "down_proj"))
-_EXPERT = re.compile(r"\.(?P<block>\w+)\.experts\.\d+\.(?P<linear>\w+)\.lora_", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class _Style:
+    """Names of the linears of single experts, within their module, with {} for the number of the expert.
+
+    parameter: the name of the base model's parameter that joins those of `first`, one after the other.
+    router: the name of the router, if the base model has another one.
+    """
+
+    first: tuple[str, ...]
+    last: str
+    parameter: str = "gate_up_proj"
+    router: str = "gate"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.first, self.last)
+
+
+# The last one is that of Unsloth, which cuts the experts of gpt-oss into linears for training in 4 bits.
+_STYLES = (
+    _Style(("{}.w1", "{}.w3"), "{}.w2"),
+    _Style(("{}.gate_proj", "{}.up_proj"), "{}.down_proj"),
+    _Style(("{}.up_proj",), "{}.down_proj", parameter="up_proj"),
+    _Style(("gate_up_projs.{}",), "down_projs.{}", router="router.linear"),
+)
+_EXPERT = re.compile(r"\.(?P<block>\w+)\.experts\.(?P<linear>\d+\.\w+|\w+\.\d+)\.lora_", re.ASCII)
 # The most bytes that a tensor takes in the header of a file.
 _ENTRY_BYTES = 256
 
@@ -39,12 +64,12 @@ _ENTRY_BYTES = 256
 class ExpertSpelling:
     """The names of experts in an adapter.
 
-    block: the block of the experts within a layer. names: those of gate, up and down. router: that of the router.
+    block: the block of the experts within a layer. router: the name of the router in it.
     shape: that of the base model, with a module for each linear of an expert.
     """
 
     block: str
-    names: tuple[str, str, str]
+    style: _Style
     router: str
     shape: ModelShape
 
@@ -55,41 +80,44 @@ class ExpertSpelling:
 
 def find_spelling(tensor_names: Iterable[str], shape: ModelShape) -> ExpertSpelling | None:
     """Returns how an adapter names the experts; None if it has no tensors for single experts of this base model."""
-    paths = [linear.path.split(".") for linear in shape.linears if linear.has_halves]
+    styles = [style for style in _STYLES if any(_fits(style, linear) for linear in shape.linears)]
+    paths = [linear.path.split(".") for linear in shape.linears if linear.role == "experts"]
     blocks = {_OLD_BLOCK, *(block for path in paths for block in path[:-2])}
-    for name in tensor_names if paths else ():
+    for name in tensor_names if styles else ():
         match = _EXPERT.search(name)
         if match is not None and match["block"] in blocks:
-            for names in _SPELLINGS:
-                if match["linear"] in names:
-                    return _spell_experts(shape, match["block"], names)
+            linear = re.sub(r"^\d+(?=\.)|(?<=\.)\d+$", "{}", match["linear"])
+            for style in styles:
+                if linear in style.names:
+                    return _spell_experts(shape, match["block"], style)
     return None
+
+
+def _fits(style: _Style, linear: LinearShape) -> bool:
+    """Whether a linear of the base model is the parameter that joins `style.first`."""
+    is_parameter = linear.role == "experts" and linear.path.rpartition(".")[2] == style.parameter
+    return is_parameter and linear.has_halves == (len(style.first) > 1)
 
 
 # Tables about a shape are cached, and found faster for the same object.
 @cache
-def _spell_experts(shape: ModelShape, block: str, names: tuple[str, str, str]) -> ExpertSpelling:
-    gate, up, down = names
-    router = "gate"
+def _spell_experts(shape: ModelShape, block: str, style: _Style) -> ExpertSpelling:
+    router = style.router
     linears: list[LinearShape] = []
     groups: list[tuple[int, ...]] = []
     groups_of_group: list[range] = []
     for group in shape.groups:
         first_group, linear = len(groups), shape.linears[group[0]]
         members = [[shape.linears[index] for index in group]]
-        width, in_width, prefix = linear.out_width, linear.in_width, f"{block}.experts"
         if linear.role == "router":
             parent, _, name = linear.path.rpartition(".")
-            router = name if parent == block else router
+            router = name if parent == block and "." not in router else router
             members = [[replace(linear, path=f"{block}.{router}", role="linear")]]
-        elif linear.has_halves:
-            members = [
-                [LinearShape(f"{prefix}.{expert}.{name}", in_width, width // 2) for name in (gate, up)]
-                for expert in range(linear.num_experts)
-            ]
         elif linear.role == "experts":
+            names = style.first if _fits(style, linear) else (style.last,)
+            width, prefix = linear.out_width // len(names), f"{block}.experts"
             members = [
-                [LinearShape(f"{prefix}.{expert}.{down}", in_width, width)]
+                [LinearShape(f"{prefix}.{name.format(expert)}", linear.in_width, width) for name in names]
                 for expert in range(linear.num_experts)
             ]
         for own in members:
@@ -101,7 +129,7 @@ def _spell_experts(shape: ModelShape, block: str, names: tuple[str, str, str]) -
         for layer in range(shape.num_layers)
     )
     spelled = replace(shape, linears=tuple(linears), groups=tuple(groups), groups_of_layer=of_layer)
-    return ExpertSpelling(block, names, router, spelled)
+    return ExpertSpelling(block, style, router, spelled)
 
 
 def join_experts(
@@ -151,7 +179,7 @@ def join_experts(
                         "server accepts at most"
                     )
                     return config, {}, [Reason("too_large", message)]
-                _, target = by_path[f"{prefix}.{spelling.block}.experts.0.{linears[0]}"]
+                _, target = by_path[f"{prefix}.{spelling.block}.experts.{linears[0].format(0)}"]
                 reasons += _check_joined_rank(path, len(linears), target.rank, limits)
                 rank, alpha = (len(linears) * number for number in (target.rank, target.alpha))
                 targets_by_path[path] = Target(int(rank), alpha, is_parameter=True)
@@ -183,8 +211,8 @@ def _refuse_variants(config: PeftConfig) -> Iterable[Reason]:
         if is_set:
             yield Reason(
                 field,
-                f"{field} is set, and the adapter has tensors for single experts (transformers 4), which are not "
-                "served together; train with transformers 5 and target_parameters",
+                f"{field} is set, and the adapter has tensors for single experts (transformers 4 or Unsloth), which "
+                "are not served together; train with transformers 5 and target_parameters",
             )
 
 
@@ -201,7 +229,7 @@ class _LayerParts:
     def __init__(
         self, prefix: str, spelling: ExpertSpelling, by_path: Mapping[str, tuple[_Pair, Target]]
     ) -> None:
-        self._prefix, self._block, self._names = prefix, spelling.block, spelling.names
+        self._prefix, self._block, self._style = prefix, spelling.block, spelling.style
         self._by_path = by_path
 
     def find(self, name: str) -> tuple[_Pair, Target] | None:
@@ -212,29 +240,28 @@ class _LayerParts:
 
         linears: those of the layer.
         """
-        gate, up, down = self._names
-        has_down = self.find(f"experts.0.{down}") is not None
+        style = self._style
+        has_last = self.find(f"experts.{style.last.format(0)}") is not None
         found: list[tuple[str, str, Sequence[str]]] = []
         for linear in linears:
             if linear.role == "experts":
-                path = f"{self._prefix}.{linear.path}"
+                path, is_first = f"{self._prefix}.{linear.path}", _fits(style, linear)
                 wrapper = path.rpartition(".")[0]
-                if linear.has_halves:
-                    found.append((path, f"{wrapper}.base_layer" if has_down else wrapper, (gate, up)))
-                else:
-                    found.append((path, wrapper, (down,)))
+                own = f"{wrapper}.base_layer" if is_first and has_last else wrapper
+                found.append((path, own, style.first if is_first else (style.last,)))
         return found
 
     def collect(self, linears: Sequence[str], count: int) -> tuple[list[list[_Pair]], list[Reason]]:
         """Returns the pairs of these linears of each expert; none if none is adapted. They must have one form."""
-        found = [[self.find(f"experts.{expert}.{linear}") for linear in linears] for expert in range(count)]
+        numbers = range(count)
+        found = [[self.find(f"experts.{name.format(expert)}") for name in linears] for expert in numbers]
         pairs = [pair for experts in found for pair in experts if pair is not None]
         if not pairs:
             return [], []
         names = [
-            f"{self._prefix}.{self._block}.experts.{expert}.{linear}"
-            for expert in range(count)
-            for linear in linears
+            f"{self._prefix}.{self._block}.experts.{name.format(expert)}"
+            for expert in numbers
+            for name in linears
         ]
         absent = [name for name in names if name not in self._by_path]
         if absent:
@@ -242,7 +269,7 @@ class _LayerParts:
             return [], [Reason("missing_tensors", f"there are no tensors for {absent[0]}, but {why}")]
         forms = {(pair.rank, pair.scale, pair.a.dtype, pair.b.dtype) for pair, _ in pairs}
         if len(forms) > 1:
-            what = " and ".join(linears)
+            what = " and ".join(name.replace("{}", "").strip(".") for name in linears)
             return [], [
                 Reason(
                     "target_parameters",

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from slora import LLM, LoraAdapter
@@ -30,7 +31,6 @@ from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (
     EXPERT_LORA_KINDS,
-    KINDS,
     expert_lora_kinds,
     make_adapter,
     write_single_experts,
@@ -38,23 +38,25 @@ from tests.support.peft_adapters import (
 from tests.support.tiny_models import OTHER_MODELS, count_layers, make_model, write_model
 
 MODELS = ["mixtral", "qwen2_moe", "qwen3_moe_mixed"]
-# Models that run through transformers' own classes.
-OTHERS = ["gpt_oss"]
+# Models that run through transformers' own classes. Their routers are in float32 or linears that return a tuple, their
+# experts have another activation, no gate or other names, and some layers have a recurrence.
+OTHERS = ["gpt_oss", "deepseek_v3"]
+SOAKED = ["phimoe", "granitemoehybrid_recurrent", "jamba", "nemotron_h"]
 
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
     def make(model: str) -> ModelKit:
-        kinds = expert_lora_kinds(model) if model in OTHERS else EXPERT_LORA_KINDS
         changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
-        plain = {"plain": KINDS["r8_on_q_and_v"]}
-        return make_kit(tmp_path_factory.mktemp(model), model, kinds | plain, **changes)
+        return make_kit(tmp_path_factory.mktemp(model), model, expert_lora_kinds(model), **changes)
 
     return cache(make)
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", [*MODELS, *OTHERS])
+@pytest.mark.parametrize(
+    "model", [*MODELS, *OTHERS, *(pytest.param(model, marks=pytest.mark.soak) for model in SOAKED)]
+)
 def test_every_kind_in_one_batch_answers_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
 ) -> None:
@@ -132,6 +134,61 @@ def test_an_adapter_with_linears_of_single_experts_answers_as_peft_does(
     verdict = judge(kit.oracle, work, answer(llm, kit, work))
     report(f"parity of {model} with linears of single experts: {verdict}")
     assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek_v2", "phimoe", "nemotron_h")),
+    ],
+)
+def test_an_adapter_with_linears_of_single_experts_answers_as_the_merged_model_does(
+    tmp_path: Path, report: Callable[[str], None], model: str
+) -> None:
+    changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
+    base = write_model(tmp_path / "base", model, **changes)
+    write_single_experts(tmp_path / "single", base, seed=3, std=0.15)
+    kit = ModelKit(tmp_path / "base", {"single": tmp_path / "single"})
+    work = Work([[3, 1, 4, 1, 5], [9, 2, 6]], ["single", None])
+    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400)), kit, work)
+    verdict = Oracle(kit.directory, {}).judge(
+        work.prompts[1], answers[1].token_ids, None, answers[1].logprobs
+    )
+    _merge_single_experts(base, tmp_path / "single")
+    base.save_pretrained(tmp_path / "merged")
+    merged = Oracle(tmp_path / "merged", {})
+    verdict += merged.judge(work.prompts[0], answers[0].token_ids, None, answers[0].logprobs)
+    report(f"parity of {model} with linears of single experts: {verdict}")
+    assert verdict.equal, verdict
+
+
+@torch.no_grad()
+def _merge_single_experts(model: PreTrainedModel, adapter: Path) -> None:
+    """Adds the deltas of `write_single_experts` to the weights of transformers 5."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name in tensors:
+        path, is_a, _ = name.removeprefix("base_model.model.").partition(".lora_A")
+        if not is_a:
+            continue
+        delta = 2.0 * tensors[name.replace("lora_A", "lora_B")] @ tensors[name]
+        layer, block, inner = re.fullmatch(r"(model\.layers\.\d+)\.(\w+)\.(.+)", path).groups()
+        holder = next((m for m in model.get_submodule(layer).modules() if hasattr(m, "experts")), None)
+        if ".experts." in path:
+            number, linear = (re.search(pattern, inner)[0] for pattern in (r"\d+", r"[a-z_]+\d?(?=\.\d+$|$)"))
+            up = getattr(holder.experts, "gate_up_proj", getattr(holder.experts, "up_proj", None))
+            weight = (holder.experts.down_proj if linear in ("w2", "down_proj", "down_projs") else up)[
+                int(number)
+            ]
+            half = {"w1": 0, "gate_proj": 0, "w3": 1, "up_proj": 1}.get(linear)
+            if up.shape[1] == 2 * len(delta) and half is not None:
+                weight = weight[half * len(delta) :][: len(delta)]
+            weight += delta.T if getattr(holder.experts, "is_transposed", False) else delta
+        elif inner in ("gate", "router.linear") and block != "self_attn":
+            router = getattr(holder, "router", None) or holder.gate
+            router.weight += delta
+        else:
+            model.get_submodule(path).weight += delta
 
 
 def _change(directory: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:

@@ -21,6 +21,7 @@ from tests.slora.engine.test_parity import answer, judge, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit
+from tests.support.peft_adapters import expert_lora_kinds
 from tests.support.tiny_models import OTHER_MODELS, count_layers, make_config, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
@@ -92,7 +93,8 @@ def test_torch_kernels_serve_them_too(tmp_path: Path) -> None:
 
 
 def test_experts_in_mxfp4_are_the_numbers_that_they_code(tmp_path: Path) -> None:
-    kit = make_kit(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=32, num_hidden_layers=2)
+    kinds = {kind: expert_lora_kinds("gpt_oss")[kind] for kind in ("patterns", "some_layers")}
+    kit = make_kit(tmp_path, "gpt_oss", kinds, hidden_size=64, intermediate_size=32, num_hidden_layers=2)
     coded = tmp_path / "coded"
     write_mxfp4(coded, kit.directory)
     work = mix(kit, prompts_each=2, seed=8)
