@@ -8,8 +8,8 @@
 --   renew    ids
 --   carry    age in seconds, requests, tokens; then the next age
 --   read     nothing
--- Returns the obstacles (account, field, wait or -1), the accounts that are not seeded, and eight numbers of each
--- account, as in `Use`.
+-- `settle` returns 1, or 0 if there is no such reservation. Others return the obstacles (account, field, wait or -1), the
+-- accounts that are not seeded, and eight numbers of each account, as in `Use`.
 -- As in `quota_counters.py`.
 local BUCKETS = 61
 local FIELDS = {'requests_per_minute', 'tokens_per_minute', 'tokens_per_day', 'tokens_per_month', 'concurrent_answers'}
@@ -47,7 +47,7 @@ local function finish(id, used, counts)
   local raw = redis.call('HGET', KEYS[2], id)
   redis.call('HDEL', KEYS[2], id)
   redis.call('ZREM', KEYS[1], id)
-  if not raw then return end
+  if not raw then return 0 end
   local entry = cjson.decode(raw)
   local unused = entry.tokens - used
   for _, key in ipairs(entry.accounts) do
@@ -64,6 +64,7 @@ local function finish(id, used, counts)
       add(key, 'answers', -entry.answers)
     end
   end
+  return 1
 end
 
 local function load(key)
@@ -130,8 +131,7 @@ for _, id in ipairs(redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now_ms, 'LIMIT'
   finish(id, 0, true)
 end
 if operation == 'settle' then
-  finish(ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1')
-  return {{}, {}, {}}
+  return {finish(ARGV[4], tonumber(ARGV[5]), ARGV[6] == '1')}
 end
 if operation == 'renew' then
   for i = 4, #ARGV do redis.call('ZADD', KEYS[1], 'XX', text(now_ms + lease_ms), ARGV[i]) end

@@ -11,7 +11,8 @@ Keys expire a day after their last use. An account with a budget is then seeded 
 
 While Redis does not answer, each host uses its own counters (`HostCounters`), so the limits apply to each host
 separately. A process tries Redis again every second. When Redis answers again, each process first carries the use of
-its own requests to Redis, in the seconds in which it reserved them.
+its own requests to Redis, in the seconds in which it reserved them. So it does for requests whose lease in Redis ended
+during the outage.
 
 The module needs the package redis, so only the composition root loads it.
 """
@@ -54,10 +55,15 @@ _SCRIPT = Path(__file__).with_suffix(".lua").read_text(encoding="utf-8")
 
 @dataclass(frozen=True, slots=True)
 class _Handle:
-    """A reservation in Redis."""
+    """A reservation in Redis, made at the monotonic second `second`."""
 
-    tenant: str
+    subjects: tuple[Subject, ...]
+    second: int
     reservation_id: str
+
+    @property
+    def tenant(self) -> str:
+        return self.subjects[0].tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +75,25 @@ class _HostHandle:
     made: Reservation
 
 
+@dataclass(frozen=True, slots=True)
+class _Settlement:
+    """The end of a reservation in Redis. was_sent: whether Redis may have made it, although no answer came."""
+
+    handle: _Handle
+    charge: Charge
+    used_tokens: int
+    counts: bool
+    was_sent: bool = False
+
+
 class _HostUse:
-    """What the requests of this process used while Redis did not answer. Its size does not grow with the outage."""
+    """What the requests of this process used without a reservation in Redis. Its size does not grow with an outage."""
 
     def __init__(self) -> None:
         # Tenant and key id -> monotonic second -> requests and tokens.
         self._accounts: dict[tuple[str, str], dict[int, tuple[int, int]]] = {}
 
-    def add(self, handle: _HostHandle, requests: int, tokens: int) -> None:
+    def add(self, handle: _Handle | _HostHandle, requests: int, tokens: int) -> None:
         oldest = int(time.monotonic()) - BUCKETS
         for subject in handle.subjects:
             seconds = self._accounts.setdefault((subject.tenant, subject.key_id), {})
@@ -89,7 +106,10 @@ class _HostUse:
         return list(self._accounts)
 
     def take(self, account: tuple[str, str]) -> list[int]:
-        """Removes the uses of an account. Returns the age in seconds, the requests and the tokens of each."""
+        """Removes the uses of an account. Returns the age in seconds, the requests and the tokens of each.
+
+        They are removed before they are carried to Redis, so that no use counts twice if the answer is lost.
+        """
         now = int(time.monotonic())
         seconds = self._accounts.pop(account)
         return [number for second, use in seconds.items() for number in (now - second, *use)]
@@ -127,6 +147,8 @@ class RedisCounters:
         self._host_use = _HostUse()
         # Reservations that Redis may make although their request was served by the host, because no answer came.
         self._unwanted: list[_Handle] = []
+        # Reservations that ended while Redis did not answer: at most those that were open when that began.
+        self._unsettled: list[_Settlement] = []
 
     async def reserve(
         self, subjects: tuple[Subject, ...], charge: Charge
@@ -153,7 +175,7 @@ class RedisCounters:
     ) -> Reservation | Refusal | NotSeeded:
         if self.is_away:
             return await self._reserve_on_host(subjects, charge)
-        handle = _Handle(subjects[0].tenant, uuid.uuid4().hex)
+        handle = _Handle(subjects, int(time.monotonic()), uuid.uuid4().hex)
         limits = [limit for subject in subjects for limit in _limits(subject)]
         values = (handle.reservation_id, charge.requests, charge.tokens, charge.answers, *limits)
         try:
@@ -190,7 +212,8 @@ class RedisCounters:
             return
         assert isinstance(handle, _Handle)
         self._open.discard(handle)
-        task = asyncio.create_task(self._settle(handle, used_tokens, counts=counts))
+        settlement = _Settlement(handle, reservation.charge, used_tokens, counts)
+        task = asyncio.create_task(self._settle(settlement))
         self._settling.add(task)
         task.add_done_callback(self._settling.discard)
 
@@ -221,21 +244,31 @@ class RedisCounters:
 
     async def close(self) -> None:
         for handle in tuple(self._open):
-            await self._settle(handle, 0, counts=True)
+            await self._settle(_Settlement(handle, Charge(0, 0), 0, counts=True))
         self._open.clear()
         await asyncio.gather(*self._settling)
+        await self._renew()
         await self._client.aclose()
         await self._host.close()
 
-    async def _settle(self, handle: _Handle, used_tokens: int, *, counts: bool) -> None:
+    async def _settle(self, settlement: _Settlement) -> None:
+        if self.is_away:
+            self._unsettled.append(settlement)
+            return
         try:
-            await self._run_settle(handle, used_tokens, counts=counts)
+            await self._run_settle(settlement)
         except redis.RedisError as error:
-            self._leave(error)  # The lease expires by itself.
+            self._leave(error)
+            self._unsettled.append(replace(settlement, was_sent=True))
 
-    async def _run_settle(self, handle: _Handle, used_tokens: int, *, counts: bool) -> None:
-        values = (handle.reservation_id, used_tokens, int(counts))
-        await self._run("settle", (Subject(handle.tenant, "", NO_QUOTA),), values)
+    async def _run_settle(self, settlement: _Settlement) -> None:
+        handle = settlement.handle
+        values = (handle.reservation_id, settlement.used_tokens, int(settlement.counts))
+        (found, *_) = await self._run("settle", (Subject(handle.tenant, "", NO_QUOTA),), values)
+        if not found and not settlement.was_sent:
+            # The lease ended during an outage, which returned the tokens and kept the request.
+            requests = 0 if settlement.counts else -settlement.charge.requests
+            self._host_use.add(handle, requests, settlement.used_tokens)
 
     async def _renew(self) -> None:
         """Renews the leases of this process. Finds out whether Redis answers again."""
@@ -248,8 +281,12 @@ class RedisCounters:
                 for start in range(0, len(ids), 1000):
                     await self._run("renew", (Subject(tenant, "", NO_QUOTA),), ids[start : start + 1000])
             while self._unwanted:
-                await self._run_settle(self._unwanted[-1], 0, counts=False)
+                unwanted = _Settlement(self._unwanted[-1], Charge(0, 0), 0, counts=False, was_sent=True)
+                await self._run_settle(unwanted)
                 self._unwanted.pop()
+            while self._unsettled:
+                await self._run_settle(self._unsettled[-1])
+                self._unsettled.pop()
             for account in self._host_use.accounts():
                 await self._run("carry", (Subject(*account, NO_QUOTA),), self._host_use.take(account))
         except redis.RedisError as error:
