@@ -1,10 +1,12 @@
 """The byte layout of the page pool, shared by the loader that fills pages and the kernels that read them.
 
-The pool is one allocation `[num_pages, num_layers, page_bytes]`. A page holds one of two things:
+The pool is one allocation `[num_pages, num_kv_layers * page_bytes]`. Only layers with attention have a part of a page.
+A page holds one of three things:
 
 - A KV block: for each layer with attention, K and V of `block_tokens` tokens as
   `[2, num_kv_heads, block_tokens, head_dim]`. The elements are of the model's dtype, or 8-bit floats followed by their
   scales (`KVFormat`).
+- A part of the state that the recurrent layers of a model keep for one sequence.
 - A part of a packed adapter. A packed adapter is one long byte string, cut at page boundaries. A cut may fall inside a
   layer.
 
@@ -13,7 +15,9 @@ and the groups of linears that read the same input.
 
 A packed adapter is layer-major. In each layer, the part of a group begins with the rows of A of all its modules, so
 that one shrink serves the whole group. The rows of transposed B follow, module by module. The input embedding
-and the output head come last, as two groups of one module each.
+and the output head come last, as two groups of one module each. A and transposed B are in the dtype that is served. The
+scales of LoRA are not multiplied into them: `PackedAdapter.scales` (`slora_adapters/peft/packing.py`) has one for each
+module.
 
 A linear of E experts is one module. Its A has the rows of expert 0, then those of expert 1, and so on, and so has its
 transposed B. The rank of such a module is that of one expert.

@@ -1,8 +1,9 @@
 """The families of models that our decoder serves: one function reads the config.json of one family.
 
 A function states what transformers' class of that name computes, in terms of `ModelConfig`: `assume` has the class's
-defaults, and a field that a function does not read is refused. No other code depends on a family's name. A new family
-is a new function here, as long as `ModelConfig` can express it.
+defaults, and a field that a function does not read is refused. Other code that reads a config.json does
+not depend on a family's name. A new family is a new function here, as long as `ModelConfig` can express it. GGUF files
+have a table of their own (`gguf_model.py`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
