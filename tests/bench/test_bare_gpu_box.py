@@ -2,9 +2,12 @@
 that runs there must import there."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 ABSENT = ("fastapi", "llguidance", "llvmlite", "numba", "pydantic", "redis", "starlette", "uvicorn", "zmq")
@@ -41,19 +44,39 @@ OF_A_SERVER = (
 )
 
 
-def module_names() -> list[str]:
-    """Of kernels, adapters, engine and bench."""
-    roots = {"kernels": "slora_kernels", "adapters": "slora_adapters", ".": "slora", "": "bench"}
-    names = []
-    for root, package in roots.items():
+PACKAGES = {"slora_kernels": "kernels", "slora_adapters": "adapters", "slora": "", "bench": ""}
+
+
+def find_modules() -> dict[str, Path]:
+    """Of kernels, adapters, engine and bench: those of the box by name, with their files."""
+    found = {}
+    for package, root in PACKAGES.items():
         for path in sorted((ROOT / root / package).rglob("*.py")):
             relative = path.relative_to(ROOT / root)
             of_a_server = package == "bench" and path.stem in OF_A_SERVER
             if not of_a_server and not any(part in str(relative) for part in NOT_THERE):
-                names.append(".".join(relative.with_suffix("").parts).removesuffix(".__init__"))
-    return names
+                found[".".join(relative.with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
 
 
+def test_no_module_of_the_box_names_a_package_or_a_module_that_is_not_there() -> None:
+    modules, wrong = find_modules(), []
+    assert {
+        "slora.runner.runner",
+        "slora_kernels.gpu.triton_kernels",
+        "slora_adapters.peft.packing",
+        "bench.gpu.stages",
+    } <= {*modules}
+    for module, path in modules.items():
+        for name in re.findall(r"^(?:from|import) ([\w.]+)", path.read_text(encoding="utf-8"), re.MULTILINE):
+            package = name.partition(".")[0]
+            is_file = (ROOT / PACKAGES.get(package, "tests") / f"{name.replace('.', '/')}.py").exists()
+            if package in (*ABSENT, "slora_api") or (is_file and name not in modules):
+                wrong.append(f"{module} imports {name}")
+    assert not wrong
+
+
+@pytest.mark.soak
 def test_kernels_adapters_engine_and_bench_import_on_a_bare_gpu_box() -> None:
     code = f"""
 import gc, importlib, sys
@@ -67,15 +90,8 @@ for name in sys.argv[1:]:
     importlib.import_module(name)
 """
     roots = [str(ROOT / folder) for folder in ("", "kernels", "adapters")]
-    names = module_names()
-    assert {
-        "slora.runner.runner",
-        "slora_kernels.gpu.triton_kernels",
-        "slora_adapters.peft.packing",
-        "bench.gpu.stages",
-    } <= {*names}
     done = subprocess.run(
-        [sys.executable, "-P", "-c", code, *names],
+        [sys.executable, "-P", "-c", code, *find_modules()],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(roots)},
         capture_output=True,
         text=True,

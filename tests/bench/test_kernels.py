@@ -67,6 +67,8 @@ def test_a_floor_is_bytes_over_bandwidth_until_products_take_longer(model: MetaM
     )
 
 
+# `test_the_floor_of_eight_adapters_is_that_of_their_bytes` counts it without a model.
+@pytest.mark.soak
 def test_eight_adapters_of_rank_16_could_keep_957_of_1000_of_llama_8b() -> None:
     """The figure that the bars are set against: 8 x 80 MiB beside weights of 15.0 GB, contexts left out."""
     row = floor_row(MetaModel(MODELS["llama-8b"]), StepShape(8, 8, context=-1), GpuRates())

@@ -139,7 +139,8 @@ def make_setup(kit: ModelKit) -> Setup:
     return Setup(str(kit.directory), adapters, "float32", 1, 64, 4, kit.pool_bytes(64))
 
 
-@pytest.mark.parametrize("name", ["slora", pytest.param("peft", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["slora", "peft"])
 def test_contenders_generate_the_requested_number_of_tokens(kit: ModelKit, name: str, tmp_path: Path) -> None:
     launch = slora_launch(1) if name == "slora" else peer_environments.launch_peer(name, 1, 1 << 30)
     assert isinstance(launch, Launch)

@@ -69,7 +69,7 @@ def test_engines_that_do_not_know_of_each_other_favour_the_tenant_that_uses_more
     assert spread > 2.5 * pinned and jain([spread, pinned]) < 0.82
 
 
-@pytest.mark.parametrize("share_s", [0.1, 1.0])
+@pytest.mark.parametrize("share_s", [pytest.param(0.1, marks=pytest.mark.soak), 1.0])
 def test_a_tenant_at_one_engine_gets_as_much_as_one_at_two_engines(share_s: float) -> None:
     shares = measure(2, share_s, spread_and_pinned(), (SPREAD, PINNED))
     assert jain(shares) > 0.99

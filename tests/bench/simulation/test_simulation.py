@@ -21,28 +21,21 @@ def request(
     return TraceRequest(arrival_s, 0, adapter, prompt, output, thread)
 
 
-def test_two_runs_of_one_trace_are_equal_in_every_number() -> None:
+def test_every_request_is_answered_in_full_and_two_runs_are_equal_in_every_number() -> None:
     trace = slora_trace(20, 2, 20)
     setup = Setup(A10G_7B, S2.ranks, fetch=SLOW_FETCH)
     runs = []
     for _ in range(2):
         meter = PoolMeter()
         simulation = Simulation(setup, [meter])
-        results = simulation.run(trace)
-        times = [(o.first_token_s, o.end_s, o.num_tokens) for o in simulation.outcomes.values()]
+        results, outcomes = simulation.run(trace), simulation.outcomes.values()
+        assert results.completed == len(trace)
+        assert [o.num_tokens for o in outcomes] == [r.output_tokens for r in trace]
+        simulation.scheduler.check_invariants()
+        assert simulation.pool.num_held == simulation.source.num_pinned == 0
+        times = [(o.first_token_s, o.end_s) for o in outcomes]
         runs.append((results, simulation.totals, meter.result(), times))
     assert runs[0] == runs[1]
-
-
-def test_every_request_is_answered_in_full_and_nothing_is_left_behind() -> None:
-    trace = slora_trace(20, 2, 20)
-    simulation = Simulation(Setup(A10G_7B, S2.ranks, fetch=SLOW_FETCH))
-    results = simulation.run(trace)
-    assert results.completed == len(trace)
-    assert [o.num_tokens for o in simulation.outcomes.values()] == [r.output_tokens for r in trace]
-    simulation.scheduler.check_invariants()
-    assert simulation.pool.num_held == 0
-    assert simulation.source.num_pinned == 0
 
 
 def test_an_answer_of_unknown_length_ends_where_the_trace_says() -> None:
