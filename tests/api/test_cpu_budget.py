@@ -1,10 +1,16 @@
 """A tenant that has used up its CPU budget waits until the budget is refilled. Other tenants do not wait."""
 
+import weakref
+
 import pytest
 
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.errors import TenantBusy
 from tests.support.clock import Clock
+
+
+class NamedTenant(str):
+    """A name that a weak reference can follow."""
 
 
 def test_a_tenant_over_its_cpu_budget_is_refused_until_the_budget_refills() -> None:
@@ -37,7 +43,11 @@ def test_full_balances_take_no_memory() -> None:
     clock = Clock()
     budget = CpuBudget(10.0, 0.5, "things", clock)
     budget.charge("debtor", 1_000.0)
+    names = []
     for number in range(100):
-        budget.charge(f"tenant {number}", 1.0)
+        tenant = NamedTenant(f"tenant {number}")
+        names.append(weakref.ref(tenant))
+        budget.charge(tenant, 1.0)
         clock.now += 3.0
-    assert len(budget._balances) < 5 and "debtor" in budget._balances
+    del tenant
+    assert sum(name() is not None for name in names) < 5 and budget.wait_s("debtor") > 0

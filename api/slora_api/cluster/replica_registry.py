@@ -6,6 +6,7 @@ lost, so the clocks of the hosts do not matter. There is no process whose loss w
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -68,14 +69,15 @@ class ReplicaRegistry:
 
 
 class Sightings:
-    """Tells from the beats of the entries which replicas are alive."""
+    """Tells from the beats of the entries which replicas are alive. clock: monotonic seconds."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         # Name -> the last beat, and when it was first seen.
         self._seen: dict[str, tuple[int, float]] = {}
 
     def select_alive(self, entries: list[tuple[ListedReplica, int]]) -> list[ListedReplica]:
-        now = time.monotonic()
+        now = self._clock()
         last, self._seen = self._seen, {}
         alive = []
         for replica, beat in entries:

@@ -183,14 +183,14 @@ class HealthRecorder:
             await control_thread(self._file.allocate)
         except OSError as error:
             logger.warning("there is no room for the history of the health: %s", error)
-        last = await self._count()
+        last = await self.count()
         while True:
             await asyncio.sleep(seconds_to_end(self._clock()))
             last = await self.record(last)
 
     async def record(self, last: _Counts) -> _Counts:
         """Records the minute that has just ended. last: the counts at its beginning. Returns the present counts."""
-        counts = await self._count()
+        counts = await self.count()
         # A sleep may end a moment early.
         minute = (round(self._clock() / MINUTE_S) - 1) * MINUTE_S
         journal_bytes = await control_thread(self._shipper.measure_journal)
@@ -204,7 +204,8 @@ class HealthRecorder:
             self._trouble = trouble
         return counts
 
-    async def _count(self) -> _Counts:
+    async def count(self) -> _Counts:
+        """Returns the present counts. Without an engine, those of the API processes alone."""
         engine = None
         try:
             async with asyncio.timeout(_PATIENCE_S):

@@ -96,11 +96,6 @@ def follow(
     return moved
 
 
-@pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slora_api.serve.background._POLL_S", 0.01)
-
-
 def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

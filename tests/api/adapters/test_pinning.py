@@ -252,10 +252,7 @@ class FailingRegistry(Registry):
         return list(super().pinned())
 
 
-def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slora_api.adapters.pinning._PAUSE_S", 0.01)
+def test_all_pins_with_their_shares_are_sent_until_the_engine_accepts_them(tmp_path: Path) -> None:
     database = Database(tmp_path / "slora.db")
     registry, tenant_store = FailingRegistry(database), open_tenant_store(database, tmp_path)
     details = AdapterDetails(2, ("q_proj",), 100)

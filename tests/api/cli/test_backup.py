@@ -21,11 +21,7 @@ def complete(served: Served, key: str, model: str) -> list[dict[str, Any]]:
 
 
 def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
-    server: Served,
-    kit: Kit,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    server: Served, kit: Kit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key = server.make_key("backup-owner", "voice@prod")
     revoked = server.make_key("backup-owner")

@@ -12,30 +12,19 @@ from slora.core.engine_address import TcpAddress
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from slora_api.cluster import replica_registry
 from slora_api.cluster.deployment import AdapterRequestRouter
 from slora_api.cluster.replica import PRESSURE, choose_num_replicas, measure_pressure
 from slora_api.cluster.replica_registry import Sightings
 from slora_api.processes.replica_list import ListedReplica, ReplicaList, ReplicaListFiles, write_replicas
+from tests.support.clock import Clock
 
 SECRET = b"s" * 64
 A, B = ListedReplica("a", "127.0.0.1", 1, "v1"), ListedReplica("b", "127.0.0.1", 2, "v1")
 
 
-class Clock:
-    """Replaces the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-def test_a_replica_whose_entry_no_longer_changes_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(replica_registry, "time", clock)
-    sightings = Sightings()
+def test_a_replica_whose_entry_no_longer_changes_is_lost() -> None:
+    clock = Clock(100.0)
+    sightings = Sightings(clock)
     assert sightings.select_alive([(A, 7), (B, 1)]) == [A, B]
     clock.now += 14
     assert sightings.select_alive([(A, 7), (B, 2)]) == [A, B]

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import logging
 import socket
 import time
 from contextlib import ExitStack
@@ -94,8 +95,7 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a bug: each failure was retried 2,048 times per second, with a traceback for each."""
-    monkeypatch.setattr("slora_api.http.acceptor._RETRY_S", 0.05)
-    monkeypatch.setattr("slora_api.http.acceptor._log.filters", [RateLimitFilter()])
+    monkeypatch.setattr(logging.getLogger("slora_api.http.acceptor"), "filters", [RateLimitFilter()])
 
     def make_protocol() -> HttpProtocol:
         raise AssertionError("no connection was accepted")
@@ -104,10 +104,10 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
         acceptor = Acceptor(listener, Connections(ConnectionLimits()), make_protocol)
         acceptor.start()
         started_at = time.monotonic()
-        while listener.num_accepts < 5:
+        while listener.num_accepts < 3:
             await asyncio.sleep(0.01)
         acceptor.stop()
-        assert listener.num_accepts <= 1 + (time.monotonic() - started_at) / 0.05
+        assert listener.num_accepts <= 1 + time.monotonic() - started_at
 
     with ExhaustedSocket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -206,7 +206,7 @@ def test_a_recorded_minute_has_what_happened_in_it(
     with httpx.Client(base_url=platform.url, headers=bearer(key), verify=False) as client:
         ask(client, "default")  # before the minute
         wait_until_counted(1)
-        begun = asyncio.run(recorder._count())
+        begun = asyncio.run(recorder.count())
         assert [ask(client, "default") for _ in range(3)] == [200] * 3
         assert [ask(client, "nobody") for _ in range(2)] == [404] * 2
         client.get("/healthz")

@@ -204,7 +204,7 @@ def test_an_adapter_deleted_while_the_feed_was_lost_is_removed_from_the_engine(
     gone, kept = servers.upload("gone"), servers.upload("kept", seed=1)
     for name in ("gone", "kept"):
         assert servers.ask(name).status_code == 200
-    database = servers.first.services.tenant_store._database
+    database = servers.first.services.foundation.database
     with database.transaction(CHANGES) as connection:
         connection.execute(update(schema.changes).values(nonce="another"))
         for table in (schema.adapter_names, schema.adapter_versions, schema.adapter_aliases):

@@ -14,6 +14,7 @@ import pytest
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta
 from slora_api.adapters.model_catalog import ModelCatalog
+from slora_api.adapters.pin_routes import PinServices
 from slora_api.adapters.publisher import CANARY_TENANT
 from slora_api.adapters.served_model import ServedModel
 from slora_api.core import errors
@@ -129,12 +130,13 @@ def test_a_route_that_needs_no_key_and_an_error_that_tells_a_foreign_model_from_
     platform: Platform, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find, list_tenants = ModelCatalog.find_model, platform.services.tenant_store.list_tenants
+    registry = platform.find(PinServices).registry
 
     async def reveal(self: ModelCatalog, key: KeyRecord, name: str, *rest: Any, **named: Any) -> ServedModel:
         owners = {
             tenant.tenant_id
             for tenant in list_tenants()
-            for adapter in self._adapters.registry.list(tenant.tenant_id)
+            for adapter in registry.list(tenant.tenant_id)
             if adapter.label == name
         }
         if owners and key.tenant not in owners:
