@@ -82,16 +82,20 @@ def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
     assert num_pages > 100 or llm.stats().preemptions > 0
 
 
-def test_a_divided_model_and_triton_kernels_answer_as_peft_does(kits: Kits) -> None:
+def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = mix(kit, prompts_each=1, seed=3)
     with divided_engine(kit, 2, 900) as (engine, _, versions):
         answers = drive(engine, [make_requests(versions, work.prompts, work.kinds)])
     assert judge_answers(kit, work.prompts, work.kinds, answers).equal
-    few = Work(
-        [[12, 5, 6, 13], [3, 4, 3, 14], [15, 16, 17]], ["activated", "activated_elsewhere", "activated"]
-    )
-    assert judge_with_triton(kit, few).equal
+
+
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
+    kinds = ("activated", "activated_elsewhere")
+    kit = make_kit(tmp_path, "llama", {kind: ACTIVATED_KINDS[kind] for kind in kinds}, num_hidden_layers=1)
+    work = Work([[12, 5, 6, 13], [3, 4, 3, 14], [15, 16, 17]], [*kinds, "activated"])
+    verdict = judge_with_triton(kit, work)
+    assert verdict.equal, verdict
 
 
 def test_blocks_before_the_invocation_are_computed_once_for_the_base_and_all_adapters(kits: Kits) -> None:
