@@ -1,14 +1,13 @@
 """The log as an operator's tools read it."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, environment, serving
+from tests.support.forked_program import ForkedProgram
 
 KEY = "slora_abcdefgh_" + "S" * 43
 
@@ -36,15 +35,9 @@ except ValueError:
 
 
 def log_lines(log_format: str) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", _SCRIPT, log_format],
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    )
-    assert KEY not in done.stderr and "slora_abcdefgh_***" in done.stderr
-    return done.stderr.splitlines()
+    code, output = ForkedProgram(_SCRIPT, log_format).finish()
+    assert code == 0 and KEY not in output and "slora_abcdefgh_***" in output
+    return output.splitlines()
 
 
 def test_each_line_of_json_is_an_object_that_names_its_request() -> None:
