@@ -205,7 +205,7 @@ class RandomEngine:
     @property
     def num_recorded(self) -> int:
         """Step shapes that have been recorded."""
-        return self.engine._runner.num_recorded
+        return self.engine.runner.num_recorded
 
     @property
     def token_bytes(self) -> int:

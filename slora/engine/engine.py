@@ -89,22 +89,22 @@ class Engine:
         self._config = config
         self._group = group
         try:
-            self._runner = Runner(config, model, load, group)
+            self.runner = Runner(config, model, load, group)
         except BaseException:
             group.close()
             raise
-        self._isolation = FaultIsolation(self._runner)
+        self._isolation = FaultIsolation(self.runner)
         self._learned: LearnedCosts | None = None
         if costs is None:
-            self._learned = self._runner.learn_costs()
+            self._learned = self.runner.learn_costs()
             costs = self._learned.current
         self._costs = costs
         # Without pool_bytes the pool is a share of free memory. Prefaulting the whole pool at start could take memory
         # that other programs need.
         if config.pool_bytes is not None:
-            prefault(self._runner.memory.pages)
-        num_pages = len(self._runner.memory.pages)
-        budget = config.token_budget(self._runner.device.type)
+            prefault(self.runner.memory.pages)
+        num_pages = len(self.runner.memory.pages)
+        budget = config.token_budget(self.runner.device.type)
         prefix_cache = config.prefix_cache
         if model.states and prefix_cache != "off":
             _log.warning(
@@ -113,16 +113,16 @@ class Engine:
             prefix_cache = "off"
         scheduler = SchedulerConfig(
             num_pages=num_pages,
-            num_slots=self._runner.num_slots,
-            full_page_bytes=self._runner.full_page_bytes,
-            footprint=self._runner.footprint,
+            num_slots=self.runner.num_slots,
+            full_page_bytes=self.runner.full_page_bytes,
+            footprint=self.runner.footprint,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=budget,
             rope_switch=model.rope_switch,
-            load_pages=config.load_pages(self._runner.full_page_bytes),
-            swap_pages=self._runner.num_swap_pages,
+            load_pages=config.load_pages(self.runner.full_page_bytes),
+            swap_pages=self.runner.num_swap_pages,
             prompt_lookup_tokens=config.prompt_lookup_tokens,
-            loads_beside=self._runner.loads_beside,
+            loads_beside=self.runner.loads_beside,
             metrics_tenants=config.metrics_tenants,
             prefix_cache=prefix_cache,
             preemption=config.preemption,
@@ -134,55 +134,55 @@ class Engine:
             model.eos_token_ids,
             notify,
         )
-        self._scheduler = Scheduler(scheduler, source, self._costs, self._grammars)
+        self.scheduler = Scheduler(scheduler, source, self._costs, self._grammars)
         if overlap is None:
-            on_one_gpu = self._runner.device.type == "cuda" and group.collectives.size == 1
+            on_one_gpu = self.runner.device.type == "cuda" and group.collectives.size == 1
             overlap = on_one_gpu and not config.prompt_lookup_tokens
         # Number of steps that the device may still compute when `step` returns.
         self._num_overlapped = int(overlap)
         self._launched: deque[_LaunchedStep] = deque()
         self._waited_until_s = 0.0
-        self._observer = Observer(self._scheduler, source, self._costs, config.metrics_tenants)
-        self._tenants = self._scheduler.paging.tenants
+        self._observer = Observer(self.scheduler, source, self._costs, config.metrics_tenants)
+        self._tenants = self.scheduler.paging.tenants
         self.info = EngineInfo(
             model_name=config.served_name,
-            max_model_len=self._runner.max_model_len,
+            max_model_len=self.runner.max_model_len,
             vocab_size=model.vocab_size,
             eos_token_ids=model.eos_token_ids,
-            dtype=self._runner.dtype_name,
+            dtype=self.runner.dtype_name,
             kv_cache_dtype=config.kv_cache_dtype,
-            device=str(self._runner.device),
-            kernels=self._runner.kernels.name,
+            device=str(self.runner.device),
+            kernels=self.runner.kernels.name,
             num_pages=num_pages,
             block_tokens=config.block_tokens,
-            full_page_bytes=self._runner.full_page_bytes,
+            full_page_bytes=self.runner.full_page_bytes,
             max_lora_rank=config.max_lora_rank,
             max_composed_adapters=config.max_composed_adapters,
             max_num_seqs=config.max_num_seqs,
             scheduling=config.scheduling,
-            shape=model.shape(self._runner.dtype_name),
-            can_embed=self._runner.can_embed,
+            shape=model.shape(self.runner.dtype_name),
+            can_embed=self.runner.can_embed,
             num_ranks=config.tensor_parallel_size,
             prefix_cache=prefix_cache,
         )
 
     @property
     def has_work(self) -> bool:
-        return bool(self._launched) or self._scheduler.has_work or self.next_due_in_s == 0
+        return bool(self._launched) or self.scheduler.has_work or self.next_due_in_s == 0
 
     @property
     def next_due_in_s(self) -> float | None:
         """Seconds until a deadline can no longer be met or a pinned adapter's load is retried. 0 if either is due."""
-        next_s = self._scheduler.next_due_s
+        next_s = self.scheduler.next_due_s
         return None if next_s is None else max(0.0, next_s - time.monotonic())
 
     @property
     def num_unfinished(self) -> int:
-        return self._scheduler.num_running + self._scheduler.num_waiting
+        return self.scheduler.num_running + self.scheduler.num_waiting
 
     def add(self, request: EngineRequest) -> None:
         """Validates and queues a request. Raises RequestRefused, naming the field, if it can never be served."""
-        if self._scheduler.find(request.request_id):
+        if self.scheduler.find(request.request_id):
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         check_request(request, self.info)
         sampling = request.sampling
@@ -191,28 +191,28 @@ class Engine:
         seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
         self._tenants.set_share(request.tenant, request.share)
         tenant = self._tenants.find(request.tenant, is_background=request.is_background)
-        blocks = BlockTable(self._config.block_tokens, self._runner.footprint.state_pages)
+        blocks = BlockTable(self._config.block_tokens, self.runner.footprint.state_pages)
         sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, blocks)
         if request.emitted is None:
-            self._scheduler.add(sequence, time.monotonic())
+            self.scheduler.add(sequence, time.monotonic())
             self._observer.num_prompt_tokens += len(request.prompt_token_ids)
             return
         try:
             for choice in sequence.resume(request.emitted):
-                self._scheduler.add(choice, time.monotonic())
+                self.scheduler.add(choice, time.monotonic())
         except RequestRefused:
             self.abort(request.request_id)
             raise
 
     def abort(self, request_id: str, index: int | None = None) -> None:
         """Ends a request, or one choice of it, and frees its pages. A no-op for an unknown or finished request."""
-        self._scheduler.advance_clock(time.monotonic())
-        self._scheduler.abort(request_id, index)
+        self.scheduler.advance_clock(time.monotonic())
+        self.scheduler.abort(request_id, index)
 
     def remove_adapter(self, version: AdapterVersion) -> None:
         """Evicts a deleted adapter: now, or when the last request that uses it ends."""
         self._wait_for_copies()
-        self._scheduler.remove_adapter(version)
+        self.scheduler.remove_adapter(version)
 
     def purge_tenant(self, name: str) -> tuple[TenantPurge, list[StepOutput]]:
         """Ends a tenant's requests, and drops its adapters, its prefixes and its share. Idempotent.
@@ -223,21 +223,21 @@ class Engine:
         Returns the number of dropped items, and the errors of the ended requests.
         """
         self._wait_for_copies()
-        self._scheduler.advance_clock(time.monotonic())
+        self.scheduler.advance_clock(time.monotonic())
         accounts = self._tenants.find_both(name)
-        num_adapters = sum(resident.version.tenant == name for resident in self._scheduler.paging.residency)
-        ended = self._scheduler.purge_tenant(name, RequestFailed(_PURGED))
+        num_adapters = sum(resident.version.tenant == name for resident in self.scheduler.paging.residency)
+        ended = self.scheduler.purge_tenant(name, RequestFailed(_PURGED))
         self._tenants.set_share(name, DEFAULT_SHARE)
-        pool = self._scheduler.paging.pool
+        pool = self.scheduler.paging.pool
         pages = [page for account in accounts for page in pool.pop_residue(account)]
-        self._runner.zero(pages, self._scheduler.swapping.free_pages)
+        self.runner.zero(pages, self.scheduler.swapping.free_pages)
         return TenantPurge(len(ended), num_adapters, len(pages)), ended
 
     def set_pins(self, pins: list[Pin]) -> None:
         """Replaces the set of pinned adapters. They are loaded before their first request and are not evicted."""
         for pin in pins:
             self._tenants.set_share(pin.version.tenant, pin.share)
-        self._scheduler.set_pins(pin.version for pin in pins)
+        self.scheduler.set_pins(pin.version for pin in pins)
 
     def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
         """Loads an adapter before its first request, if the pool has room. Returns where the adapter is now.
@@ -245,7 +245,7 @@ class Engine:
         share: the share of the adapter's tenant.
         """
         self._tenants.set_share(version.tenant, share)
-        return self._scheduler.prewarm(version)
+        return self.scheduler.prewarm(version)
 
     def step(self, tell_begun: Callable[[list[str]], None] = lambda ids: None) -> list[StepOutput]:
         """Computes one step. A request that fails ends alone; the other requests of the step are computed.
@@ -256,15 +256,15 @@ class Engine:
 
         Raises DeviceFailed when the device is lost. The engine must not be used after that.
         """
-        plan = self._scheduler.schedule(time.monotonic())
+        plan = self.scheduler.schedule(time.monotonic())
         if plan.rows_to_write and (begun := self._find_begun(plan)):
             tell_begun(begun)
         outputs, started_s = list(plan.ended), time.perf_counter()
         try:
-            running = self._runner.launch(plan)
+            running = self.runner.launch(plan)
         except Exception as error:
             return outputs + self._finish_steps(0) + self._recover(plan, error, started_s)
-        self._scheduler.advance(plan)
+        self.scheduler.advance(plan)
         self._launched.append(_LaunchedStep(plan, running, started_s))
         # Without a chunk there is nothing that the device could compute while the host waits.
         return outputs + self._finish_steps(self._num_overlapped if plan.chunks else 0)
@@ -277,7 +277,7 @@ class Engine:
             try:
                 sampled = step.running.wait()
             except Exception as error:
-                self._runner.probe()
+                self.runner.probe()
                 raise DeviceFailed(
                     f"the results of a step cannot be read: {type(error).__name__}: {error}"
                 ) from error
@@ -291,17 +291,17 @@ class Engine:
         try:
             result = self._isolation.recover(plan, error)
         except PageTransferFailed:
-            self._scheduler.advance_clock(time.monotonic())
-            return self._scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
-        ended = self._scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
-        ended += self._scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
+            self.scheduler.advance_clock(time.monotonic())
+            return self.scheduler.undo_step(plan, StepFailed(_TRANSFER_FAILED))
+        ended = self.scheduler.fail_chunks(plan, result.culprits, RequestFailed(_BREAKS_ALONE))
+        ended += self.scheduler.fail_chunks(plan, result.given_up, StepFailed(_GIVEN_UP))
         sampled = result.sampled
-        if self._runner.footprint.state_pages:
+        if self.runner.footprint.state_pages:
             # Each run has advanced the recurrent states again, so no result of them counts.
             has_culprits = bool(result.culprits or result.given_up)
-            ended += self._scheduler.restart_chunks(plan, StepFailed(_GIVEN_UP), has_culprits=has_culprits)
+            ended += self.scheduler.restart_chunks(plan, StepFailed(_GIVEN_UP), has_culprits=has_culprits)
             sampled = []
-        self._scheduler.advance(plan)
+        self.scheduler.advance(plan)
         step = _LaunchedStep(plan, RunningStep(), started_s)
         return ended + self._finish_step(step, sampled, is_timed=False)
 
@@ -313,24 +313,24 @@ class Engine:
         # While steps overlap, the device begins a step when it has finished the step before.
         seconds = now_s - max(step.started_s, self._waited_until_s)
         self._waited_until_s = now_s
-        self._scheduler.advance_clock(now)
+        self.scheduler.advance_clock(now)
         # The host records the next step while it should read the results of this one.
         was_delayed = any(launched.running.was_recorded for launched in (step, *self._launched))
         if is_timed and not was_delayed:
             self._learn(step, seconds)
         self._observer.count_step(plan, sampled, seconds, now)
-        outputs = self._scheduler.postprocess(plan, sampled)
-        self._observer.count_gaps(self._scheduler.token_gaps)
+        outputs = self.scheduler.postprocess(plan, sampled)
+        self._observer.count_gaps(self.scheduler.token_gaps)
         return outputs
 
     def _wait_for_copies(self) -> None:
         """Waits until the device reads no host copy of an adapter. Their results stay to be applied."""
         if self._launched:
-            self._runner.memory.wait()
+            self.runner.memory.wait()
 
     def _find_begun(self, plan: StepPlan) -> list[str]:
         """Returns the ids of the requests that the plan computes, or loads adapters for, for the first time."""
-        now = self._scheduler.paging.pool.now
+        now = self.scheduler.paging.pool.now
         begun = (
             sequence.request.request_id
             for sequence in plan.rows_to_write
@@ -340,11 +340,11 @@ class Engine:
 
     def pop_usage(self) -> list[EndedRequest]:
         """The requests that ended since the last call. Refused requests are not among them."""
-        return self._scheduler.pop_usage()
+        return self.scheduler.pop_usage()
 
     def check_invariants(self) -> None:
         """Checks that no page is lost. Raises AssertionError, naming the inconsistent numbers."""
-        self._scheduler.check_invariants()
+        self.scheduler.check_invariants()
 
     def close(self) -> None:
         """Ends the thread that compiles grammars, and the other ranks. The engine must not be used afterwards."""
@@ -358,15 +358,15 @@ class Engine:
         """
         return EngineReport(
             num_taken,
-            self._scheduler.estimate_backlog(),
-            self._scheduler.wanted_adapters,
+            self.scheduler.estimate_backlog(),
+            self.scheduler.wanted_adapters,
             self._source.cached_versions,
             tuple(self._tenants.pop_spans(MAX_SPANS)),
         )
 
     def add_service_elsewhere(self, engine: str, spans: Iterable[ServiceSpan]) -> None:
         """Counts what another engine has charged to tenants, so that all engines together are fair."""
-        self._scheduler.add_service_elsewhere(engine, spans)
+        self.scheduler.add_service_elsewhere(engine, spans)
 
     def stats(self, watched: Collection[str] | None = None) -> EngineStats:
         """Returns a snapshot. watched: for a console, the tenants that must be listed, even if they are small."""
@@ -378,12 +378,12 @@ class Engine:
         The host does not wait for copies to a GPU, so the costs of copies keep the values measured at start.
         """
         plan, running = step.plan, step.running
-        if self._runner.device.type != "cpu" and (plan.loads or plan.swaps_out or plan.swaps_in):
+        if self.runner.device.type != "cpu" and (plan.loads or plan.swaps_out or plan.swaps_in):
             return
         if self._learned is not None:
             computing_s = seconds - running.swap_s - running.load_s - running.finish_s
             times = StepTimes(computing_s, running.swap_s, running.load_s)
-            self._learned.count(plan.measure_work(self._runner.full_page_bytes), times, time.monotonic())
+            self._learned.count(plan.measure_work(self.runner.full_page_bytes), times, time.monotonic())
 
 
 @dataclass(frozen=True, slots=True)

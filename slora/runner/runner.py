@@ -152,10 +152,10 @@ class Runner:
         self._is_computing = False
         served = self._served = ServedModel(config, model, load, group.collectives)
         self.device, self.dtype_name, self.kernels = served.device, served.dtype_name, served.kernels
-        self._model, self._shape, self._geometry = served.model, served.shape, served.geometry
+        self.decoder, self._shape, self._geometry = served.model, served.shape, served.geometry
         self.full_page_bytes = served.full_page_bytes
         _warm_up(self.kernels, self._geometry)
-        self._model.check(self._geometry, self.kernels)
+        self.decoder.check(self._geometry, self.kernels)
         self.num_slots = MAX_SLOTS
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
         # The token that was last sampled in each row of the sampling table.
@@ -179,7 +179,7 @@ class Runner:
 
     @property
     def can_embed(self) -> bool:
-        return self._model.can_embed
+        return self.decoder.can_embed
 
     @property
     def loads_beside(self) -> bool:
@@ -264,8 +264,8 @@ class Runner:
                 memory,
                 self.kernels.tile_limits,
             )
-            hidden = self._model.forward(batch, memory, self.kernels)
-            self._model.logits(hidden, LoraDeltas((), memory, self.kernels)).sum().item()
+            hidden = self.decoder.forward(batch, memory, self.kernels)
+            self.decoder.logits(hidden, LoraDeltas((), memory, self.kernels)).sum().item()
         except Exception as error:
             raise DeviceFailed(
                 f"{self.device} no longer computes: {type(error).__name__}: {error}"
@@ -306,7 +306,7 @@ class Runner:
             return list
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         with self._computing_together(ComputeLogits):
-            logits = self._model.logits(sampled, deltas)
+            logits = self.decoder.logits(sampled, deltas)
         # The masks are computed after the launch of the model's head, because uploading them waits until the device has
         # computed the logits.
         # A deferred sequence computes its last token again, which a recurrent state has passed.
@@ -374,17 +374,17 @@ class Runner:
         shape = self._graphs.find_shape(batch) if self._graphs is not None else None
         if self._graphs is not None and shape is not None:
             return self._graphs.run(batch, shape)
-        return self._model.forward(batch, self.memory, self.kernels)
+        return self.decoder.forward(batch, self.memory, self.kernels)
 
     def _make_graphs(self, config: EngineConfig) -> StepGraphs | None:
         """Makes CUDA graphs for our own decoder with Triton's kernels, which never wait for a value from the device."""
         if not config.cuda_graphs or self.kernels.name != "triton" or self.device.type != "cuda":
             return None
         # Graphs with NCCL's collectives were never tried.
-        if not isinstance(self._model, Decoder) or self._group.collectives.size > 1:
+        if not isinstance(self.decoder, Decoder) or self._group.collectives.size > 1:
             return None
         return StepGraphs(
-            lambda batch: self._model.forward(batch, self.memory, self.kernels),
+            lambda batch: self.decoder.forward(batch, self.memory, self.kernels),
             config,
             self.max_model_len,
             self.device,
@@ -396,7 +396,7 @@ class Runner:
         layers = tile_prompt_rows(sequence, len(hidden), self.kernels.tile_limits.tokens)
         deltas = LoraDeltas([layer.upload(self.device) for layer in layers], self.memory, self.kernels)
         with self._computing_together(lambda: ScoreRows(first_row, len(hidden), layers)):
-            return self._model.logits(hidden, deltas)
+            return self.decoder.logits(hidden, deltas)
 
     def _classify(self, hidden: Tensor, sequence: Sequence) -> Tensor:
         """Returns the logits, float32 [labels], of a hidden state, float32 [H]. All ranks have the whole head."""

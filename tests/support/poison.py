@@ -16,15 +16,15 @@ def poison(engine: Engine, byte: int = 0xFF) -> None:
     """
     poisoner = _Poisoner(engine, byte)
     engine.step = poisoner.step  # type: ignore[method-assign]
-    engine._runner.launch = poisoner.launch  # type: ignore[method-assign]
+    engine.runner.launch = poisoner.launch  # type: ignore[method-assign]
 
 
 class _Poisoner:
     def __init__(self, engine: Engine, byte: int) -> None:
-        self._pool, self._host = engine._scheduler.paging.pool, engine._scheduler.swapping._space
-        self._memory = engine._runner.memory
+        self._pool, self._host = engine.scheduler.paging.pool, engine.scheduler.swapping._space
+        self._memory = engine.runner.memory
         self._byte = byte
-        self._step, self._launch = engine.step, engine._runner.launch
+        self._step, self._launch = engine.step, engine.runner.launch
         self._free: set[int] = set()
         self._free_host: set[int] = set()
 

@@ -373,10 +373,10 @@ def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
                 str(name), "tenant", [1, 2, 3], single_adapter(version), SamplingParams(max_tokens=2)
             )
         )
-    plan = engine._scheduler.schedule()
+    plan = engine.scheduler.schedule()
     for load in plan.loads:
-        engine._runner.memory.load(load)
-    batch = StepBatch.build(plan, engine._runner.memory, TileLimits(16))
+        engine.runner.memory.load(load)
+    batch = StepBatch.build(plan, engine.runner.memory, TileLimits(16))
     assert batch.adapts_embedding == adapts_embedding
     rows = [count for layer in batch.head_lora for count in layer.tiles[:, 2].tolist()]
     assert sum(rows) == head_rows
@@ -390,5 +390,5 @@ def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
         for slot, first, count in layer.tiles.tolist():
             assert slots[first : first + count] == [slot] * count
         # A sampled row is a row of its own, although a prefill chunk produced it.
-        apart = StepBatch.build(plan, engine._runner.memory, TileLimits(16, 16))
+        apart = StepBatch.build(plan, engine.runner.memory, TileLimits(16, 16))
         assert [layer.num_decodes for layer in (*apart.lora, *apart.head_lora)] == [0, len(rows)]

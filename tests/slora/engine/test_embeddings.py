@@ -205,7 +205,7 @@ def test_a_mean_that_resumes_after_a_preemption_skips_what_it_has_pooled(kits: K
     engine = make_engine(kit, make_source(kit)[0], 100, max_num_seqs=20, max_num_batched_tokens=20)
     request = ask("mean", draw(90), pooling=MEAN)
     engine.add(request)
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     for _ in range(2):
         engine.step()
     (sequence,) = scheduler._lifecycle.unfinished
@@ -227,7 +227,7 @@ def test_a_mean_that_is_preempted_in_the_middle_of_its_prompt_is_exact(kits: Kit
     engine.add(older)
     engine.add(mean)
     answers: dict[str, Answer] = {"older": Answer(), "mean": Answer()}
-    (sequence,) = engine._scheduler.find("mean")
+    (sequence,) = engine.scheduler.find("mean")
     pooled = []
     while engine.num_unfinished:
         before = engine.stats().preemptions
@@ -331,7 +331,7 @@ def test_an_embedding_survives_a_step_that_could_not_move_its_pages(kits: Kits) 
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 200, max_num_seqs=20, max_num_batched_tokens=20)
-    launch, num_runs = engine._runner.launch, 0
+    launch, num_runs = engine.runner.launch, 0
 
     def fail_once(plan: StepPlan) -> RunningStep:
         nonlocal num_runs
@@ -341,7 +341,7 @@ def test_an_embedding_survives_a_step_that_could_not_move_its_pages(kits: Kits) 
             raise PageTransferFailed("a copy failed")
         return step
 
-    engine._runner.launch = fail_once  # type: ignore[method-assign]
+    engine.runner.launch = fail_once  # type: ignore[method-assign]
     request = ask("mean", draw(70), versions["odd_rank"], MEAN)
     answer = drive(engine, [[request]])["mean"]
     assert num_runs > 5

@@ -95,13 +95,13 @@ def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str,
     answers: dict[str, Answer] = defaultdict(Answer)
     for _ in range(6):
         step(engine, answers)
-    tables = {one.index: one.blocks.pages.tolist() for one in engine._scheduler.find("three")}
+    tables = {one.index: one.blocks.pages.tolist() for one in engine.scheduler.find("three")}
     assert len({tuple(pages[:2]) for pages in tables.values()}) == 1, (
         "the whole blocks of the prompt are shared"
     )
     assert len({pages[2] for pages in tables.values()}) == 3, "the block that they write to is not"
     others = [page for page in range(100) if page not in tables[survivor]]
-    engine._runner.memory.pages[others] = 0xFF
+    engine.runner.memory.pages[others] = 0xFF
     for index in {0, 1, 2} - {survivor}:
         engine.abort("three", index)
     engine.check_invariants()

@@ -162,7 +162,7 @@ def test_a_row_with_non_finite_values_fails_alone(kits: Kits) -> None:
     """NaN keys and values are written only into the pages of the request that produced them."""
     kit = kits("llama")
     engine = make_fp8_engine(kit, make_source(kit)[0], 100)
-    decoder = engine._runner._model
+    decoder = engine.runner.decoder
     wrong, fine = 5, 6
     decoder._embedding[wrong, 0] = torch.inf
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)

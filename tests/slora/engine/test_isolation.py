@@ -57,8 +57,8 @@ def test_two_tenants_with_the_same_bytes_have_pages_of_their_own(kit: ModelKit) 
     engine = make_engine(kit, source, 500)
     drive(engine, [[ask("a", mine), ask("b", yours)]])
     first, second = (
-        engine._scheduler.paging.residency.find(mine),
-        engine._scheduler.paging.residency.find(yours),
+        engine.scheduler.paging.residency.find(mine),
+        engine.scheduler.paging.residency.find(yours),
     )
     assert first is not None and second is not None and not set(first.pages) & set(second.pages)
 
@@ -68,7 +68,7 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
     shape = engine.info.shape
     packed = pack(read_adapter(kit.adapters["rslora"], shape, AdapterLimits()), shape, "float32")
     num_pages = -(-packed.layout.num_bytes // engine.info.full_page_bytes)
-    pages = engine._scheduler.paging.pool.allocate(num_pages, TenantAccount("t"))
+    pages = engine.scheduler.paging.pool.allocate(num_pages, TenantAccount("t"))
     resident = Resident(
         AdapterVersion("t", "other"),
         TenantAccount("t"),
@@ -78,8 +78,8 @@ def move_another_in(engine: Engine, kit: ModelKit, slot: int) -> None:
         packed.layout.num_bytes,
         packed.layout.targets,
     )
-    engine._runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
-    engine._scheduler.paging.pool.release(pages)
+    engine.runner.memory.load(AdapterLoad(resident, packed, 0, len(pages)))
+    engine.scheduler.paging.pool.release(pages)
 
 
 def break_forward(
@@ -87,7 +87,7 @@ def break_forward(
 ) -> None:
     """The forward pass raises for every batch that `is_broken` accepts, as a kernel would for an input that it can't
     compute."""
-    model = engine._runner._model
+    model = engine.runner.decoder
     forward = model.forward
 
     def break_or_compute(batch: StepBatch, *rest: Any) -> torch.Tensor:
@@ -132,7 +132,7 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 500)
     before = drive(engine, [[ask("a", versions["odd_rank"])]])["a"]
-    resident = engine._scheduler.paging.residency.find(versions["odd_rank"])
+    resident = engine.scheduler.paging.residency.find(versions["odd_rank"])
     assert resident is not None
     move_another_in(engine, kit, resident.slot)
 
@@ -142,5 +142,5 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
 
     engine.remove_adapter(versions["odd_rank"])
     source, versions = make_source(kit)
-    engine._scheduler.adapters._host._source = source
+    engine.scheduler.adapters._host._source = source
     assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids

@@ -117,7 +117,7 @@ def test_the_next_step_is_launched_before_the_results_of_a_step_are_read(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, events = start(kits("llama"), {"a": 3}), list[str]()
-    launch, wait = engine._runner.launch, RunningStep.wait
+    launch, wait = engine.runner.launch, RunningStep.wait
 
     def note_launch(plan: StepPlan) -> RunningStep:
         events.append("launch" if plan.chunks else "nothing")
@@ -127,7 +127,7 @@ def test_the_next_step_is_launched_before_the_results_of_a_step_are_read(
         events.append("wait")
         return wait(running)
 
-    monkeypatch.setattr(engine._runner, "launch", note_launch)
+    monkeypatch.setattr(engine.runner, "launch", note_launch)
     monkeypatch.setattr(RunningStep, "wait", note_wait)
     finish(engine)
     # No step follows the last token, because it is known that `max_tokens` ends the answer.
@@ -152,11 +152,11 @@ def test_a_new_request_takes_the_row_of_an_aborted_one_while_its_step_runs(kits:
     engine, answers = start(kit, {"a": 3, "b": 4}), defaultdict[str, Answer](Answer)
     for _ in range(3):
         step(engine, answers)
-    row = engine._scheduler.find("a")[0].row
+    row = engine.scheduler.find("a")[0].row
     engine.abort("a")
     engine.add(EngineRequest("c", "t", [50] * 4, (), GREEDY))
     step(engine, answers)
-    assert engine._scheduler.find("c")[0].row == row
+    assert engine.scheduler.find("c")[0].row == row
     finish(engine, answers)
     assert answers["b"].token_ids == answer_alone(kit, 4)
     assert answers["c"].token_ids == answer_alone(kit, 50)
@@ -168,14 +168,14 @@ def test_a_request_that_cannot_be_computed_fails_alone_while_another_step_runs(
 ) -> None:
     kit = kits("llama")
     engine, answers = start(kit, {"a": 3, "b": 4}), defaultdict[str, Answer](Answer)
-    launch = engine._runner.launch
+    launch = engine.runner.launch
 
     def refuse(plan: StepPlan) -> RunningStep:
         if any(chunk.sequence.request.request_id == "bad" for chunk in plan.chunks):
             raise RuntimeError("broken")
         return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "launch", refuse)
+    monkeypatch.setattr(engine.runner, "launch", refuse)
     for _ in range(3):
         step(engine, answers)
     assert engine._launched
@@ -190,7 +190,7 @@ def test_pages_that_cannot_be_moved_are_undone_while_another_step_runs(
 ) -> None:
     kit = kits("llama")
     engine, answers = start(kit, {"a": 3, "b": 4}), defaultdict[str, Answer](Answer)
-    launch, num_launches = engine._runner.launch, 0
+    launch, num_launches = engine.runner.launch, 0
 
     def fail_twice(plan: StepPlan) -> RunningStep:
         nonlocal num_launches
@@ -199,7 +199,7 @@ def test_pages_that_cannot_be_moved_are_undone_while_another_step_runs(
             raise PageTransferFailed("a copy failed")
         return launch(plan)
 
-    monkeypatch.setattr(engine._runner, "launch", fail_twice)
+    monkeypatch.setattr(engine.runner, "launch", fail_twice)
     finish(engine, answers)
     assert [answers[name].token_ids for name in "ab"] == [answer_alone(kit, 3), answer_alone(kit, 4)]
 

@@ -85,8 +85,8 @@ def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
     poison(engine)
     step(engine, answers)
     assert answers["r"].error is None
-    (sequence,) = engine._scheduler._batch
-    engine._scheduler.paging.pool._free.append(sequence.blocks.held_pages[0])
+    (sequence,) = engine.scheduler._batch
+    engine.scheduler.paging.pool._free.append(sequence.blocks.held_pages[0])
     step(engine, answers)
     assert "not finite" in str(answers["r"].error)
 
@@ -94,16 +94,16 @@ def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
 def test_poisoning_spares_the_free_pages_that_a_plan_still_reads(kits: Kits) -> None:
     """A page that is swapped out is already free when its step runs. So is the host page of a swap-in."""
     engine, _ = start(kits)
-    memory, host = engine._runner.memory, engine._scheduler.swapping._space
+    memory, host = engine.runner.memory, engine.scheduler.swapping._space
     poison(engine)
-    leaving, source, target, coming = pages = engine._scheduler.paging.pool.allocate(4, TenantAccount("t"))
+    leaving, source, target, coming = pages = engine.scheduler.paging.pool.allocate(4, TenantAccount("t"))
     for number, page in enumerate(pages):
         memory.pages[page] = number
     for host_page in (1, 2, 3):
         memory.host_pages[host_page].fill_(10 * host_page)
-    engine._scheduler.paging.pool.release([leaving, source])
+    engine.scheduler.paging.pool.release([leaving, source])
     host._free.remove(1)
-    engine._runner.run(StepPlan(swaps_out=[(leaving, 1)], copies=[(source, target)], swaps_in=[(2, coming)]))
+    engine.runner.run(StepPlan(swaps_out=[(leaving, 1)], copies=[(source, target)], swaps_in=[(2, coming)]))
     assert memory.pages[[target, coming], 0].tolist() == [1, 20]
     assert [memory.host_pages[n][0].item() for n in (1, 3)] == [0, 0xFF]
     engine.step()

@@ -45,7 +45,7 @@ class Case:
 
     @property
     def memory(self):  # type: ignore[no-untyped-def]
-        return self.engine._runner.memory
+        return self.engine.runner.memory
 
 
 def run_half(engine: Engine, *requests: EngineRequest) -> dict[str, Answer]:

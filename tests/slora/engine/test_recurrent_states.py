@@ -195,7 +195,7 @@ def test_a_failed_computation_restarts_the_other_sequences_of_its_step(kits: Kit
     requests = ask_all(versions, seed=2)
     expected = answer_apart(kit, source, requests)
     engine = make_engine(kit, source, 2000, max_num_seqs=12, max_num_batched_tokens=40)
-    sample, sampled = engine._runner._sample_tokens, 0
+    sample, sampled = engine.runner._sample_tokens, 0
 
     def fail_sometimes(*args: Any) -> Any:
         nonlocal sampled
@@ -204,7 +204,7 @@ def test_a_failed_computation_restarts_the_other_sequences_of_its_step(kits: Kit
             raise RuntimeError("out of memory")
         return sample(*args)
 
-    engine._runner._sample_tokens = fail_sometimes  # type: ignore[method-assign]
+    engine.runner._sample_tokens = fail_sometimes  # type: ignore[method-assign]
     found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
     assert sampled > 9
     assert_close(found, expected)
@@ -216,7 +216,7 @@ def test_a_step_that_could_not_move_pages_restarts_its_sequences(kits: Kits) -> 
     requests = ask_all(versions, seed=3)
     expected = answer_apart(kit, source, requests)
     engine = make_engine(kit, source, 2000, max_num_seqs=9, max_num_batched_tokens=40)
-    launch, steps = engine._runner.launch, 0
+    launch, steps = engine.runner.launch, 0
 
     def fail_afterwards(plan: StepPlan) -> RunningStep:
         nonlocal steps
@@ -225,7 +225,7 @@ def test_a_step_that_could_not_move_pages_restarts_its_sequences(kits: Kits) -> 
             raise PageTransferFailed("pages could not be copied")
         return running
 
-    engine._runner.launch = fail_afterwards  # type: ignore[method-assign]
+    engine.runner.launch = fail_afterwards  # type: ignore[method-assign]
     found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
     assert steps > 9
     assert_close(found, expected)
@@ -236,14 +236,14 @@ def test_failures_of_other_requests_end_no_request(kits: Kits) -> None:
     kit = kits("lfm2")
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
-    forward = engine._runner._model.forward
+    forward = engine.runner.decoder.forward
 
     def fail_at_17(batch: Any, *rest: Any) -> Any:
         if int(batch.attention.max_query_len) == 17:
             raise RuntimeError("this length cannot be computed")
         return forward(batch, *rest)
 
-    engine._runner._model.forward = fail_at_17  # type: ignore[method-assign]
+    engine.runner.decoder.forward = fail_at_17  # type: ignore[method-assign]
     requests = [EngineRequest(f"fine{number}", "t", [5, 6, 7 + number], (), PARAMS) for number in range(3)]
     expected = answer_apart(kit, source, requests)
     found: defaultdict[str, Answer] = defaultdict(Answer)
@@ -267,7 +267,7 @@ def test_failed_copies_of_other_requests_end_no_request(kits: Kits) -> None:
     requests = [EngineRequest("fine", "t", [5, 6, 7], (), PARAMS)]
     expected = answer_apart(kit, source, requests)
     engine = make_engine(kit, source, 200)
-    launch, found = engine._runner.launch, defaultdict(Answer)
+    launch, found = engine.runner.launch, defaultdict(Answer)
     engine.add(requests[0])
     for _ in range(3):
         step(engine, found)
@@ -277,7 +277,7 @@ def test_failed_copies_of_other_requests_end_no_request(kits: Kits) -> None:
             raise PageTransferFailed("pages could not be copied")
         return launch(plan)
 
-    engine._runner.launch = fail_loads  # type: ignore[method-assign]
+    engine.runner.launch = fail_loads  # type: ignore[method-assign]
     engine.add(EngineRequest("other", "u", [9] * 17, version, PARAMS))
     while engine.num_unfinished:
         step(engine, found)
@@ -331,7 +331,7 @@ def test_the_invariants_find_the_state_of_a_waiting_sequence(kits: Kits) -> None
     engine = make_engine(kit, make_source(kit)[0], 40)
     engine.add(EngineRequest("a", "t", [7] * 4, (), PARAMS))
     engine.check_invariants()
-    (sequence,) = engine._scheduler._lifecycle.unfinished
+    (sequence,) = engine.scheduler._lifecycle.unfinished
     sequence.blocks.state_pages = [0]
     with pytest.raises(AssertionError, match="a waiting request holds pages"):
         engine.check_invariants()

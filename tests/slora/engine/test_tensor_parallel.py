@@ -401,7 +401,7 @@ def test_a_rank_that_fails_within_a_computation_ends_the_engine(
         pytest.raises(DeviceFailed, match="all ranks must start again"),
         divided_engine(kits("llama"), 2) as (engine, group, versions),
     ):
-        monkeypatch.setattr(engine._runner._model, "forward", fail)
+        monkeypatch.setattr(engine.runner.decoder, "forward", fail)
         try:
             drive(engine, [make_requests(versions, [[1, 2, 3]], [None])])
         finally:

@@ -133,7 +133,7 @@ def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 100)
-    engine._scheduler.paging.pool.allocate(1, TenantAccount("lost"))
+    engine.scheduler.paging.pool.allocate(1, TenantAccount("lost"))
     worker.post(Add(ask("r")))
     with pytest.raises(AssertionError, match="reference counts differ"):
         worker.run(engine)

@@ -33,13 +33,13 @@ def plan_mixed_step(kit: ModelKit) -> StepPlan:
         engine.step()
     ask(["rslora", "rslora", None, "odd_rank"], "late", 2)
     while True:
-        plan = engine._scheduler.schedule()
+        plan = engine.scheduler.schedule()
         kinds = {(c.slots, c.num_tokens > 1) for c in plan.chunks if c.slots}
         if len(kinds) == 4:
             return plan
-        sampled = engine._runner.run(plan)
-        engine._scheduler.advance(plan)
-        engine._scheduler.postprocess(plan, sampled)
+        sampled = engine.runner.run(plan)
+        engine.scheduler.advance(plan)
+        engine.scheduler.postprocess(plan, sampled)
 
 
 def rows_of(tiles: list[Tile]) -> dict[int, int]:

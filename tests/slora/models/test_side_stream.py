@@ -77,7 +77,7 @@ class Steps:
         for number, adapters in enumerate(asked):
             prompt = list(range(3, 6 + 2 * number))
             self.engine.add(EngineRequest(str(number), "t", prompt, adapters, params))
-        scheduler, runner = self.engine._scheduler, self.engine._runner
+        scheduler, runner = self.engine.scheduler, self.engine.runner
         while True:
             plan = scheduler.schedule()
             if plan.chunks and decodes == all(chunk.num_tokens == 1 for chunk in plan.chunks):
@@ -91,12 +91,12 @@ class Steps:
 
     @torch.inference_mode()
     def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:
-        runner = self.engine._runner
+        runner = self.engine.runner
         kernels = TritonKernels(Launch.run if stream is None else stream.launch)
-        runner._model._side = stream  # type: ignore[attr-defined]
+        runner.decoder._side = stream  # type: ignore[attr-defined]
         batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
         pages = runner.memory.pages.clone()
-        hidden: Tensor = runner._model.forward(batch, runner.memory, kernels)
+        hidden: Tensor = runner.decoder.forward(batch, runner.memory, kernels)
         runner.memory.pages.copy_(pages)
         return hidden
 
@@ -108,7 +108,7 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
-    num_layers = steps.engine._runner._shape.num_layers
+    num_layers = steps.engine.runner._shape.num_layers
     base, calls = Linear.apply, list[str]()
 
     def apply(*arguments: object) -> Tensor:

@@ -77,7 +77,7 @@ def test_a_plan_counts_the_recurrent_state_of_each_sequence(kits: Kits) -> None:
         make_source(kit)[0],
         costs=COSTS,
     )
-    assert memory.state_pages == engine._runner.footprint.state_pages > 0
+    assert memory.state_pages == engine.runner.footprint.state_pages > 0
     assert (memory.num_pages, memory.max_model_len) == (engine.info.num_pages, engine.info.max_model_len)
 
 

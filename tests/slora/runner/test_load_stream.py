@@ -62,7 +62,7 @@ def test_adapters_loaded_beside_steps_give_the_same_answers(
         source, versions = make_source(kit)
         # Each step loads one page, so some steps load a page of an adapter that no request waits for.
         engine = make_engine(kit, source, 300, load_bytes_per_step=1)
-        engine._runner._load_stream = stream
+        engine.runner._load_stream = stream
         return {name: answer.token_ids for name, answer in drive(engine, ask(kit, versions, names)).items()}
 
     stream = NotedStream()
@@ -84,17 +84,17 @@ def test_a_failed_step_completes_the_loads_beside_it(kits: Kits, monkeypatch: py
     kit = kits("llama")
     source, versions = make_source(kit)
     engine = make_engine(kit, source, 300, load_bytes_per_step=1)
-    runner = engine._runner
+    runner = engine.runner
     runner._load_stream = NotedStream()
     for requests in ask(kit, versions, [None, "odd_rank"]):
         engine.add(requests[0])
     plan = StepPlan()
     while not (plan.loads and split_loads(plan)[1]):
-        plan = engine._scheduler.schedule()
+        plan = engine.scheduler.schedule()
         if not split_loads(plan)[1]:
             sampled = runner.run(plan)
-            engine._scheduler.advance(plan)
-            engine._scheduler.postprocess(plan, sampled)
+            engine.scheduler.advance(plan)
+            engine.scheduler.postprocess(plan, sampled)
 
     def fail(*arguments: object) -> None:
         raise RuntimeError("no step")

@@ -29,7 +29,7 @@ def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
     """One plan swaps a page out, copies to it, swaps in over the copy's source and loads an adapter over it."""
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 300)
-    runner, shape = engine._runner, engine.info.shape
+    runner, shape = engine.runner, engine.info.shape
     packed = pack(read_adapter(kit.adapters["odd_rank"], shape, AdapterLimits()), shape, "float32")
     memory = runner.memory
     for page in range(8):
@@ -59,7 +59,7 @@ def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
 
 def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
     """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
-    sequences, paging = engine._scheduler._batch, engine._scheduler.paging
+    sequences, paging = engine.scheduler._batch, engine.scheduler.paging
     pages = [page for sequence in sequences for page in sequence.blocks.held_pages]
     host_pages = range(len(pages))
     targets = paging.pool.allocate(len(pages), paging.tenants.find("t"))
@@ -96,9 +96,9 @@ def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) 
             move_out_and_in(engine, plans)
             assert len(plans[0].swaps_out) >= 12
         for plan in plans:
-            engine._runner.run(plan)
-            free = engine._scheduler.paging.pool._free
-            engine._runner.memory.pages[free] = 0xFF
+            engine.runner.run(plan)
+            free = engine.scheduler.paging.pool._free
+            engine.runner.memory.pages[free] = 0xFF
         rest = drive(engine, [])
         return [
             (
@@ -116,7 +116,7 @@ def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.Mo
     source, _ = make_source(kit)
 
     def pages(**settings: int | str) -> int:
-        runner = make_engine(kit, source, 200, **settings)._runner
+        runner = make_engine(kit, source, 200, **settings).runner
         assert len(runner.memory.host_pages) == runner.num_swap_pages
         return runner.num_swap_pages
 
@@ -141,7 +141,7 @@ def test_kernel_compilation_is_logged_with_its_reason(
         said.set()
 
     monkeypatch.setattr(logging.getLogger("slora.runner.runner"), "handle", note)
-    owner = type(make_engine(kit, make_source(kit)[0], 40)._runner.kernels)
+    owner = type(make_engine(kit, make_source(kit)[0], 40).runner.kernels)
     said.clear()
     records.clear()
     monkeypatch.setattr("slora.runner.runner._LONG_WARM_UP_S", 0.01)

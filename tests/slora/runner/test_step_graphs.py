@@ -38,7 +38,7 @@ class Bench:
         self._source, self._versions = make_source(kit)
         self.engine: Engine = make_engine(kit, self._source, 100)
         poison(self.engine)
-        self.runner = self.engine._runner
+        self.runner = self.engine.runner
         self.launches: list[Launch] = []
         self.kernels = TritonKernels(self._launch)
         self.num_captures = 0
@@ -46,7 +46,7 @@ class Bench:
         self.graphs = StepGraphs(self.forward, config, MAX_CONTEXT, torch.device("cpu"), self._capture)
 
     def forward(self, batch: StepBatch) -> Tensor:
-        return self.runner._model.forward(batch, self.runner.memory, self.kernels)
+        return self.runner.decoder.forward(batch, self.runner.memory, self.kernels)
 
     def replay(self, batch: StepBatch) -> Tensor:
         shape = self.graphs.find_shape(batch)
@@ -64,13 +64,13 @@ class Bench:
             self.engine.add(EngineRequest(f"{first_length}-{number}", "t", prompt, composed, params))
         for _ in range(4):
             self.engine.step()
-        plan = self.engine._scheduler.schedule()
+        plan = self.engine.scheduler.schedule()
         assert [chunk.num_tokens for chunk in plan.chunks] == [1] * len(adapters) and not plan.loads
         return StepBatch.build(plan, self.runner.memory, self.kernels.tile_limits)
 
     def end(self, leaving: str) -> None:
         """Ends all requests. The adapter `leaving` is evicted from its slot."""
-        for sequence in list(self.engine._scheduler._batch):
+        for sequence in list(self.engine.scheduler._batch):
             self.engine.abort(sequence.request.request_id)
         self.engine.step()
         self.engine.remove_adapter(self._versions[leaving])
@@ -153,7 +153,7 @@ def describe(launches: list[Launch], lasting: set[int]) -> list[object]:
 
 @torch.inference_mode()
 def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None:
-    model, memory = bench.runner._model, bench.runner.memory
+    model, memory = bench.runner.decoder, bench.runner.memory
     parts = [bench.graphs._buffers, memory.pages, memory.tables, model._layers, model._norm]
     lasting = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(parts)}
 
@@ -219,7 +219,7 @@ def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
         bench.engine.add(
             EngineRequest(f"new-{number}", "t", prompt, single_adapter(version), SamplingParams(max_tokens=3))
         )
-    plan = bench.engine._scheduler.schedule()
+    plan = bench.engine.scheduler.schedule()
     for load in plan.loads:
         bench.runner.memory.load(load)
     return StepBatch.build(plan, bench.runner.memory, bench.kernels.tile_limits)

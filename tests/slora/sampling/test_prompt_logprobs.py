@@ -83,7 +83,7 @@ def test_the_logits_of_a_long_prompt_are_computed_in_parts(
 ) -> None:
     kit = kits("llama")
     engine = make_engine(kit, make_source(kit)[0], 100)
-    decoder = engine._runner._model
+    decoder = engine.runner.decoder
     rows: list[int] = []
     logits = type(decoder).logits
 
@@ -115,7 +115,7 @@ def test_a_prompt_whose_scores_are_not_finite_fails_even_if_its_last_token_is_fi
     kit = kits("mistral_window")
     engine = make_engine(kit, make_source(kit)[0], 300, kernels=kernels)
     wrong, rng = 5, random.Random(1)
-    engine._runner._model._embedding[wrong, 0] = torch.nan
+    engine.runner.decoder._embedding[wrong, 0] = torch.nan
     prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(200)]
 
     def ask(name: str, token: int, count: int | None) -> EngineRequest:

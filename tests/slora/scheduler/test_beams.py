@@ -215,7 +215,7 @@ def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
     engine.add(request)
     for _ in range(6):
         assert engine.step() == []
-    return [beam.blocks.pages.tolist() for beam in engine._scheduler.find(request.request_id)]
+    return [beam.blocks.pages.tolist() for beam in engine.scheduler.find(request.request_id)]
 
 
 def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
@@ -226,7 +226,7 @@ def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
     assert len(tables) == 4 and len({tuple(pages[:2]) for pages in tables}) == 1
     assert engine.stats().pages_held == len({page for pages in tables for page in pages}) < 4 * 3
     engine.abort("r", 0)  # the client has not seen any of the beams
-    assert len(engine._scheduler.find("r")) == 4
+    assert len(engine.scheduler.find("r")) == 4
     engine.abort("r")
     engine.check_invariants()
     assert engine.stats().pages_held == 0

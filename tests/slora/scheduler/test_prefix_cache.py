@@ -444,7 +444,7 @@ def break_steps(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, is_broken: Callable[[StepPlan], bool]
 ) -> None:
     """The chosen steps write garbage to all their target pages, then fail."""
-    launch, memory = engine._runner.launch, engine._runner.memory
+    launch, memory = engine.runner.launch, engine.runner.memory
 
     def launch_or_break(plan: StepPlan) -> RunningStep:
         if not is_broken(plan):
@@ -457,7 +457,7 @@ def break_steps(
         memory.pages[sorted(pages)] = 0xFF
         raise RuntimeError("the device is gone")
 
-    monkeypatch.setattr(engine._runner, "launch", launch_or_break)
+    monkeypatch.setattr(engine.runner, "launch", launch_or_break)
 
 
 def outlive(
