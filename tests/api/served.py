@@ -215,9 +215,7 @@ def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> I
         process = ForkedProgram(*command[3:], environment=env, stderr=2)
         output = process.output
     else:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env=dict(env), encoding="utf-8"
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, env=dict(env), encoding="utf-8")
         assert process.stdout is not None
         output = process.stdout
     served = Served(process, data_dir)

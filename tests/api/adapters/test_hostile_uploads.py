@@ -82,12 +82,7 @@ def outcome(
     kit: Kit, corpus: dict[str, HostileUpload], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Outcome]:
     """Sends the whole corpus concurrently to one server."""
-    flags = (
-        "--max-upload-bytes",
-        str(MAX_UPLOAD),
-        "--max-lora-rank",
-        str(MAX_RANK),
-    )
+    flags = ("--max-upload-bytes", str(MAX_UPLOAD), "--max-lora-rank", str(MAX_RANK))
     shape = read_model_spec(kit.base).shape("float32")
     with serving(kit.base, tmp_path_factory.mktemp("hostile") / "data", *flags) as server:
         server.wait_until_ready()

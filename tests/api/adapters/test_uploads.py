@@ -21,13 +21,7 @@ from slora_api.adapters.quarantine import Quarantine
 from slora_api.http.body_limit import BodyLimits
 from slora_api.serve import app
 from slora_kernels.layout import lay_out_adapter
-from tests.adapters.hand_made import (
-    SHAPE,
-    make_config,
-    make_members,
-    make_tensors,
-    write_directory,
-)
+from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 from tests.api.adapters.hostile_uploads import make_tar, make_zip
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of

@@ -42,8 +42,8 @@ LIMITS = ("--max-concurrent-requests", "1600", "--max-concurrent-per-tenant", "1
 def run_slora(*arguments: str) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-P", *SLORA[2:], *arguments]
     return subprocess.run(
-        command, env=environment(SLORA_ADMIN_KEY=ADMIN_KEY), capture_output=True, text=True, timeout=READY_S,
-        check=False, encoding="utf-8")  # fmt: skip
+        command, env=environment(SLORA_ADMIN_KEY=ADMIN_KEY), capture_output=True, timeout=READY_S,
+        encoding="utf-8")  # fmt: skip
 
 
 class LocalCluster:

@@ -139,7 +139,6 @@ def test_tools_and_a_schema_are_sent_and_calls_are_shown(platform: Platform, vie
         [sys.executable, "-c", copied],
         env=os.environ | {"SLORA_API_KEY": key, "PYTHONUTF8": "1"},
         capture_output=True,
-        text=True,
         encoding="utf-8",
     )
     assert done.returncode == 0, (copied, done.stderr)
@@ -365,11 +364,7 @@ def test_copied_requests_run_and_have_no_key(platform: Platform, view: ConsolePa
         copied = page.evaluate("navigator.clipboard.readText()")
         assert key not in copied
         done = subprocess.run(
-            [*command, copied],
-            env=os.environ | {"SLORA_API_KEY": key},
-            capture_output=True,
-            text=True,
-            encoding="utf-8",
+            [*command, copied], env=os.environ | {"SLORA_API_KEY": key}, capture_output=True, encoding="utf-8"
         )
         assert done.returncode == 0, (copied, done.stderr)
         assert "h" in done.stdout

@@ -184,7 +184,6 @@ class DocsSession:
             input=programs,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             encoding="utf-8",
         )
         assert ended.returncode == 0, f"{place}: {command[-1]}\n{ended.stdout}"

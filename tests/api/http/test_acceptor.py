@@ -56,10 +56,7 @@ def is_closed(connection: socket.socket) -> bool:
 
 def test_idle_connections_without_a_key_do_not_block_new_connections() -> None:
     """Born from a bug: 400 idle connections made /healthz unreachable for 135 s."""
-    with (
-        live_server(answer_ok, limits=ConnectionLimits(max_connections=64)) as url,
-        ExitStack() as stack,
-    ):
+    with live_server(answer_ok, limits=ConnectionLimits(max_connections=64)) as url, ExitStack() as stack:
         held = [connect(url, stack) for _ in range(400)]
         for _ in range(10):
             assert httpx.get(url + "/healthz").json() == {"status": "ok"}

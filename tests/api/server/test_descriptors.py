@@ -23,7 +23,7 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Born from a bug: a server started with a soft limit of 256 accepted no more than 256 connections."""
     command = ["bash", "-c", 'ulimit -Sn 100; exec "$@"', "bash", sys.executable, "-c", SCRIPT]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, encoding="utf-8").stdout
+    printed = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
     assert printed.split() == [str(hard)] * 3
 
 

@@ -113,9 +113,7 @@ def write_files(folder: Path) -> None:
     (folder / "locales").mkdir()
     if shutil.which("localedef") is not None:
         place = folder / "locales" / "xx_XX.ISO-8859-1"
-        subprocess.run(
-            ["localedef", "-i", "en_US", "-f", "ISO-8859-1", place], capture_output=True, check=False
-        )
+        subprocess.run(["localedef", "-i", "en_US", "-f", "ISO-8859-1", place], capture_output=True)
 
 
 @contextmanager
@@ -186,7 +184,7 @@ def check_environment(files: Path, wanted: Environment) -> None:
 
 def use(process: "subprocess.Popen[bytes]", files: Path, variables: Mapping[str, str]) -> None:
     def run(*arguments: str) -> "subprocess.CompletedProcess[bytes]":
-        return subprocess.run([*SLORA, *arguments], env=variables, cwd=ROOT, capture_output=True, check=False)
+        return subprocess.run([*SLORA, *arguments], env=variables, cwd=ROOT, capture_output=True)
 
     url = f"http://127.0.0.1:{variables['SLORA_PORT']}"
 

@@ -73,5 +73,5 @@ def test_a_gguf_file_is_served_by_its_name(tmp_path: Path) -> None:
             answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
             assert answer["usage"]["completion_tokens"] == 4
     doctor = [*SLORA, "doctor", "--model", str(model), "--data-dir", str(tmp_path / "other")]
-    examined = subprocess.run(doctor, env=variables, capture_output=True, encoding="utf-8", check=False)
+    examined = subprocess.run(doctor, env=variables, capture_output=True, encoding="utf-8")
     assert "tiny-Q8_0: llama, computed by slora's decoder in bfloat16" in examined.stdout, examined

@@ -88,13 +88,11 @@ def exceed_a_quota(served: Served) -> int:
 
 def test_prometheus_accepts_the_alerts_and_the_configuration(tmp_path: Path) -> None:
     promtool = find_program("promtool")
-    done = subprocess.run(
-        [promtool, "check", "rules", ALERTS], capture_output=True, text=True, check=False, encoding="utf-8"
-    )
+    done = subprocess.run([promtool, "check", "rules", ALERTS], capture_output=True, encoding="utf-8")
     assert done.returncode == 0, done.stderr
     broken = tmp_path / "broken.yml"
     broken.write_text(ALERTS.read_text(encoding="utf-8").replace("rate(", "rat(", 1), encoding="utf-8")
-    assert subprocess.run([promtool, "check", "rules", broken], capture_output=True, check=False).returncode
+    assert subprocess.run([promtool, "check", "rules", broken], capture_output=True).returncode
 
 
 def test_each_query_of_the_dashboard_and_of_the_alerts_has_data(

@@ -136,9 +136,7 @@ def test_the_help_imports_no_server(server: Served) -> None:
         "import sys\nfrom slora_api.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
         "sys.exit(any(name in sys.modules for name in ('fastapi', 'httpx', 'uvicorn', 'numpy')))"
     )
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", probe], env=environment(), check=False, capture_output=True
-    )
+    done = subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), capture_output=True)
     assert done.returncode == 0 and b"SLORA_ADMIN_KEY" in done.stdout
 
 
@@ -212,9 +210,7 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         env = environment(**{"SLORA_URL": server.url, **variables})
-        return subprocess.run(
-            [*SLORA, *arguments], env=env, capture_output=True, text=True, check=False, encoding="utf-8"
-        )
+        return subprocess.run([*SLORA, *arguments], env=env, capture_output=True, encoding="utf-8")
 
     pushed = run("adapter", "push", "hf://org/voice-2@main")
     assert pushed.returncode == 0, pushed.stderr
