@@ -124,7 +124,7 @@ def _show_admin_key(data: DataDir, settings: Settings, is_terminal: bool) -> Non
         )
 
 
-def _keep_until_seen(data: DataDir, admin_key: AdminKey | None) -> None:
+def keep_until_seen(data: DataDir, admin_key: AdminKey | None) -> None:
     """Writes a new admin key to a file until it has been shown. If the disk is full, the next start makes another."""
     if admin_key is not None and admin_key.shown_once is not None:
         try:
@@ -165,7 +165,7 @@ async def run_main_process(
     # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose it.
     is_needed = not services.keys.admin.has_operator_key()
     admin_key = open_admin_key(settings.admin_key, data.path, services.keys.store.pepper, is_needed=is_needed)
-    await control_thread(_keep_until_seen, data, admin_key)
+    await control_thread(keep_until_seen, data, admin_key)
     url = _url(host.listener)
     data.advertise(url)
     generator.readiness.unfinished[SANDBOXES] = "the processes for uploads and templates are being tried"

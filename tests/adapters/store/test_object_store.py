@@ -379,14 +379,14 @@ def test_a_large_member_is_read_in_ranges_side_by_side(
     assert read_members(store, DIGEST)["a"] == content
 
 
-def test_a_short_read_is_an_error(store: ObjectStore, tmp_path: Path) -> None:
+def test_a_short_read_is_an_error(store: ObjectStore, filesystem: FaultyFileSystem) -> None:
     store.put(DIGEST, OLD)
 
     def shrink(operation: str, path: str) -> None:
         if operation == "read" and path.endswith(".b"):
             Path(path).write_bytes(b"y")
 
-    store._filesystem.before = shrink
+    filesystem.before = shrink
     with pytest.raises(StoreUnavailable, match=r"returned 1 bytes for bytes 0 to 1000 of '.*b'"):
         read_members(store, DIGEST)
 

@@ -6,7 +6,7 @@ import pytest
 
 from slora_api.core.data_dir import DataDir
 from slora_api.keys.key_record import Pepper, make_key, open_admin_key, read_key_id
-from slora_api.serve.main_process import _keep_until_seen
+from slora_api.serve.main_process import keep_until_seen
 from tests.support.file_limit import largest_file
 
 
@@ -62,9 +62,9 @@ def test_an_admin_key_that_nobody_could_see_is_made_again_at_the_next_start(tmp_
     pepper = Pepper.from_file(tmp_path / "pepper")
     made = open_admin_key("", tmp_path, pepper)
     with largest_file(0), pytest.raises(OSError, match="File too large"):
-        _keep_until_seen(DataDir(tmp_path), made)
+        keep_until_seen(DataDir(tmp_path), made)
     again = open_admin_key("", tmp_path, pepper)
-    _keep_until_seen(DataDir(tmp_path), again)
+    keep_until_seen(DataDir(tmp_path), again)
     assert (tmp_path / "admin-key").read_text(encoding="utf-8") == again.shown_once
 
 

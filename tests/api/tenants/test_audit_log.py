@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 
 from slora_adapters.database.audit_log import (
     Actor,
@@ -269,7 +269,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
         if "INSERT INTO audit_log" in statement:
             raise KeyError("no room")
 
-    event.listen(database._engine, "before_cursor_execute", refuse)
+    event.listen(Engine, "before_cursor_execute", refuse)
     details = AdapterDetails(8, ("q_proj",), 1)
     for change in (
         lambda: store.create_tenant("b"),
@@ -280,7 +280,7 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
     ):
         with pytest.raises(KeyError):
             change()
-    event.remove(database._engine, "before_cursor_execute", refuse)
+    event.remove(Engine, "before_cursor_execute", refuse)
     (tenant,) = store.list_tenants()
     assert (tenant.name, tenant.share.weight, tenant.status) == ("a", 1.0, "active")
     assert len(KeyAdmin(keys).list_keys(a)) == 1 and registry.list(a) == []

