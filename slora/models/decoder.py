@@ -26,15 +26,13 @@ from slora.models.weights.linear import (
     sum_column_squares,
     sum_squares,
 )
-from slora.models.weights.packed_weight import pack_weight
+from slora.models.weights.packed_weight import pack_head
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import AttentionStep, KVGeometry, QueryKeyNorm
 from slora_kernels.layout import LoraSite, ModelShape
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
 from slora_kernels.torch.lora_matmuls import add_delta
-
-_LARGE_HEAD_BYTES = 512 << 20
 
 
 class Decoder:
@@ -80,11 +78,9 @@ class Decoder:
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed(self.dtype)
-        # The embedding lookup needs the unpacked weight of a tied head. A packed copy of a large head would take too
-        # much memory.
         self._head_squares = sum_squares(head)
         self._embedding_squares: Tensor | None = None
-        self._lm_head = pack_weight(head) if not tied or head.nbytes <= _LARGE_HEAD_BYTES else head
+        self._lm_head = pack_head(head, is_tied=tied)
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """On a GPU, compares products with 4-bit weights with torch's. Tests compare the rest with transformers."""

@@ -19,6 +19,8 @@ only, which matters if those of the checkpoint exceed the limits.
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -28,11 +30,14 @@ from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.model_spec import ModelSpec, StateTensor
 from slora.models.step_batch import StateRows
+from slora_kernels.torch.torch_kernels import apply_activation
 
 _CONV, _RECURRENT = "conv", "recurrent"
 # The argument with which transformers' layers get the cache.
 _CACHE_ARGUMENT = "cache"
 _StateKey = tuple[str, int]
+# Bytes are copied in words, because copying single bytes takes several times as long.
+_WORD = torch.int32
 
 
 class LayerStates:
@@ -91,6 +96,155 @@ def call_with_states(forward: Callable[..., Tensor], hidden: Tensor, states: Lay
     return forward(hidden, cache=states, attention_mask=None)
 
 
+def bind_forward(module: nn.Module) -> Callable[..., Tensor]:
+    """The forward pass of a recurrent layer.
+
+    On a CPU, it is the layer's own code, in which functions of this module compute single tokens. Those of transformers
+    read and write each state about ten times, and round some elements by their place in the batch.
+    """
+    code = inspect.unwrap(type(module).forward)
+    if next(module.parameters()).device.type != "cpu" or not isinstance(code, FunctionType):
+        return module.forward
+    own = {
+        name: partial(function, code.__globals__[name])
+        for name, function in _TOKEN_FUNCTIONS.items()
+        if name in code.__code__.co_names and name in code.__globals__
+    }
+    if not own:
+        return module.forward
+    bound = FunctionType(
+        code.__code__, {**code.__globals__, **own}, code.__name__, code.__defaults__, code.__closure__
+    )
+    bound.__kwdefaults__ = code.__kwdefaults__
+    return MethodType(bound, module)
+
+
+def _convolve_token(
+    theirs: Callable[..., Tensor],
+    hidden_states: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """Convolves one token with the inputs before it. hidden_states: [B, C, 1] -> [B, C, 1].
+
+    conv_state: [B, C, n], the inputs before it, which are updated. weight: [C, K]. theirs: transformers' function with
+    the same arguments, for what is not computed here.
+    """
+    if hidden_states.shape[2] != 1 or activation not in (None, "silu", "swish"):
+        return theirs(hidden_states, conv_state, weight, bias, activation)
+    window = torch.cat((conv_state, hidden_states.to(conv_state.dtype)), dim=2)
+    conv_state.copy_(window[..., 1:])
+    terms = (window[..., -weight.shape[1] :].to(weight.dtype).float() * weight.float()).unbind(2)
+    out = terms[0]
+    for term in terms[1:]:
+        out = out + term
+    if bias is not None:
+        out = out + bias.float()
+    if activation is not None:
+        out = apply_activation(out.to(weight.dtype).float(), "silu")
+    return out.to(hidden_states.dtype)[..., None]
+
+
+def _apply_delta_rule(
+    theirs: Callable[..., tuple[Tensor, Tensor | None]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule for one token. query, key [B, 1, Hk, Dk] and value [B, 1, Hv, Dv] -> [B, 1, Hv, Dv].
+
+    initial_state: [B, Hv, Dk, Dv], which is updated and returned.
+    """
+    if query.shape[1] != 1 or initial_state is None or initial_state.dtype != torch.float32:
+        return theirs(
+            query,
+            key,
+            value,
+            g=g,
+            beta=beta,
+            initial_state=initial_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            **options,
+        )
+    batch, _, key_heads, width = key.shape
+    heads = value.shape[2]
+    pairs = torch.stack((key[:, 0], query[:, 0]), dim=2).float()
+    if use_qk_l2norm_in_kernel:
+        pairs = pairs * torch.rsqrt(pairs.square().sum(-1, keepdim=True) + _NORM_EPS)
+    pairs[:, :, 1] *= width**-0.5
+    pairs = pairs[:, :, None].expand(-1, -1, heads // key_heads, -1, -1).reshape(batch, heads, 2, width)
+    products = (pairs[:, :, 0] * pairs[:, :, 1]).sum(-1, keepdim=True)
+    decay, factor = torch.exp(g[:, 0].float())[..., None, None], beta[:, 0].float()[..., None]
+    seen = pairs.new_empty(batch, heads, 2, value.shape[3])
+    # A state is in the cache of the core while its own operations follow one another.
+    for state, scale, pair, sums in zip(initial_state, decay, pairs, seen, strict=True):
+        torch.bmm(pair, state.mul_(scale), out=sums)
+    delta = (value[:, 0].float() - seen[:, :, 0]) * factor
+    for state, keys, change in zip(initial_state, pairs[:, :, 0, :, None], delta[:, :, None], strict=True):
+        state.baddbmm_(keys, change)
+    out = seen[:, :, 1] + products * delta
+    return out.to(query.dtype)[:, None], initial_state
+
+
+def _scan_token(
+    theirs: Callable[..., Tensor],
+    state: Tensor,
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Mamba-2's recurrence for one token. hidden_states: [B, H, D] -> [B, H, D].
+
+    state: [B, H, D, N], which is updated. dt [B, H, D], A [H, D, N], and D and the option `dt_bias` [H, D] are the
+    same for all elements of a head. B, C: [B, G, N].
+    """
+    bias, gate = options.get("dt_bias"), options.get("z")
+    of_heads = [tensor for tensor in (dt, A, D, bias) if tensor is not None]
+    is_known = state.dtype == torch.float32 and all(tensor.stride(-1) == 0 for tensor in of_heads)
+    if not is_known or A.stride(1) != 0 or gate is not None or not options.get("dt_softplus"):
+        return theirs(state, hidden_states, dt, A, B, C, D, **options)
+    batch, heads, _ = hidden_states.shape
+    step = dt[..., 0].float()
+    if bias is not None:
+        step = step + bias[:, 0].float()
+    step = torch.log1p(torch.exp(-step.abs())) + step.clamp(min=0)
+    decay = torch.exp(step * A[:, 0, 0].float())[..., None, None]
+    x = hidden_states.float()
+    changes = (x * step[..., None])[..., None]
+    inputs, outputs = (
+        part.float()[:, :, None].expand(-1, -1, heads // part.shape[1], -1).reshape(batch, heads, -1)
+        for part in (B, C)
+    )
+    out = torch.empty_like(changes)
+    for one, scale, change, to_state, from_state, sums in zip(
+        state, decay, changes, inputs[:, :, None], outputs[..., None], out, strict=True
+    ):
+        torch.bmm(one.mul_(scale).baddbmm_(change, to_state), from_state, out=sums)
+    total = out[..., 0] if D is None else out[..., 0] + x * D[:, 0, None].float()
+    return total.to(hidden_states.dtype)
+
+
+# What transformers adds to the square of a key or a query.
+_NORM_EPS = 1e-6
+# By the names of transformers' functions.
+_TOKEN_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_update": _convolve_token,
+    "torch_recurrent_gated_delta_rule": _apply_delta_rule,
+    "mamba2_selective_state_update": _scan_token,
+}
+
+
 def describe_states(module: str, states: LayerStates) -> Iterator[StateTensor]:
     """The states that a call of the module for one sequence has left. In a model in bfloat16, others are float32."""
     for (kind, index), tensor in states.tensors.items():
@@ -113,60 +267,36 @@ class StatePages:
         self, forward: Callable[..., Tensor], hidden: Tensor, part: StateRows, memory: DeviceMemory
     ) -> Tensor:
         """Computes the layer for one part of a step. hidden: [B * n, H] -> [B * n, H]."""
-        states = LayerStates(self._read(part, memory))
-        out = call_with_states(forward, hidden.view(len(part.tables), part.num_tokens, -1), states)
-        for state, dtype, span in self._states:
-            _write(memory, part.tables, span, states.tensors[state.kind, state.index].to(dtype))
-        return out.reshape(len(hidden), -1)
-
-    def _read(self, part: StateRows, memory: DeviceMemory) -> dict[_StateKey, Tensor]:
+        # The states of a layer follow one another, and share the first and the last page with other layers.
+        first, end = (span[bound] for span, bound in ((self._states[0][2], 0), (self._states[-1][2], 1)))
+        first_page, end_page = first // memory.full_page_bytes, -(-end // memory.full_page_bytes)
+        page_ids = part.tables[:, first_page:end_page].reshape(-1)
+        pages = memory.pages.view(_WORD)
+        words = pages.index_select(0, page_ids)
+        held = dict(self._cut(words.view(len(part.tables), -1), first_page * memory.full_page_bytes, part))
         # A chunk of several tokens that begins a sequence has no state. A single token has one of zeros, which is the
         # same, so that all decode rows are one call.
-        if part.num_tokens > 1 and part.all_new:
-            return {}
-        found = {}
+        states = LayerStates({} if part.num_tokens > 1 and part.all_new else dict(held))
+        out = call_with_states(forward, hidden.view(len(part.tables), part.num_tokens, -1), states)
+        for key, tensor in held.items():
+            if states.tensors[key] is not tensor:
+                tensor.copy_(states.tensors[key])
+        pages.index_copy_(0, page_ids, words)
+        return out.reshape(len(hidden), -1)
+
+    def _cut(self, words: Tensor, first_byte: int, part: StateRows) -> Iterator[tuple[_StateKey, Tensor]]:
+        """Yields views of the states in the pages of a part's sequences.
+
+        words: int32 [B, n], the content from byte `first_byte` of each sequence's state on.
+        """
         for state, dtype, span in self._states:
-            rows = _read(memory, part.tables, span, state.num_bytes(str(dtype).removeprefix("torch.")))
-            tensor = rows.view(dtype).reshape(len(rows), *state.shape)
-            is_new = part.is_new.view(-1, *(1 for _ in state.shape))
-            found[state.kind, state.index] = torch.where(is_new, torch.zeros_like(tensor), tensor)
-        return found
-
-
-# Bytes are copied in words, because copying single bytes takes several times as long.
-_WORD = torch.int32
-
-
-def _pieces(span: tuple[int, int], page_bytes: int) -> Iterator[tuple[int, slice, slice]]:
-    """For each page that the span touches: its number, the words of the page, and the words of the span."""
-    start, end = (bound // _WORD.itemsize for bound in span)
-    page_words = page_bytes // _WORD.itemsize
-    for page in range(start // page_words, -(-end // page_words)):
-        first, last = max(start, page * page_words), min(end, (page + 1) * page_words)
-        yield (
-            page,
-            slice(first - page * page_words, last - page * page_words),
-            slice(first - start, last - start),
-        )
-
-
-def _read(memory: DeviceMemory, tables: Tensor, span: tuple[int, int], num_bytes: int) -> Tensor:
-    """uint8 [B, num_bytes]: the first bytes of the span in the state of each sequence."""
-    words = memory.pages.view(_WORD)
-    pieces = [
-        words[:, of_page].index_select(0, tables[:, page])
-        for page, of_page, _ in _pieces(span, memory.full_page_bytes)
-    ]
-    return torch.cat(pieces, dim=1).view(torch.uint8)[:, :num_bytes]
-
-
-def _write(memory: DeviceMemory, tables: Tensor, span: tuple[int, int], tensor: Tensor) -> None:
-    """Writes a tensor [B, ...] to the first bytes of the span in the state of each sequence."""
-    content = tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8)
-    content = nn.functional.pad(content, (0, span[1] - span[0] - content.shape[1])).view(_WORD)
-    words = memory.pages.view(_WORD)
-    for page, of_page, of_span in _pieces(span, memory.full_page_bytes):
-        words[:, of_page].index_copy_(0, tables[:, page], content[:, of_span])
+            start, end = (bound - first_byte for bound in span)
+            if part.any_new:
+                own = words[:, start // _WORD.itemsize : end // _WORD.itemsize]
+                own.masked_fill_(part.is_new[:, None], 0)
+            num_bytes = state.num_bytes(str(dtype).removeprefix("torch."))
+            numbers = words.view(torch.uint8)[:, start : start + num_bytes].view(dtype)
+            yield (state.kind, state.index), numbers.view(len(words), *state.shape)
 
 
 # The tokens of each call. Each call reads all weights of a layer, so more of them would take seconds in large models.
@@ -234,7 +364,7 @@ def _check_layer(path: str, module: nn.Module, spec: ModelSpec) -> None:
         parts = torch.split(hidden[:, : sum(lengths)], list(lengths), dim=1)
         return torch.cat([call_with_states(layer.forward, part, states) for part in parts], dim=1)[0].double()
 
-    layer.forward = type(module).forward.__get__(layer)
+    layer.forward = bind_forward(layer)
     expected = compute([_NUM_TOKENS], LayerStates())
     most = _TOLERANCE if device.type == "cpu" else _TOLERANCE_OF_FUSED
     for how, (lengths, states) in ways.items():

@@ -188,7 +188,7 @@ class StateRows:
     rows: int64 [B * num_tokens], indices of the step's rows, sequence by sequence.
     tables: int64 [B, P], the pages of each sequence's state.
     is_new: bool [B], whether the sequence begins with these rows. Its pages then hold no state yet.
-    all_new: whether all of `is_new` are True.
+    any_new, all_new: whether some or all of `is_new` are True.
     lora: the layers of LoRA work of these rows alone, see `StepBatch.lora`.
     """
 
@@ -196,6 +196,7 @@ class StateRows:
     tables: Tensor
     is_new: Tensor
     num_tokens: int
+    any_new: bool
     all_new: bool
     lora: tuple[LoraTiles, ...]
 
@@ -319,7 +320,8 @@ class StateArrays:
         """tensors: the arrays on the device: these three, and two for each layer of LoRA work."""
         rows, tables, is_new = (next(tensors) for _ in self.arrays)
         lora = tuple(layer.join(tensors) for layer in self.lora)
-        return StateRows(rows, tables, is_new, self.num_tokens, bool(self.arrays[2].all()), lora)
+        flags = self.arrays[2]
+        return StateRows(rows, tables, is_new, self.num_tokens, bool(flags.any()), bool(flags.all()), lora)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ own. It is exact for every architecture whose tokens interact only in attention.
 for each model at start.
 """
 
+import copy
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,10 +40,11 @@ from slora.models.model_structure import (
 )
 from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
 from slora.models.parity_check import check_parity
-from slora.models.recurrent_layers import StatePages, check_recurrent_layers
+from slora.models.recurrent_layers import StatePages, bind_forward, check_recurrent_layers
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
+from slora.models.weights.packed_weight import PackedWeight, pack_head
 from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.layout import LoraSite, ModelShape, NormShape
@@ -243,13 +246,17 @@ class _RecurrentLayer:
         if not self._current.is_set:
             return self._forward(hidden_states, *others, **options)
         step, hidden = self._current.step, hidden_states[0]
-        out: Tensor | None = None
+        computed = []
         for part, deltas in step.states:
+            # A single part has all rows, in their order.
+            own = hidden if len(step.states) == 1 else hidden[part.rows]
             with self._current.activate(replace(step, deltas=deltas)):
-                rows = self._pages.compute(self._forward, hidden[part.rows], part, step.memory)
-            out = rows.new_empty(len(hidden), rows.shape[1]) if out is None else out
+                computed.append(self._pages.compute(self._forward, own, part, step.memory))
+        if len(computed) == 1:
+            return computed[0][None]
+        out = computed[0].new_empty(len(hidden), computed[0].shape[1])
+        for (part, _), rows in zip(step.states, computed, strict=True):
             out[part.rows] = rows
-        assert out is not None, "a step has rows"
         return out[None]
 
 
@@ -298,7 +305,7 @@ class TransformersDecoder:
         self._install_attention()
         for path in dict.fromkeys(state.module for state in spec.states):
             module = self._model.get_submodule(path)
-            layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), module.forward)
+            layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), bind_forward(module))
             module.forward = layer.forward
         self._experts = dict(self._install_experts())
         self._install_lora_hooks()
@@ -377,6 +384,10 @@ class TransformersDecoder:
         if site == shape.embedding_site:
             squares = self._find_squares(site, lambda: sum_column_squares(module.weight))
             return SiteWeight(lambda x: x @ module.weight, squares, None)
+        if isinstance(module, _PackedLinear):
+            packed = module.packed
+            squares = self._find_squares(site, lambda: sum_squares(packed.unpack(module.in_features)))
+            return SiteWeight(packed.multiply, squares, module.bias)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
         squares = self._find_squares(site, lambda: sum_squares(weight))
         return SiteWeight(lambda x: multiply(x, weight), squares, module.bias)
@@ -510,11 +521,39 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 }
 
 
-def _fix_order_of_sums(model: nn.Module) -> None:
+class _PackedLinear(nn.Linear):
+    """A linear of the model whose weight was packed. The module's class is changed to this one in place."""
+
+    packed: PackedWeight
+    dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dtype != self.dtype:
+            raise TypeError(f"a linear in {self.dtype} got an input in {input.dtype}")
+        rows = input.reshape(-1, self.in_features)
+        return self.packed.multiply(rows, self.bias).view(*input.shape[:-1], self.out_features)
+
+    def __getattr__(self, name: str) -> Any:
+        """Unpacks the weight when the model's code reads it, and keeps it from then on. Few classes do that."""
+        if name == "weight" and name not in self._parameters:
+            weight = self.packed.unpack(self.in_features)
+            self._parameters[name] = nn.Parameter(weight, requires_grad=False)
+        return super().__getattr__(name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """Returns a plain linear, because a packed weight can't be cast."""
+        linear = nn.Linear(self.in_features, self.out_features, bias=False)
+        linear.weight = nn.Parameter(self.packed.unpack(self.in_features), requires_grad=False)
+        linear.bias = copy.deepcopy(self.bias, memo)
+        return linear
+
+
+def _fix_order_of_sums(model: PreTrainedModel) -> None:
     """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows."""
+    linears: defaultdict[Tensor, list[nn.Linear]] = defaultdict(list)
     for module in model.modules():
         if type(module) is nn.Linear:
-            module.forward = partial(_multiply, module)  # type: ignore[method-assign]
+            linears[module.weight].append(module)
         elif type(module) is Conv1D:
             # Its weight is [in, out]. Afterwards, `weight.T` is contiguous.
             assert isinstance(module.weight, nn.Parameter)
@@ -522,6 +561,23 @@ def _fix_order_of_sums(model: nn.Module) -> None:
             module.forward = partial(_multiply_transposed, module)
         elif type(module) in _ACTIVATIONS and getattr(module, "approximate", "none") == "none":
             module.forward = partial(_activate, _ACTIVATIONS[type(module)])
+    embedding = model.get_input_embeddings().weight
+    while linears:
+        weight, sharing = linears.popitem()
+        is_biased = any(linear.bias is not None for linear in sharing)
+        packed = pack_head(weight.data, is_tied=weight is embedding, is_biased=is_biased)
+        for linear in sharing:
+            _replace_linear(linear, packed)
+
+
+def _replace_linear(module: nn.Linear, weight: Tensor | PackedWeight) -> None:
+    if not isinstance(weight, PackedWeight):
+        module.forward = partial(_multiply, module)  # type: ignore[method-assign]
+        return
+    module.__class__ = _PackedLinear
+    assert isinstance(module, _PackedLinear)
+    module.packed, module.dtype = weight, module.weight.dtype
+    del module.weight
 
 
 def _multiply(module: nn.Linear, x: Tensor) -> Tensor:

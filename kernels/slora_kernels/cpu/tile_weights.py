@@ -110,6 +110,12 @@ class TileWeight(_TileLinear):
         num_blocks = -(-len(x) // size)
         return self._run(LINEAR, x, self._panels, bias, (size, 0, 0), num_blocks=num_blocks)
 
+    def unpack(self) -> Tensor:
+        """Returns the weight [out, in]."""
+        out_width, width = self.shape
+        tiles = self._panels.view(self._num_panels, width // TERMS, 2, TERMS // 2, COLUMNS, 2)
+        return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, width)[:out_width]
+
 
 class ByteTileWeight(_TileLinear):
     """A weight of int8 or float8_e4m3fn [out, in] in panels, with a scale for each row, float32 [out]."""

@@ -27,6 +27,9 @@ from slora_kernels.torch.row_blocks import (
 
 # The number of rows of x that the blocks are optimized for. Blocks for many rows also suit one row, but not vice versa.
 _ROWS = 512
+# The largest weight of an embedding of which a packed copy is made, if the output head has the same weight. The copy of
+# a larger one would take too much memory.
+_LARGE_HEAD_BYTES = 512 << 20
 # A larger weight is packed in pieces, because finding the row counts of a shape takes the memory of two such weights.
 _PIECE_BYTES = 128 << 20
 
@@ -56,6 +59,13 @@ class PackedWeight:
         pairs = zip(self.pieces, biases, strict=True)
         return torch.cat([_multiply_piece(x, piece, part) for piece, part in pairs], dim=1)
 
+    def unpack(self, width: int) -> Tensor:
+        """Returns the weight [out, width]. Only weights that `pack_weight` has packed can be unpacked."""
+        if self.tiles is not None:
+            weight: Tensor = self.tiles.unpack()
+            return weight
+        return torch.cat([piece.to_dense()[:, :width] for piece in self.pieces])
+
 
 def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWeight:
     """Packs a weight if this machine supports that; otherwise returns it unchanged. The caller drops `weight`.
@@ -71,6 +81,13 @@ def pack_weight(weight: Tensor, *, is_biased: bool = False) -> Tensor | PackedWe
     for piece in pieces:
         _find_counts(len(piece), piece.shape[1], piece.dtype, is_biased=is_biased)
     return PackedWeight(tuple(map(_pack, pieces)))
+
+
+def pack_head(weight: Tensor, *, is_tied: bool, is_biased: bool = False) -> Tensor | PackedWeight:
+    """Like `pack_weight`, for an output head. is_tied: whether an embedding keeps the unpacked weight in memory."""
+    return (
+        weight if is_tied and weight.nbytes > _LARGE_HEAD_BYTES else pack_weight(weight, is_biased=is_biased)
+    )
 
 
 def pack_codes_in_tiles(weight: CodedWeight, dtype: torch.dtype) -> PackedWeight | None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from slora.models.weights import packed_weight
 from slora.models.weights.linear import multiply
-from slora.models.weights.packed_weight import pack_weight
+from slora.models.weights.packed_weight import PackedWeight, pack_weight
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
@@ -18,6 +18,8 @@ def test_a_packed_weight_multiplies_like_the_plain_one(
 ) -> None:
     weight, bias = torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype) if biased else None
     packed = pack_weight(weight)
+    if isinstance(packed, PackedWeight):
+        assert torch.equal(packed.unpack(shape[1]), weight)
     for rows in (1, 2, 5, 64, 200):
         x = torch.randn(rows, shape[1]).to(dtype)
         expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
