@@ -431,8 +431,9 @@ class RegistryMachine(RuleBasedStateMachine):
             assert registry.storage_usage(tenant, DIGESTS[0]) == StorageUsage(len(versions), num_bytes, own)
 
 
-def test_both_storages_agree_with_a_simple_model(shared_postgresql: PostgresqlServer) -> None:
+def test_both_storages_agree_with_a_simple_model(shared_postgresql: PostgresqlServer, soak: bool) -> None:
     machine = type("OverBoth", (RegistryMachine,), {"server": shared_postgresql})
     # Each step commits to disk once or twice.
-    counts = settings(max_examples=settings.default.max_examples // 8, stateful_step_count=50)
+    num_steps = 50 if soak else 30
+    counts = settings(max_examples=settings.default.max_examples // 8, stateful_step_count=num_steps)
     run_state_machine_as_test(machine, settings=counts)

@@ -1,9 +1,12 @@
 """Processes that reserve and settle one quota as fast as they can. A program, because it forks and so has no threads.
 
-    hammer FOLDER REDIS_URL PROCESSES RESERVATIONS   prints what each process was granted
-    kill FOLDER PROCESSES KILLS                      kills processes at random, then prints what is left in the counters
-    crash FOLDER STRIDE                              kills a process at each line of a change, or at every STRIDE-th
-                                                     line, and prints what is left
+    hammer FOLDER REDIS_URL PROCESSES SECONDS HOLD_S   prints what each process was granted
+    kill FOLDER PROCESSES KILLS                        kills processes at random, then prints what is left reserved
+    crash FOLDER STRIDE                                kills a process at each line of a change, or at every STRIDE-th
+                                                       line, and prints what is left
+
+A process holds each reservation for a random time of up to HOLD_S. Until it is refused one, it holds each for longer
+than the one before, so that a slow machine reaches the quota, too.
 
 This process is the main process of the host, and its children are the workers. The hammer's clock runs SPEED times as
 fast as time, so that a window of a minute passes in seconds.
@@ -77,7 +80,7 @@ class Granted:
 
 
 async def reserve_again_and_again(
-    counters: QuotaCounters, number: int, granted: Granted, seconds: float
+    counters: QuotaCounters, number: int, granted: Granted, seconds: float, hold_s: float = 0.004
 ) -> None:
     draw = random.Random(number)
     end = time.monotonic() + seconds
@@ -86,7 +89,7 @@ async def reserve_again_and_again(
         before = fast_ns() // 10**6
         made = await counters.reserve(subjects, Charge(draw.randrange(1, 400), 1))
         after = fast_ns() // 10**6
-        await asyncio.sleep(draw.random() * 0.004)
+        await asyncio.sleep(draw.random() * hold_s * (1 if granted.num_refused else 1 + len(granted.grants)))
         if not isinstance(made, Reservation):
             granted.num_refused += 1
             continue
@@ -95,7 +98,7 @@ async def reserve_again_and_again(
         counters.settle(made, used)
 
 
-def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
+def hammer(folder: Path, url: str, processes: str, seconds: str, hold_s: str) -> None:
     if not url:
         open_host(folder / "quotas")
 
@@ -103,7 +106,7 @@ def hammer(folder: Path, url: str, processes: str, seconds: str) -> None:
         async def run() -> None:
             counters = open_counters(folder, url, number)
             granted = Granted()
-            await reserve_again_and_again(counters, number, granted, float(seconds))
+            await reserve_again_and_again(counters, number, granted, float(seconds), float(hold_s))
             (folder / f"grants{number}.json").write_text(json.dumps(asdict(granted)), encoding="utf-8")
             await counters.close()
 
