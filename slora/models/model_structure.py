@@ -43,6 +43,13 @@ from transformers.utils import logging
 from slora.core.errors import ConfigError
 from slora.models.config_fields import ConfigFields, read_eos_token_ids
 from slora.models.config_fields import read_config as read_json_config
+from slora.models.early_attention import (
+    KEY_BIAS,
+    NUM_BIAS_COLUMNS,
+    find_first_implementation,
+    install_attention,
+    is_early,
+)
 from slora.models.mixture_layers import MixtureTrace
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import (
@@ -101,7 +108,7 @@ _NO_TIME_STEP = 1e-30
 _ARGUMENTS = (
     "scaling", "sliding_window", "softcap", "s_aux",
     "position_ids", "use_cache", "dropout", "output_attentions", "cu_seq_lens_q", "cu_seq_lens_k",
-    "logits_to_keep",
+    "logits_to_keep", KEY_BIAS,
 )  # fmt: skip
 
 
@@ -163,6 +170,7 @@ class _ForwardTrace:
         if any(map(self.indices.is_traced, (query, key, value))):
             self.counting.append(name)
         _, num_heads, num_tokens, key_width = query.shape
+        key_width += NUM_BIAS_COLUMNS if options.get(KEY_BIAS) is not None else 0
         width, window = max(key_width, value.shape[3]), options.get("sliding_window") or None
         if not self.is_complete:
             self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
@@ -226,7 +234,10 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     dtype = config.dtype or config.get_text_config().dtype or torch.float32
     trace = _ForwardTrace()
     AttentionInterface.register(_ATTENTION, trace.attend)
+    text = config.get_text_config()
     model = _build(config, title)
+    if is_early(config):
+        install_attention(model, _ATTENTION, _count_positions(text, directory))
     _refuse_ropes(model, title)
     trace.hook_linears(model)
     trace.hook_norms(model)
@@ -242,9 +253,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
-    text = config.get_text_config()
-    max_positions = _size(text, "max_position_embeddings", directory)
-    chunked_layers = tuple(_find_chunked_layers(model, calls, max_positions, title))
+    max_positions = _count_positions(text, directory)
+    chunked_layers = () if is_early(config) else _find_chunked_layers(model, calls, max_positions, title)
     return ModelSpec(
         family=str(config.model_type),
         max_positions=max_positions,
@@ -274,7 +284,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             final_norm=final_norm,
         ),
         attention_paths=tuple(call.module for call in calls),
-        chunked_layers=chunked_layers,
+        chunked_layers=tuple(chunked_layers),
         counting_paths=counting,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         states=states,
@@ -387,7 +397,7 @@ def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:
     what = f"{title} can't be built with paged attention by transformers {transformers.__version__}"
     with _refusing(what), torch.device("meta"):
         model = find_auto_class(config).from_config(
-            config, attn_implementation=_ATTENTION, dtype=torch.bfloat16
+            config, attn_implementation=find_first_implementation(config, _ATTENTION), dtype=torch.bfloat16
         )
     ignore_padding(model)
     return model.eval()
@@ -466,6 +476,10 @@ def _refuse_attention(
         ),
         (value.shape[:3] != key.shape[:3], f"its values have shape {list(value.shape)}"),
         (_has_odd_sinks(query, others.get("s_aux")), "its sinks are not one number for each head"),
+        (
+            others.get(KEY_BIAS) is not None and key.shape[1] != query.shape[1],
+            "its heads share KV heads, but add different numbers to the scores of a key",
+        ),
         (query.shape[1] % key.shape[1] != 0, f"{query.shape[1]} heads share {key.shape[1]} KV heads"),
         (bool(extra), f"it uses {', '.join(extra)}"),
     )
@@ -692,6 +706,14 @@ def _refuse_uneven_heads(config: PreTrainedConfig, path: Path) -> None:
         raise ConfigError(
             f"{path}: num_key_value_heads is {num_kv_heads}; num_attention_heads {num_heads} must be a multiple of it"
         )
+
+
+def _count_positions(config: PreTrainedConfig, directory: Path) -> int:
+    # The last two names are those of MPT and Bloom.
+    names = ("max_position_embeddings", "max_seq_len", "seq_length")
+    return _size(
+        config, next((n for n in names if getattr(config, n, None) is not None), names[0]), directory
+    )
 
 
 def _size(config: PreTrainedConfig, name: str, directory: Path) -> int:

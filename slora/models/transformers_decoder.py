@@ -27,6 +27,15 @@ from transformers.pytorch_utils import Conv1D
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
+from slora.models.early_attention import (
+    KEY_BIAS,
+    find_first_implementation,
+    has_key_bias,
+    install_attention,
+    is_early_linear,
+    join_bias,
+    set_attention,
+)
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
@@ -47,6 +56,7 @@ from slora.models.weights.linear import multiply, sum_column_squares, sum_square
 from slora.models.weights.packed_weight import PackedWeight, pack_head
 from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
+from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite, ModelShape, NormShape
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.torch_kernels import apply_activation
@@ -208,25 +218,33 @@ class _LayerAttention:
         self.is_chunked = is_chunked
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule, chunk: int | None
+        self, qkv: tuple[Tensor, Tensor, Tensor], rule: AttentionRule, chunk: int | None, bias: Tensor | None
     ) -> Tensor:
-        """Computes attention of the step's tokens over the pages. chunk: a token sees only its own chunk.
+        """Computes attention of the step's tokens over the pages. chunk: a token sees only its own chunk. bias: see
+        `KEY_BIAS`.
 
         query [1, Hq, T, Dk], key [1, Hk, T, Dk] and value [1, Hk, T, Dv], already rotated -> [1, T, Hq, Dv].
 
         Pages hold heads of the model's widest keys or values. Zeros beside narrower ones change neither scores nor
         sums. If the pages hold more KV heads than the layer has, each of its heads is stored several times.
         """
-        step = self._current.step
+        step, (query, key, value) = self._current.step, qkv
         memory, kernels = step.memory, step.kernels
+        if bias is not None:
+            bias = bias[:, step.attention.batch.positions]
+            query, key = join_bias(query, key, bias, rule.scale)
         width, copies = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1]
         heads = [
             F.pad(part[0], (0, width - part.shape[3]))
             for part in (query, *(side.repeat_interleave(copies, dim=1) for side in (key, value)))
         ]
-        qkv = torch.cat(heads).transpose(0, 1).flatten(1)
         rows = kernels.rotate_and_write_kv(
-            qkv, None, memory.pages, memory.geometry, self._layer, step.attention
+            torch.cat(heads).transpose(0, 1).flatten(1),
+            None,
+            memory.pages,
+            memory.geometry,
+            self._layer,
+            step.attention,
         )
         attention = step.find_attention(chunk)
         out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, attention, rule)
@@ -281,7 +299,7 @@ def _attend_paged(
     )
     # Read at each call, because the check at start makes it shorter.
     chunk = getattr(module.config, CHUNK_FIELD) if attention.is_chunked else None
-    return attention.attend(query, key, value, rule, chunk), None
+    return attention.attend((query, key, value), rule, chunk, options.get(KEY_BIAS)), None
 
 
 AttentionInterface.register(_ATTENTION, _attend_paged)
@@ -368,13 +386,13 @@ class TransformersDecoder:
     @torch.inference_mode()
     def reference_logits(self, token_ids: list[int]) -> Tensor:
         """float32 logits [vocab_size] after `token_ids`, with transformers' plain attention and without pages."""
-        self._model.set_attn_implementation("eager")
+        set_attention(self._model, "eager")
         try:
             logits: Tensor = self._model(
                 torch.tensor([token_ids], device=self.device), use_cache=False
             ).logits
         finally:
-            self._model.set_attn_implementation(_ATTENTION)
+            set_attention(self._model, _ATTENTION)
         return logits[0, -1].float()
 
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
@@ -406,6 +424,11 @@ class TransformersDecoder:
             raise ConfigError(
                 f"{CHUNK_FIELD} is {chunk}, which is not a multiple of the block size {geometry.block_tokens}; set "
                 "another block_tokens"
+            )
+        if geometry.kv_format is not KVFormat.MODEL and has_key_bias(self._model):
+            raise ConfigError(
+                f"kv_cache_dtype is fp8, but the keys of this model ({self.spec.family}) hold a linear bias of scores "
+                "(ALiBi), which 8 bits can't hold; set kv_cache_dtype to auto"
             )
         check_recurrent_layers(self._model, self.spec)
         for path, experts in self._experts.items():
@@ -552,7 +575,7 @@ def _fix_order_of_sums(model: PreTrainedModel) -> None:
     """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows."""
     linears: defaultdict[Tensor, list[nn.Linear]] = defaultdict(list)
     for module in model.modules():
-        if type(module) is nn.Linear:
+        if isinstance(module, nn.Linear) and (type(module) is nn.Linear or is_early_linear(module)):
             linears[module.weight].append(module)
         elif type(module) is Conv1D:
             # Its weight is [in, out]. Afterwards, `weight.T` is contiguous.
@@ -623,7 +646,7 @@ def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.de
             directory if stored is None else None,
             **options,
             dtype=dtype,
-            attn_implementation=_ATTENTION,
+            attn_implementation=find_first_implementation(config, _ATTENTION),
             output_loading_info=True,
         )
     except Exception as error:
@@ -643,6 +666,7 @@ def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.de
             "the model was trained without them"
         )
     ignore_padding(model)
+    install_attention(model, _ATTENTION, spec.max_positions)
     return model.to(device).eval()
 
 

@@ -76,7 +76,7 @@ WHOLE_KINDS: dict[str, dict[str, object]] = {
         "r": 7,
         "lora_alpha": 4,
         "use_rslora": True,
-        "target_modules": r".*\.1\.(self_attn|attn|attention)\.(q_proj|c_attn|query_key_value)",
+        "target_modules": r".*\.1\..*att(n|ention)\.(q_proj|c_attn|query_key_value|Wqkv)",
     },
 }
 # Kinds for the linears of latent attention.

@@ -243,6 +243,14 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
         **_LLAMA_LIKE, "layer_types": ["attention"] * 2, "num_local_experts": 0, "mamba_n_heads": 4,
         "shared_intermediate_size": 40, "logits_scaling": 3.0, "residual_multiplier": 0.7, "attention_multiplier": 0.3,
     },
+    # Their classes compute attention themselves. A number of heads that is no power of two has slopes of two kinds.
+    "bloom": {"hidden_size": 48, "num_attention_heads": 6, "seq_length": MAX_POSITIONS},
+    "mpt": {
+        "hidden_size": 48, "num_attention_heads": 6, "max_seq_len": MAX_POSITIONS, "attn_config": {"clip_qkv": 1.0},
+    },
+    "falcon": {"hidden_size": 48, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "gpt_neo": {"hidden_size": 32, "attention_types": [[["global", "local"], 1]], "window_size": 21},
+    "xglm": {"hidden_size": 32, "ffn_dim": 48},
     # The router is a linear that returns a tuple.
     "phimoe": {**_LLAMA_LIKE, "num_local_experts": 4},
 }  # fmt: skip
@@ -308,13 +316,17 @@ def count_layers(name: str) -> int:
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """changes: fields of the config."""
     if name in OTHER_MODELS or name in RECURRENT_MODELS:
-        own, kind = (OTHER_MODELS | RECURRENT_MODELS)[name], CONFIG_MAPPING[name.removesuffix(RECURRENT)]
+        own, kind = (
+            (OTHER_MODELS | RECURRENT_MODELS)[name],
+            CONFIG_MAPPING[name.removesuffix(RECURRENT)],
+        )
         if "text_config" in own:
             return kind(**{**own, "text_config": {**_COMMON, **own["text_config"], **changes}})
         fields = {**_COMMON, **own, **changes}
         known = {
             "global_head_dim",
             "num_global_key_value_heads",
+            "seq_length",
             *kind.attribute_map,
             *inspect.signature(kind).parameters,
         }

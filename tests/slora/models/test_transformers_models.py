@@ -29,6 +29,8 @@ PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprob
 NUM_PAGES = {
     "gpt_bigcode": 60,
     "phimoe": 9,
+    "bloom": 22,
+    "mpt": 22,
     "qwen2_5_vl": 27,
     "smolvlm": 27,
     "gpt_oss": 14,
@@ -43,7 +45,14 @@ TINY = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model", OTHER_MODELS)
+# They differ from others only in names.
+SOAKED = ("smolvlm", "xglm")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in OTHER_MODELS],
+)
 def test_parity_holds_in_chunks_and_when_pages_are_short(
     tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
 ) -> None:
@@ -133,6 +142,14 @@ def test_a_quantization_that_is_not_exact_is_refused(
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)
 
 
+def test_keys_with_a_bias_are_refused_in_fp8(tmp_path: Path) -> None:
+    write_model(tmp_path, "bloom", num_hidden_layers=2)
+    with pytest.raises(
+        ConfigError, match=r"kv_cache_dtype is fp8, but .* \(ALiBi\), .* set kv_cache_dtype to auto"
+    ):
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, kv_cache_dtype="fp8")
+
+
 def test_chunks_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, "llama4_text", num_hidden_layers=2, attention_chunk_size=40)
     with pytest.raises(
@@ -157,16 +174,20 @@ def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path, posi
 
 
 def save(directory: Path, model_type: str, **fields: Any) -> Path:
-    CONFIG_MAPPING[model_type](**TINY, **fields).save_pretrained(directory)
+    CONFIG_MAPPING[model_type](**(TINY | fields)).save_pretrained(directory)
     return directory
 
 
 @pytest.mark.parametrize(
     ("model_type", "fields", "reason"),
     [
-        ("bloom", {}, "never calls an attention function"),
-        ("falcon", {}, "can't be built with paged attention .* has attention functions of its own"),
-        ("gpt_neo", {"attention_types": [[["global"], 2]]}, "has attention functions of its own"),
+        ("git", {}, "can't be built with paged attention .* has attention functions of its own"),
+        ("falcon", {"alibi": True}, "with alibi: transformers adds the bias twice"),
+        (
+            "mpt",
+            {"max_position_embeddings": 65536},
+            "the linear bias of scores reaches 1.64e.04 at 65536 positions; at most 8192",
+        ),
         # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
             "qwen2_moe",
