@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import DORA_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE
-from tests.support.trained_model import ask_trained_model
+from tests.support.trained_model import Figures, ask_trained_model
 
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
 ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")} | {"dora": DORA_KINDS["dora"]}
@@ -138,12 +139,17 @@ def test_widths_that_int4_cannot_group_are_refused_by_name(kit: ModelKit) -> Non
         LLM(kit.directory, pool_bytes=kit.pool_bytes(400), quantization="int4")
 
 
+@cache
+def ask_unquantized(count: int) -> Figures:
+    return ask_trained_model(count)
+
+
 @pytest.mark.parametrize("form", ["int8", pytest.param("fp8", marks=pytest.mark.soak), "int4"])
 def test_quantization_hardly_changes_a_trained_models_accuracy(
     report: Callable[[str], None], form: str, *, soak: bool
 ) -> None:
     count = 200 if soak else 8
-    plain, rounded = (ask_trained_model(count, quantization=one) for one in ("auto", form))
+    plain, rounded = ask_unquantized(count), ask_trained_model(count, quantization=form)
     report(f"{form} weights: {rounded}; without: {plain}")
     assert rounded.right >= 0.95 * rounded.asked
     assert rounded.nats <= plain.nats + 0.005
