@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import select
 
 from slora.client.replica_group import MAX_LOSSES, ReplicaGroup
-from slora.core.engine_state import EngineInfo
+from slora.core.engine_state import EngineInfo, ServiceSpan
 from slora.core.errors import EngineUnavailable
 from slora.core.messages import Abort, Add, Command, encode_info
 from slora.core.request import (
@@ -43,14 +43,18 @@ TIMING = RequestTiming(0.0, 0.0, False, 0.0, 0.0, 0.0, 0.0)
 
 
 class PatientWorker(EngineWorker):
-    """A worker that keeps commands."""
+    """A worker that keeps commands, and what it is told of the service of other engines."""
 
     def __init__(self) -> None:
         super().__init__(lambda outputs, ended: None)
         self.posted: list[Command] = []
+        self.elsewhere: list[tuple[str, list[ServiceSpan]]] = []
 
     def post(self, command: Command) -> None:
         self.posted.append(command)
+
+    def add_service_elsewhere(self, engine: str, spans: list[ServiceSpan]) -> None:
+        self.elsewhere.append((engine, spans))
 
 
 class FakeEngine:
@@ -60,26 +64,30 @@ class FakeEngine:
         self.socket, self.name = socket, socket.stem
         self._journal, self.hello = journal, encode_info(info)
         self._writers: list[asyncio.StreamWriter] = []
-        self.num_stops = 0
+        self.num_stops = self.num_connections = 0
 
     def _note_stop(self) -> None:
         self.num_stops += 1
 
     async def start(self) -> None:
-        self._worker = PatientWorker()
-        self.server = EngineServer(self._worker, self.hello, lambda: True, self._journal, self._note_stop)
+        self.worker = PatientWorker()
+        self.server = EngineServer(self.worker, self.hello, lambda: True, self._journal, self._note_stop)
         self.socket.unlink(missing_ok=True)
         self._listener = await asyncio.start_unix_server(self._serve, self.socket)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._writers.append(writer)
-        await self.server.serve(reader, writer)
+        self.num_connections += 1
+        try:
+            await self.server.serve(reader, writer)
+        finally:
+            self.num_connections -= 1
 
     async def break_connections(self) -> None:
         for writer in self._writers:
             writer.transport.abort()
         self._writers.clear()
-        await wait_until(lambda: not self.server._peers)
+        await wait_until(lambda: not self.num_connections)
 
     async def die(self) -> None:
         self._listener.close()
@@ -87,11 +95,11 @@ class FakeEngine:
 
     @property
     def added(self) -> list[EngineRequest]:
-        return [command.request for command in self._worker.posted if isinstance(command, Add)]
+        return [command.request for command in self.worker.posted if isinstance(command, Add)]
 
     @property
     def num_aborted(self) -> int:
-        return sum(isinstance(command, Abort) for command in self._worker.posted)
+        return sum(isinstance(command, Abort) for command in self.worker.posted)
 
     def send(self, token_id: int, reason: FinishReason | None = None, index: int = 0) -> None:
         """Sends a token of the last request. With a reason, the request ends after three computed tokens."""
@@ -111,9 +119,11 @@ class PartialAnswer:
 class Bench:
     """A group of fake engines. usage: what the group has reported, by request."""
 
-    def __init__(self, root: Path, journal: UsageJournal, num_engines: int, resume_s: float) -> None:
+    def __init__(
+        self, root: Path, journal: UsageJournal, num_engines: int, resume_s: float, **facts: object
+    ) -> None:
         self.root, self.journal = root, journal
-        self.engines = [self.make_engine(number) for number in range(num_engines)]
+        self.engines = [self.make_engine(number, **facts) for number in range(num_engines)]
         self.group = ReplicaGroup([engine.socket for engine in self.engines], resume_s)
         self.group.listen_for_usage(self._note)
         self.usage: dict[str, RequestUsage | None] = {}
@@ -140,10 +150,11 @@ class Bench:
 
     async def begin_stream(self, request: EngineRequest) -> tuple[asyncio.Task[list[int]], FakeEngine]:
         """Returns the stream, which has its first token, and the engine that computes it."""
-        stream = asyncio.create_task(read(self.group.generate(request)))
+        tokens: list[int] = []
+        stream = asyncio.create_task(read(self.group.generate(request), tokens))
         owner = await self.wait_for_owner()
         owner.send(7)
-        await wait_until(lambda: self.group._answers["r"].num_tokens == 1)
+        await wait_until(lambda: tokens == [7])
         return stream, owner
 
     async def wait_for_other_owner(self, lost: FakeEngine) -> FakeEngine:
@@ -166,10 +177,11 @@ class Bench:
 
 
 @asynccontextmanager
-async def running_bench(num_engines: int, resume_s: float = LIMIT_S) -> AsyncIterator[Bench]:
+async def running_bench(num_engines: int, resume_s: float = LIMIT_S, **facts: object) -> AsyncIterator[Bench]:
+    """facts: fields of `EngineInfo` that the engines report."""
     with tempfile.TemporaryDirectory() as root:
         journal = UsageJournal(Path(root) / "usage")
-        bench = Bench(Path(root), journal, num_engines, resume_s)
+        bench = Bench(Path(root), journal, num_engines, resume_s, **facts)
         try:
             async with asyncio.timeout(LIMIT_S):
                 for engine in bench.engines:
@@ -203,8 +215,12 @@ def ask(name: str = "r", **sampling: int) -> EngineRequest:
     )
 
 
-async def read(stream: AsyncGenerator[list[TokenDelta], None]) -> list[int]:
-    return [token_id async for deltas in stream for delta in deltas for token_id in delta.token_ids]
+async def read(stream: AsyncGenerator[list[TokenDelta], None], tokens: list[int] | None = None) -> list[int]:
+    """tokens: gets the tokens as they arrive. All of them are returned at the end."""
+    tokens = [] if tokens is None else tokens
+    async for deltas in stream:
+        tokens.extend(token_id for delta in deltas for token_id in delta.token_ids)
+    return tokens
 
 
 @on_bench(2)
@@ -245,12 +261,13 @@ async def test_a_request_that_only_waits_in_queues_may_lose_any_number_of_engine
 
 @on_bench(1)
 async def test_a_request_that_proceeds_may_lose_any_number_of_engines(bench: Bench) -> None:
-    stream = asyncio.create_task(read(bench.group.generate(ask())))
+    tokens: list[int] = []
+    stream = asyncio.create_task(read(bench.group.generate(ask()), tokens))
     engine = bench.engines[0]
     for number in range(MAX_LOSSES + 2):
         await wait_until(lambda: bool(engine.added))
         engine.send(number)
-        await wait_until(lambda count=number: bench.group._answers["r"].num_tokens == count + 1)  # type: ignore[misc]
+        await wait_until(lambda count=number: len(tokens) == count + 1)  # type: ignore[misc]
         await engine.die()
         await engine.start()
     await wait_until(lambda: bool(engine.added))
@@ -263,7 +280,7 @@ async def test_a_request_that_proceeds_may_lose_any_number_of_engines(bench: Ben
 async def test_an_engine_that_drains_hands_its_requests_over_and_records_no_usage(bench: Bench) -> None:
     stream, left = await bench.begin_stream(ask())
     await left.server.drain()
-    assert left.num_aborted == 1 and left.server._peers
+    assert left.num_aborted == 1 and left.num_connections
     left.server.abandon_all()
     assert not bench.group.health[left.name]
     other = await bench.wait_for_owner()
@@ -273,7 +290,7 @@ async def test_an_engine_that_drains_hands_its_requests_over_and_records_no_usag
     other.send(8, FinishReason.STOP)
     assert await stream == [7, 8]
     assert bench.usage == {"r": RequestUsage(1, 0, 3)}
-    assert bench.group._answers == {}
+    assert find_owner(bench.group, "r") is None
 
 
 @on_bench(2)
@@ -307,11 +324,8 @@ async def test_the_reason_why_an_engine_gets_no_requests_is_known(bench: Bench) 
     await bench.engines[0].die()
     odd = bench.engines[0] = bench.make_engine(0, dtype="bfloat16")
     await odd.start()
-    await wait_until(lambda: bench.group._by_name[first].mismatch is not None)
-    assert bench.group.problems == {
-        first: "its dtype is bfloat16, but that of the other replicas is float32",
-        second: None,
-    }
+    differs = "its dtype is bfloat16, but that of the other replicas is float32"
+    await wait_until(lambda: bench.group.problems == {first: differs, second: None})
 
 
 @on_bench(1)
@@ -325,7 +339,7 @@ async def test_engines_join_and_leave_while_the_group_runs(bench: Bench) -> None
     await wait_until(lambda: bench.group.health.get(second.name, False))
     bench.group.remove(first.name)
     assert await bench.wait_for_owner() is second
-    await wait_until(lambda: first.num_aborted == 1 and not first.server._peers)
+    await wait_until(lambda: first.num_aborted == 1 and not first.num_connections)
     second.send(8, FinishReason.STOP)
     assert await stream == [8]
     assert bench.usage == {"r": RequestUsage(1, 0, 3)}
@@ -391,7 +405,7 @@ async def test_an_engine_that_differs_from_the_others_gets_no_requests(bench: Be
     bench.engines.append(odd := bench.make_engine(1, max_model_len=17))
     await odd.start()
     bench.group.add(odd.name, odd.socket)
-    await wait_until(lambda: bool(odd.server._peers))
+    await wait_until(lambda: bool(odd.num_connections))
     await bench.engines[0].die()
     await wait_until(lambda: not bench.group.ready)
     with pytest.raises(EngineUnavailable):
@@ -407,7 +421,7 @@ async def test_an_engine_with_another_protocol_version_gets_no_requests_and_does
     odd.hello["protocol"] = 0
     await odd.start()
     bench.group.add(odd.name, odd.socket)
-    await wait_until(lambda: "version 0" in (bench.group._by_name[odd.name].mismatch or ""))
+    await wait_until(lambda: "version 0" in (bench.group.problems[odd.name] or ""))
     stream = asyncio.create_task(read(bench.group.generate(ask())))
     assert await bench.wait_for_owner() is bench.engines[0]
     bench.engines[0].send(8, FinishReason.STOP)
@@ -439,10 +453,7 @@ async def test_an_answer_does_not_continue_on_an_engine_with_another_model(
 ) -> None:
     """A cluster may be deployed again with another model, while its servers have answers in progress."""
     async with running_bench(1, resume_s=0.2) as bench:
-        stream = asyncio.create_task(read(bench.group.generate(ask())))
-        first = await bench.wait_for_owner()
-        first.send(7)
-        await wait_until(lambda: bench.group._answers["r"].num_tokens == 1)
+        stream, first = await bench.begin_stream(ask())
         await first.die()
         bench.group.remove(first.name)
         odd = bench.make_engine(9, model_name="another")

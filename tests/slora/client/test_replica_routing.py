@@ -68,8 +68,7 @@ async def test_a_request_goes_where_its_adapter_is_although_another_process_brou
 async def test_prompts_with_the_same_beginning_go_to_one_engine_until_it_has_more_work(
     prefix_cache: str,
 ) -> None:
-    async with running_bench(3) as bench:
-        bench.group._info = replace(bench.group.info, prefix_cache=prefix_cache)
+    async with running_bench(3, prefix_cache=prefix_cache) as bench:
         group = bench.group
         keys = {tenant: group.find_prefix_key(ask("0", tenant=tenant)) for tenant in ("t", "u")}
         adapted = group.find_prefix_key(ask("0", adapter=VERSION))
@@ -94,8 +93,8 @@ async def test_the_service_of_an_engine_is_told_to_the_other_engines_alone(bench
     first, *others = bench.engines
     span = ServiceSpan("t", False, 10.0, 25.5)
     first.server.deliver_report(EngineReport(spans=(span,)))
-    workers = [engine._worker for engine in others]
-    await wait_until(lambda: all(worker._elsewhere for worker in workers))
-    for worker in workers:
-        assert list(worker._elsewhere) == [(first.server._engine, [span])]
-    assert not first._worker._elsewhere
+    told = [engine.worker.elsewhere for engine in others]
+    await wait_until(lambda: all(told))
+    ((name, spans),) = told[0]
+    assert name and spans == [span]
+    assert told[0] == told[1] and not first.worker.elsewhere
