@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.moe import _default_apply_gate
 from transformers.pytorch_utils import Conv1D
 
 from slora.core.errors import ConfigError
@@ -31,7 +30,15 @@ from slora_kernels.layout import LinearShape, LoraSite
 from slora_kernels.ops import Kernels
 
 _DOWN = "down_proj"
-_FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+# What the decorator tells of a class, and what holds if it does not. Its module has the activation of most classes.
+_FLAGS = {
+    "has_gate": True,
+    "has_bias": False,
+    "has_post_expert_norm": False,
+    "is_transposed": None,
+    "is_concatenated": True,
+}
+_DECORATING_MODULE = "transformers.integrations.moe"
 # Limits of the difference of two ways to compute the same rows, relative to the root mean square of the results.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 _CHECKED_TOKENS = 5
@@ -82,7 +89,7 @@ class ExpertForm:
 
 def describe_experts(module: nn.Module) -> ExpertForm | None:
     """Returns the form of the experts in a module; None if it holds none, or if their form is unknown."""
-    flags = {name: getattr(module, name, None) for name in _FLAGS}
+    flags = {name: getattr(module, name, default) for name, default in _FLAGS.items()}
     is_decorated = hasattr(type(module).forward, "__wrapped__")
     if not is_decorated or not all(isinstance(flag, bool) for flag in flags.values()):
         return None
@@ -105,7 +112,10 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
     widths = {f"{up}_bias": up_width, f"{_DOWN}_bias": last}
     if any(parameters[name].shape != (count, widths[name]) for name in biases):
         return None
-    gate = getattr(type(module), "_apply_gate", None)
+    gate = getattr(module, "_apply_gate", None)
+    if flags["has_gate"] and gate is None:
+        return None
+    has_own_gate = getattr(gate, "__module__", None) != _DECORATING_MODULE
     return ExpertForm(
         up,
         count,
@@ -113,7 +123,7 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
         has_gate=bool(flags["has_gate"]),
         has_bias=bool(flags["has_bias"]),
         is_transposed=bool(flags["is_transposed"]),
-        has_halves=bool(flags["has_gate"] and flags["is_concatenated"] and gate is _default_apply_gate),
+        has_halves=bool(flags["has_gate"] and flags["is_concatenated"] and not has_own_gate),
     )
 
 
@@ -286,20 +296,23 @@ class ExpertLayer:
         self, hidden: Tensor, experts: Tensor, weights: Tensor, deltas: LoraDeltas | None, kernels: Kernels
     ) -> Tensor:
         form, (up_site, down_site) = self._form, self._sites
-        # As in transformers, a number that no expert has stands for no expert.
-        weights = weights.float().masked_fill(experts >= form.num_experts, 0.0)
-        choice = ExpertChoice.sort(weights, experts.clamp(max=form.num_experts - 1), form.num_experts)
-        rows = choice.spread(hidden).to(self._stacks[0].dtype)
-        up = self._multiply(0, rows, choice, kernels)
         routed = None
-        if deltas is not None:
-            routed = deltas.route(choice.starts, choice.token_of_row, len(hidden), self._sites)
-            routed.add(up, rows, up_site)
+        # Only the activation needs the context of `MixtureBlock`, which would take time in each call of torch.
+        with torch._C.DisableTorchFunction():
+            # As in transformers, a number that no expert has stands for no expert.
+            weights = weights.float().masked_fill(experts >= form.num_experts, 0.0)
+            choice = ExpertChoice.sort(weights, experts.clamp(max=form.num_experts - 1), form.num_experts)
+            rows = choice.spread(hidden).to(self._stacks[0].dtype)
+            up = self._multiply(0, rows, choice, kernels)
+            if deltas is not None:
+                routed = deltas.route(choice.starts, choice.token_of_row, len(hidden), self._sites)
+                routed.add(up, rows, up_site)
         gated = (self._module._apply_gate(up) if form.has_gate else self._module.act_fn(up)).contiguous()
-        out = self._multiply(1, gated, choice, kernels)
-        if routed is not None:
-            routed.add(out, gated, down_site)
-        return choice.combine(out).to(hidden.dtype)
+        with torch._C.DisableTorchFunction():
+            out = self._multiply(1, gated, choice, kernels)
+            if routed is not None:
+                routed.add(out, gated, down_site)
+            return choice.combine(out).to(hidden.dtype)
 
     def _multiply(self, index: int, rows: Tensor, choice: ExpertChoice, kernels: Kernels) -> Tensor:
         out = kernels.grouped_linear(rows, self._stacks[index], None, choice.starts)

@@ -608,7 +608,11 @@ def _linears(
         ]
         for layer, block in enumerate(layers)
     ]
-    mixed = [list(mixtures.list_linears(f"{layers_path}.{layer}")) for layer in range(len(layers))]
+    known = [{linear.path for linear in own} for own in plain]
+    mixed = [
+        [linear for linear in mixtures.list_linears(f"{layers_path}.{layer}") if linear.path not in paths]
+        for layer, paths in enumerate(known)
+    ]
     found = {linear: index for index, linear in enumerate(dict.fromkeys(chain(*plain, *mixed)))}
     of_layer = [tuple(sorted(found[linear] for linear in own)) for own in map(chain, plain, mixed)]
     is_even = len(set(of_layer)) == 1
