@@ -137,6 +137,7 @@ print(step)
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("is_empty", "num_statements"), [(True, 30), (False, 10)], ids=["empty", "older"])
 def test_a_migration_that_is_killed_at_any_step_changes_nothing(
     empty_database: str, next_release: Path, soak: bool, *, is_empty: bool, num_statements: int
