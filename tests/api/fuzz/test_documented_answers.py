@@ -57,13 +57,18 @@ def names(watched: WatchedServer, kit: Kit) -> Callable[[Any], dict[str, str]]:
         client.put("/v1/adapters/small/aliases/doomed", json={"versions": {"1": 100}}).raise_for_status()
     limited_key, doomed_key = (watched.served.make_key(name).split("_")[1] for name in ("limited", "fuzz"))
     watched.served.make_key("purged")
-    file_id, doomed_file_id = (_upload_lines(watched) for _ in range(2))
+    file_id, doomed_file_id = (_upload_lines(watched, 1) for _ in range(2))
+    # A batch that is still running when it is cancelled.
+    long_file_id = _upload_lines(watched, 300)
 
     def find(operation: Any) -> dict[str, str]:
         if operation.path.startswith("/v1/files"):
             return {"file_id": doomed_file_id if operation.method == "delete" else file_id}
+        if operation.path.endswith("/cancel"):
+            return {"batch_id": _start_batch(watched, long_file_id)}
         if operation.path.startswith("/v1/batches"):
-            return {"file_id": file_id, "batch_id": _start_batch(watched, file_id)}
+            is_one = "batch_id" in operation.path
+            return {"file_id": file_id, **({"batch_id": _start_batch(watched, file_id)} if is_one else {})}
         if operation.path.endswith("/purge"):
             return {"tenant": "purged"}
         if operation.path.endswith("/quota"):
@@ -92,12 +97,12 @@ def _add_head(files: dict[str, bytes]) -> dict[str, bytes]:
     }
 
 
-def _upload_lines(watched: WatchedServer) -> str:
-    """Uploads the input of a batch that takes a while, and returns the file's id."""
+def _upload_lines(watched: WatchedServer, num_lines: int) -> str:
+    """Uploads the input of a batch, and returns the file's id."""
     body = {"model": "default", "prompt": "a", "max_tokens": 50}
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions", "body": body}
-        for number in range(300)
+        for number in range(num_lines)
     ]
     content = "\n".join(map(json.dumps, lines))
     with watched.client() as client:
