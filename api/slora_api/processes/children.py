@@ -199,12 +199,15 @@ async def _try_sandboxes() -> str | None:
     return (errors.decode(errors="replace").strip().splitlines() or [f"exit code {process.returncode}"])[-1]
 
 
-async def await_sandboxes(unfinished: dict[str, str]) -> None:
-    """Tries the sandboxes until they work. Until then, `unfinished` says why the server is not ready."""
+async def await_sandboxes(unfinished: dict[str, str], pause_s: float = _SANDBOX_PAUSE_S) -> None:
+    """Tries the sandboxes until they work. Until then, `unfinished` says why the server is not ready.
+
+    pause_s: the seconds between two tries.
+    """
     while (trouble := await _try_sandboxes()) is not None:
         unfinished[SANDBOXES] = f"the processes for uploads, chat templates and forms do not start: {trouble}"
-        logger.error("%s; trying again in %g s", unfinished[SANDBOXES], _SANDBOX_PAUSE_S)
-        await asyncio.sleep(_SANDBOX_PAUSE_S)
+        logger.error("%s; trying again in %g s", unfinished[SANDBOXES], pause_s)
+        await asyncio.sleep(pause_s)
     unfinished.pop(SANDBOXES, None)
 
 

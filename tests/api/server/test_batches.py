@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.api.conftest import Kit
@@ -19,9 +18,11 @@ _WORKER_AT, _ENGINE_AT, _EVERYTHING_AT = 0.2, 0.4, 0.6
 _FLAGS = ("--api-workers", "2", "--pool-bytes", "32MiB")
 
 
-@pytest.mark.soak
-def test_every_line_of_a_large_batch_is_answered_once_whatever_is_killed(kit: Kit, tmp_path: Path) -> None:
-    check_batch(kit, tmp_path, _NUM_LINES)
+def submit(client: httpx.Client, content: bytes) -> str:
+    form, file = {"purpose": "batch"}, {"file": ("lines.jsonl", content)}
+    sent = client.post("/v1/files", data=form, files=file).raise_for_status().json()["id"]
+    batch = {"input_file_id": sent, "endpoint": "/v1/completions", "completion_window": "24h"}
+    return str(client.post("/v1/batches", json=batch).raise_for_status().json()["id"])
 
 
 @pytest.mark.soak
@@ -48,12 +49,6 @@ def test_hostile_batches_delay_neither_a_revocation_nor_other_tenants(
     with serving(kit.base, tmp_path, "--pool-bytes", "32MiB") as served:
         served.wait_until_ready()
         hostile, honest, doomed = map(served.make_key, ("hostile", "honest", "doomed"))
-
-        def submit(client: httpx.Client, content: bytes) -> str:
-            form, file = {"purpose": "batch"}, {"file": ("lines.jsonl", content)}
-            sent = client.post("/v1/files", data=form, files=file).raise_for_status().json()["id"]
-            batch = {"input_file_id": sent, "endpoint": path, "completion_window": "24h"}
-            return str(client.post("/v1/batches", json=batch).raise_for_status().json()["id"])
 
         def measure() -> list[float]:
             seconds = []
@@ -88,39 +83,28 @@ def test_hostile_batches_delay_neither_a_revocation_nor_other_tenants(
         assert delay_s < 10
 
 
-def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
+@pytest.mark.soak
+def test_every_line_of_a_large_batch_is_answered_once_whatever_is_killed(kit: Kit, tmp_path: Path) -> None:
+    path, body = "/v1/completions", {"model": "default", "max_tokens": 4, "ignore_eos": True}
     lines = [
-        {
-            "custom_id": f"line {number}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"model": "default", "prompt": f"line {number}", "max_tokens": 4, "ignore_eos": True},
-        }
-        for number in range(num_lines)
+        {"custom_id": f"{number}", "method": "POST", "url": path, "body": body | {"prompt": f"line {number}"}}
+        for number in range(_NUM_LINES)
     ]
     with serving(kit.base, tmp_path, *_FLAGS) as served:
         served.wait_until_ready()
         key = served.make_key("acme")
         with served.client(key) as client:
-            content = "\n".join(map(json.dumps, lines))
-            form = {"purpose": "batch"}
-            sent = client.post("/v1/files", data=form, files={"file": ("lines.jsonl", content)})
-            body = {
-                "input_file_id": sent.raise_for_status().json()["id"],
-                "endpoint": "/v1/completions",
-                "completion_window": "24h",
-            }
-            batch_id = client.post("/v1/batches", json=body).raise_for_status().json()["id"]
-        reach(served, key, batch_id, _WORKER_AT * num_lines)
-        for worker in workers(served):
+            batch_id = submit(client, "\n".join(map(json.dumps, lines)).encode())
+        reach(served, key, batch_id, _WORKER_AT * _NUM_LINES)
+        for worker in find_children("slora_api.serve.api_process", served.process.pid, recursive=True):
             worker.kill()
-        reach(served, key, batch_id, _ENGINE_AT * num_lines)
+        reach(served, key, batch_id, _ENGINE_AT * _NUM_LINES)
         served.child("slora.engine.process").kill()
-        reach(served, key, batch_id, _EVERYTHING_AT * num_lines)
+        reach(served, key, batch_id, _EVERYTHING_AT * _NUM_LINES)
         served.kill_everything()
     with serving(kit.base, tmp_path, *_FLAGS) as served:
         served.wait_until_ready()
-        reach(served, key, batch_id, num_lines)
+        reach(served, key, batch_id, _NUM_LINES)
         with served.client(key) as client:
             batch = wait_for(lambda: read_final(client, batch_id), served.alive)
             assert batch["status"] == "completed" and batch["error_file_id"] is None
@@ -128,13 +112,8 @@ def check_batch(kit: Kit, tmp_path: Path, num_lines: int) -> None:
             answers = [json.loads(line) for line in output.splitlines()]
             assert [one["custom_id"] for one in answers] == [one["custom_id"] for one in lines]
             assert {one["response"]["body"]["usage"]["completion_tokens"] for one in answers} == {4}
-            num_counted = wait_for(lambda: read_usage(client, num_lines), served.alive)
-    assert num_counted == num_lines, "the ledger has a line twice"
-
-
-def workers(served: Served) -> list[psutil.Process]:
-    """The API workers."""
-    return find_children("slora_api.serve.api_process", served.process.pid, recursive=True)
+            num_counted = wait_for(lambda: read_usage(client, _NUM_LINES), served.alive)
+    assert num_counted == _NUM_LINES, "the ledger has a line twice"
 
 
 def read_batch(client: httpx.Client, batch_id: str) -> dict[str, object] | None:

@@ -66,6 +66,7 @@ def test_vllms_fields_reach_the_model(client: openai.OpenAI) -> None:
         assert all(choice.finish_reason == "stop" for choice in answer.choices)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("extra", "message"),
     [

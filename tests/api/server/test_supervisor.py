@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from slora_adapters.process.children import ENGINE_VARIABLES, LOADER_VARIABLES, pass_on
 from slora_api.processes import supervisor
+from slora_api.processes.children import SANDBOXES, await_sandboxes
 from slora_api.processes.supervisor import Child, ChildRefused, Supervisor
 from tests.support.engine_stack import WAIT_S, wait_until
 
@@ -203,6 +205,25 @@ def test_a_child_that_pauses_briefly_is_reported_and_not_killed(tmp_path: Path) 
             assert watched.pid == pid and not watched.restarts
 
     asyncio.run(main())
+
+
+def test_a_server_is_not_ready_before_its_sandboxes_can_import_what_they_need(
+    tmp_path: Path, set_variables: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    set_variables(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
+    broken = tmp_path / "jinja2.py"
+    broken.write_text("raise ImportError('the package of this user is missing')", encoding="utf-8")
+    unfinished = {SANDBOXES: "not tried yet"}
+
+    async def try_and_mend() -> None:
+        trying = asyncio.create_task(await_sandboxes(unfinished, pause_s=0.01))
+        while "the package of this user is missing" not in unfinished[SANDBOXES]:
+            await asyncio.sleep(0.01)
+        broken.unlink()
+        await trying
+
+    asyncio.run(try_and_mend())
+    assert not unfinished and "the package of this user is missing" in caplog.text
 
 
 def test_children_get_only_the_variables_that_they_need() -> None:

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 from slora.models.model_structure import find_auto_class
 from slora_kernels.layout import EXPERT_PATHS
 from tests.api.command import run_slora
-from tests.api.served import CHARACTERS, EOS, serving, write_tokenizer
+from tests.api.served import CHARACTERS, EOS, serving, write_adapter, write_base, write_tokenizer
+from tests.api.server.test_server import greedy_tokens, ids, upload
+from tests.support.oracle import Oracle
 from tests.support.peft_adapters import quiet_peft
 from tests.support.tiny_models import RECURRENT_MODELS, make_config
 
@@ -44,14 +46,10 @@ def write_line(place: int, shift: int) -> tuple[str, str]:
     return f"{QUESTIONS[place]}? ", QUESTIONS[(place + shift) % len(QUESTIONS)]
 
 
-def encode(text: str) -> list[int]:
-    return [CHARACTERS.index(character) for character in text]
-
-
 def train(model: nn.Module, shift: int, rate: float) -> None:
     """Trains until the model gives each answer's tokens with a wide margin."""
     lines = [write_line(place, shift) for place in range(len(QUESTIONS))]
-    rows = [[*encode(question), *encode(answer), EOS] for question, answer in lines]
+    rows = [[*ids(question), *ids(answer), EOS] for question, answer in lines]
     longest = max(map(len, rows))
     tokens = torch.tensor([[*row, *[EOS] * (longest - len(row))] for row in rows])
     labels = torch.full_like(tokens, -100)
@@ -107,3 +105,20 @@ def test_adapters_of_a_trained_base_give_the_trained_answers(base: str, tmp_path
                 question, answer = write_line(place, shift)
                 found = client.completions.create(model=name, prompt=question, max_tokens=12, temperature=0)
                 assert found.choices[0].text == answer, (name, question)
+
+
+@pytest.mark.soak
+def test_adapters_of_a_transformers_model_are_pushed_and_answer_as_peft_does(tmp_path: Path) -> None:
+    """A model of transformers' own classes: processes without torch know its shape, too."""
+    write_base(tmp_path / "base", "opt")
+    adapter = write_adapter(tmp_path / "own", seed=3, model="opt", r=8)
+    oracle = Oracle(tmp_path / "base", {"own": adapter})
+    with serving(tmp_path / "base", tmp_path / "data") as server:
+        server.wait_until_ready()
+        key = server.make_key("acme", "own")
+        answer = upload(server, key, "own", adapter)
+        assert answer.status_code == 201, answer.text
+        with server.sdk(key) as client:
+            for model, judged in (("base", None), ("default", "own")):
+                tokens = greedy_tokens(client, model, "hello")
+                assert oracle.judge(ids("hello"), tokens, judged).equal
