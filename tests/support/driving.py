@@ -10,7 +10,6 @@ from slora.core.cost_model import CostModel
 from slora.core.engine_config import EngineConfig
 from slora.core.request import EngineRequest, FinishReason, StepOutput, TokenLogprobs
 from slora.engine.engine import Engine
-from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.source import AdapterSource, DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
@@ -64,7 +63,7 @@ read_once = cache(read_adapter)
 def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource, dict[str, AdapterVersion]]:
     """A source that loads synchronously, and the adapter versions of the kit by kind. It holds these adapters in
     memory."""
-    shape = read_model_spec(kit.directory).shape(dtype)
+    shape = kit.spec.shape(dtype)
     limits = AdapterLimits(served_dtype=dtype, base_directory=kit.directory)
     source = DirectorySource(shape, dtype, limits, num_threads=0)
     return source, {kind: source.hold(read_once(path, shape, limits)) for kind, path in kit.adapters.items()}
@@ -93,7 +92,7 @@ def make_engine(
         "pool_bytes": kit.pool_bytes(num_pages),
     }
     config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
-    return Engine(config, read_model_spec(kit.directory), source, costs, overlap=overlap)
+    return Engine(config, kit.spec, source, costs, overlap=overlap)
 
 
 def start_engine(

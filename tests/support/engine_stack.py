@@ -16,7 +16,6 @@ from slora.client.client import RemoteEngine
 from slora.client.replica_group import ReplicaGroup
 from slora.core.messages import Message, unpack
 from slora.core.request import TokenDelta
-from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.loader_process import LoaderConfig
 from slora_adapters.peft.adapter import AdapterLimits, bundle
 from slora_adapters.peft.peft_directory import read_adapter
@@ -91,7 +90,7 @@ class EngineStack:
         pool_bytes = kit.pool_bytes(num_pages)
         self._settings = {"device": "cpu", "kernels": "torch", "dtype": "float32", "pool_bytes": pool_bytes}
         self._settings |= settings
-        self._shape = read_model_spec(kit.directory).shape("float32")
+        self._shape = kit.spec.shape("float32")
         self.store = FileStore(root / "store")
         self.versions = {kind: self.put(path) for kind, path in kit.adapters.items()}
         self.loader: ChildProcess | None = None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora_kernels.kv_format import KVFormat
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (
@@ -38,6 +38,11 @@ class ModelKit:
     def oracle(self) -> Oracle:
         return Oracle(self.directory, self.adapters)
 
+    @cached_property
+    def spec(self) -> ModelSpec:
+        """Reading it again would run a model of transformers' classes again, which takes longer than its tests."""
+        return read_model_spec(self.directory)
+
     def path(self, adapter: str | None) -> Path | None:
         return self.adapters[adapter] if adapter is not None else None
 
@@ -49,7 +54,7 @@ class ModelKit:
         block_tokens: int = 16,
         kv_format: KVFormat = KVFormat.MODEL,
     ) -> int:
-        shape = read_model_spec(self.directory).shape(dtype)
+        shape = self.spec.shape(dtype)
         return num_pages * shape.num_kv_layers * shape.page_bytes(block_tokens, kv_format)
 
 

@@ -12,7 +12,6 @@ import pytest
 from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
-from slora.models.model_spec import read_model_spec
 from slora.scheduler.sequence import find_last
 from slora_adapters.peft.adapter import AdapterLimits, summarise
 from slora_adapters.peft.peft_directory import read_adapter
@@ -183,7 +182,7 @@ def test_the_last_occurrence_is_found(
 
 def test_the_canary_of_an_upload_invokes_the_adapter(kits: Kits, tmp_path: Path) -> None:
     kit = kits("llama")
-    shape = read_model_spec(kit.directory).shape("float32")
+    shape = kit.spec.shape("float32")
     for kind, invocation in INVOCATIONS.items():
         (tmp_path / kind).mkdir()
         adapter = read_adapter(kit.adapters[kind], shape, AdapterLimits())

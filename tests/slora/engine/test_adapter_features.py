@@ -16,7 +16,6 @@ from slora.core.errors import RequestFailed, RequestRefused
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.affine import SiteWeight
 from slora.models.decoder import Decoder
-from slora.models.model_spec import read_model_spec
 from slora.models.step_batch import StepBatch
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import read_adapter
@@ -286,7 +285,7 @@ def test_a_failure_while_scales_are_computed_leaves_no_half_finished_adapter(
 
 def test_an_adapter_names_what_is_used_of_it(kits: Kits) -> None:
     kit = kits("dora", "qwen2")
-    shape = read_model_spec(kit.directory).shape("float32")
+    shape = kit.spec.shape("float32")
     uses = {
         kind: read_adapter(path, shape, AdapterLimits()).extras.uses
         for kind, path in kit.adapters.items()

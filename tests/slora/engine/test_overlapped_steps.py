@@ -15,7 +15,6 @@ from slora.core.errors import DeviceFailed, RequestFailed
 from slora.core.request import EngineRequest, FinishReason, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
-from slora.models.model_spec import read_model_spec
 from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import KERNELS
@@ -43,7 +42,7 @@ def make_engine(kit: ModelKit, *, overlap: bool, num_pages: int, **settings: int
     source, versions = make_source(kit)
     sizes = {"device": "cpu", "kernels": KERNELS, "dtype": "float32", "pool_bytes": kit.pool_bytes(num_pages)}
     config = EngineConfig(kit.directory, **sizes, **settings)  # type: ignore[arg-type]
-    engine = Engine(config, read_model_spec(kit.directory), source, COSTS, overlap=overlap)
+    engine = Engine(config, kit.spec, source, COSTS, overlap=overlap)
     return engine, versions
 
 

@@ -40,7 +40,7 @@ _CHOSEN = {("lfm2", "recompute"), ("bamba", "swap"), ("qwen3_5_text", "swap")}
 
 def count_few_pages(kit: ModelKit) -> int:
     """The pages of all adapters and of two of the longest sequences."""
-    spec = read_model_spec(kit.directory)
+    spec = kit.spec
     shape = spec.shape("float32")
     page_bytes = shape.num_kv_layers * shape.page_bytes(16)
     adapters = (read_once(path, shape, AdapterLimits()) for path in kit.adapters.values())
@@ -138,8 +138,8 @@ def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
     assert kit.oracle.judge([3] * 30, output.token_ids, "sum").equal
 
 
-def ask_all(versions: dict, seed: int) -> list[EngineRequest]:
-    rng = random.Random(seed)
+def ask_all(versions: dict) -> list[EngineRequest]:
+    rng = random.Random(1)
     names = [None, *versions]
     requests = []
     for number, (kind, sampling) in enumerate(SAMPLING.items()):
@@ -161,6 +161,13 @@ def answer_apart(kit: ModelKit, source: DirectorySource, requests: list[EngineRe
     return answers
 
 
+@pytest.fixture(scope="module")
+def expected(kits: Kits) -> dict[str, Answer]:
+    """The answers to `ask_all`."""
+    source, versions = make_source(kits("lfm2"))
+    return answer_apart(kits("lfm2"), source, ask_all(versions))
+
+
 def assert_close(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
     assert found.keys() == expected.keys()
     for name, one in expected.items():
@@ -173,12 +180,13 @@ def assert_close(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["synchronous", "overlapped"])
-def test_requests_of_all_kinds_get_the_answers_of_an_idle_engine(kits: Kits, *, overlap: bool) -> None:
+def test_requests_of_all_kinds_get_the_answers_of_an_idle_engine(
+    kits: Kits, expected: dict[str, Answer], *, overlap: bool
+) -> None:
     """Beams, seeds, filters, prompt log-probabilities and embeddings, in few pages and in chunks."""
     kit = kits("lfm2")
     source, versions = make_source(kit)
-    requests = ask_all(versions, seed=1)
-    expected = answer_apart(kit, source, requests)
+    requests = ask_all(versions)
     engine = make_engine(
         kit, source, count_few_pages(kit), max_num_seqs=6, max_num_batched_tokens=13, overlap=overlap
     )
@@ -188,12 +196,13 @@ def test_requests_of_all_kinds_get_the_answers_of_an_idle_engine(kits: Kits, *, 
     assert engine.stats().preemptions > 0
 
 
-def test_a_failed_computation_restarts_the_other_sequences_of_its_step(kits: Kits) -> None:
+def test_a_failed_computation_restarts_the_other_sequences_of_its_step(
+    kits: Kits, expected: dict[str, Answer]
+) -> None:
     """A step that fails has advanced some states. Its runs in smaller groups advance them again."""
     kit = kits("lfm2")
     source, versions = make_source(kit)
-    requests = ask_all(versions, seed=2)
-    expected = answer_apart(kit, source, requests)
+    requests = ask_all(versions)
     engine = make_engine(kit, source, 2000, max_num_seqs=12, max_num_batched_tokens=40)
     sample, sampled = engine.runner._sample_tokens, 0
 
@@ -210,11 +219,12 @@ def test_a_failed_computation_restarts_the_other_sequences_of_its_step(kits: Kit
     assert_close(found, expected)
 
 
-def test_a_step_that_could_not_move_pages_restarts_its_sequences(kits: Kits) -> None:
+def test_a_step_that_could_not_move_pages_restarts_its_sequences(
+    kits: Kits, expected: dict[str, Answer]
+) -> None:
     kit = kits("lfm2")
     source, versions = make_source(kit)
-    requests = ask_all(versions, seed=3)
-    expected = answer_apart(kit, source, requests)
+    requests = ask_all(versions)
     engine = make_engine(kit, source, 2000, max_num_seqs=9, max_num_batched_tokens=40)
     launch, steps = engine.runner.launch, 0
 

@@ -58,7 +58,7 @@ def divided_engine(
         "pool_bytes": kit.pool_bytes(num_pages),
     }
     config = EngineConfig(kit.directory, **{**defaults, **settings})  # type: ignore[arg-type]
-    spec = read_model_spec(kit.directory)
+    spec = kit.spec
     shape = spec.shape("float32")
     limits = AdapterLimits(served_dtype="float32", base_directory=kit.directory)
     source = DirectorySource(shape, "float32", limits, num_threads=0, num_ranks=size)
@@ -135,7 +135,7 @@ def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
 @pytest.mark.parametrize("model", ["llama", "qwen2_moe"])
 def test_adapters_and_experts_add_no_collectives(kits: Kits, model: str) -> None:
     kit = kits(model)
-    num_layers = read_model_spec(kit.directory).sizes.num_layers
+    num_layers = kit.spec.sizes.num_layers
     counts = []
     for kinds in ([None], list(kit.adapters)):
         with divided_engine(kit, 2) as (engine, group, versions):

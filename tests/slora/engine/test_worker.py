@@ -13,7 +13,6 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.tenant_account import TenantAccount
-from slora.models.model_spec import read_model_spec
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import make_engine, make_source
@@ -64,7 +63,7 @@ def stats_of(worker: EngineWorker) -> EngineStats:
 
 def test_an_idle_worker_wakes_for_a_request_and_for_an_adapter_that_arrives(kit: ModelKit) -> None:
     worker, told = make_worker()
-    shape = read_model_spec(kit.directory).shape("float32")
+    shape = kit.spec.shape("float32")
     source = DirectorySource(shape, "float32", notify=lambda: worker.post(Wake()), num_threads=1)
     version = source.add(kit.adapters["odd_rank"])
     with working(worker, make_engine(kit, source, 100)):

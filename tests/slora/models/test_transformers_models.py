@@ -163,7 +163,7 @@ def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path, posi
     """As Llama 4 has them, of 8192 tokens."""
     lengths = {"attention_chunk_size": 8192, "floor_scale": 8192, "max_position_embeddings": positions}
     kit = make_kit(tmp_path, "llama4_text", num_hidden_layers=2, **lengths)
-    spec = read_model_spec(kit.directory)
+    spec = kit.spec
     assert spec.chunked_layers == (0,)
     assert spec.counting_paths == ("model.layers.1.self_attn",)
     work = mix(kit, prompts_each=1, seed=8)

@@ -96,7 +96,7 @@ def test_an_engine_with_the_planned_settings_has_the_planned_pages(kit: ModelKit
 
 
 def test_a_planned_adapter_has_the_bytes_of_a_packed_one(kit: ModelKit) -> None:
-    shape = read_model_spec(kit.directory).shape("float32")
+    shape = kit.spec.shape("float32")
     packed = pack(read_adapter(kit.adapters["r8_on_q_and_v"], shape, AdapterLimits()), shape, "float32")
     (size,) = make_plan(make_question(kit.directory)).memory.adapter_sizes
     assert size.num_bytes == len(packed.buffer)

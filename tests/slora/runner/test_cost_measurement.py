@@ -9,7 +9,6 @@ import pytest
 
 from slora.core.cost_model import StepWork
 from slora.core.engine_config import EngineConfig
-from slora.models.model_spec import read_model_spec
 from slora.runner import cost_measurement
 from slora.runner.cost_measurement import Timings
 from slora.runner.runner import Runner
@@ -37,7 +36,7 @@ def start_runner(kit: ModelKit, num_pages: int = 60, **settings: int | str | Non
         kit.directory,
         **{**defaults, "pool_bytes": kit.pool_bytes(num_pages), **settings},  # type: ignore[arg-type]
     )
-    return Runner(config, read_model_spec(kit.directory))
+    return Runner(config, kit.spec)
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
