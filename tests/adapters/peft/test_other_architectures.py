@@ -170,6 +170,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], PreTrain
     return load
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("served", ["text", "both", "both, new names"])
 @pytest.mark.parametrize("name", GEMMA3)
 def test_an_adapter_of_the_same_text_model_is_served_whatever_its_modules_are_called(

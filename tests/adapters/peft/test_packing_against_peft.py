@@ -83,6 +83,7 @@ def _compare_with_peft(directory: Path, family: str) -> None:
     assert ((packed.scales != 0).sum()) == len(deltas)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("served", ["float16", "bfloat16", "float32"])
 def test_weights_of_each_dtype_are_served_as_torch_would_round_them(
