@@ -1,6 +1,7 @@
 """Quotas of tenants and keys, over HTTP."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 
 from slora.core.errors import EngineUnavailable
 from slora.core.request import FinishReason
-from slora_api.cli.main import main
 from slora_api.quotas.quota_meter import QuotaMeter, format_duration
+from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -346,20 +347,15 @@ def test_a_change_of_another_process_holds_within_a_second(tmp_path: Path) -> No
         assert complete(first, key).status_code == 429
 
 
-def test_the_command_line_sets_and_shows_quotas(
-    platform: Platform, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_sets_and_shows_quotas(platform: Platform) -> None:
     key = platform.key("acme")
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-    assert main(["quota", "set", "acme", "--tokens-per-minute", "70", "--requests-per-minute", "3"]) == 0
-    assert main(["quota", "set", "acme", "--requests-per-minute", "none"]) == 0
-    assert main(["quota", "set", "--key", key_id(key), "--tokens-per-day", "9"]) == 0
-    capsys.readouterr()
-    assert main(["quota", "show", "acme"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    quota = partial(run_slora, platform.url, "quota", SLORA_ADMIN_KEY=ADMIN_KEY)
+    quota("set", "acme", "--tokens-per-minute", "70", "--requests-per-minute", "3")
+    quota("set", "acme", "--requests-per-minute", "none")
+    quota("set", "--key", key_id(key), "--tokens-per-day", "9")
+    lines = [line.split() for line in quota("show", "acme").splitlines()]
     assert lines[0] == ["QUOTA", "USED", "LIMIT"]
     assert ["tokens_per_minute", "0", "70"] in lines and ["requests_per_minute", "0", "none"] in lines
-    for wrong in (["acme", "--key", "x"], ["acme"], ["acme", "--tokens-per-day", "many"]):
-        assert main(["quota", "set", *wrong]) == 1
-    assert "give a whole number, or none" in capsys.readouterr().err
+    for wrong in (["acme", "--key", "x"], ["acme"]):
+        quota("set", *wrong, code=1)
+    assert "give a whole number, or none" in quota("set", "acme", "--tokens-per-day", "many", code=1)

@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from functools import partial
 
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
 
-from slora_api.cli.main import main
+from tests.api.command import run_command, run_slora
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -104,13 +105,9 @@ def test_an_unknown_engine_is_not_found(admin: httpx.Client) -> None:
 
 
 def test_the_command_restarts_one_engine_after_the_other(
-    platform: Platform,
-    admin: httpx.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    platform: Platform, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
+    engine = partial(run_slora, platform.url, "engine", SLORA_ADMIN_KEY=ADMIN_KEY)
     stopped: list[str] = []
 
     def start_again(_seconds: float) -> None:
@@ -121,37 +118,27 @@ def test_the_command_restarts_one_engine_after_the_other(
         platform.services.generator.metrics.restarts[name] += 1
 
     monkeypatch.setattr("slora_api.operations.command.time.sleep", start_again)
-    assert main(["engine", "restart", "--rolling"]) == 0
+    said = engine("restart", "--rolling").splitlines()
     assert stopped == list(NAMES)
-    said = capsys.readouterr().out.splitlines()
     assert [line.split(" after ")[0] for line in said[1::2]] == [f"{name} serves again" for name in NAMES]
-    assert main(["engine", "list", "--json"]) == 0
-    assert [one["restarts"] for one in json.loads(capsys.readouterr().out)] == [1, 1]
-    assert main(["engine", "list"]) == 0
-    heading, *rows = capsys.readouterr().out.splitlines()
+    assert [one["restarts"] for one in json.loads(engine("list", "--json"))] == [1, 1]
+    heading, *rows = engine("list").splitlines()
     assert heading.startswith("ENGINE    STATE") and [row.split()[:3] for row in rows] == [
         [name, "serving", "cpu"] for name in NAMES
     ]
 
 
 def test_the_command_stops_at_an_engine_that_does_not_come_back(
-    platform: Platform,
-    admin: httpx.Client,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    platform: Platform, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
     monkeypatch.setattr("slora_api.operations.command._POLL_S", 1.01)
-    assert main(["engine", "restart", "--rolling", "--timeout", "1s"]) == 1
+    command = ("engine", "restart", "--rolling", "--timeout", "1s")
+    refused = run_slora(platform.url, *command, code=1, SLORA_ADMIN_KEY=ADMIN_KEY)
     assert platform.engine.lost.keys() == {"engine-0"}
-    assert "engine-0 does not serve 1 s after its restart began" in capsys.readouterr().err
+    assert "engine-0 does not serve 1 s after its restart began" in refused
 
 
 @pytest.mark.parametrize("arguments", [[], ["engine-0", "--rolling"]])
-def test_the_command_needs_one_name_or_rolling(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-    assert main(["engine", "restart", *arguments]) == 1
-    assert "name one engine, or give --rolling" in capsys.readouterr().err
+def test_the_command_needs_one_name_or_rolling(arguments: list[str]) -> None:
+    ended = run_command("engine", "restart", *arguments, SLORA_ADMIN_KEY=ADMIN_KEY)
+    assert ended.returncode == 1 and "name one engine, or give --rolling" in ended.stderr

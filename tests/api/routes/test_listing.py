@@ -12,8 +12,8 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.cli.main import main
 from slora_api.keys.key_admin import KeyAdmin
+from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -276,14 +276,13 @@ def test_a_page_after_an_invalid_version_is_refused(client: httpx.Client, after:
 
 
 def test_the_command_line_walks_all_pages(
-    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_API_KEY", key)
     monkeypatch.setattr("slora_api.cli.remote.MAX_LIMIT", 10)
-    assert main(["adapter", "list"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["ADAPTER", "many", *NAMES]
-    assert main(["adapter", "versions", "many"]) == 0
-    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed == ["VERSION", *(f"many@{number}" for number in VERSIONS)]
+
+    def read_first_column(*arguments: str) -> list[str]:
+        shown = run_slora(platform.url, "adapter", *arguments, SLORA_API_KEY=key)
+        return [line.split()[0] for line in shown.splitlines()]
+
+    assert read_first_column("list") == ["ADAPTER", "many", *NAMES]
+    assert read_first_column("versions", "many") == ["VERSION", *(f"many@{number}" for number in VERSIONS)]

@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -16,9 +17,9 @@ from slora_adapters.database.database import Database
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.cli.main import main
 from slora_api.usage import usage_report
 from slora_api.usage.usage_ledger import UsageLedger
+from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
@@ -218,27 +219,17 @@ def test_csv_has_the_rows_of_all_pages(client: httpx.Client, monkeypatch: pytest
             assert text == ("" if result[name] is None else str(result[name]))
 
 
-def test_the_command_line_shows_the_usage(
-    platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_ADMIN_KEY", ADMIN_KEY)
-    monkeypatch.delenv("SLORA_API_KEY", raising=False)
+def test_the_command_line_shows_the_usage(platform: Platform, key: str) -> None:
+    run = partial(run_slora, platform.url, "usage", SLORA_ADMIN_KEY=ADMIN_KEY)
     times = ["--since", "2026-11-01", "--until", "2026-11-02"]
-
-    def run(*arguments: str) -> str:
-        assert main(["usage", *arguments]) == 0
-        return capsys.readouterr().out
-
     assert json.loads(run(*times, "--json"))[0]["num_model_requests"] == 147
     lines = run(*times, "--by", "hour", "--group-by", "tenant", "--tenant", "beta").splitlines()
     assert [line.split()[2:5] for line in lines[1:]] == [["beta", "3", "3"]] and "TENANT" in lines[0]
-    monkeypatch.setenv("SLORA_API_KEY", key)
+    run = partial(run, SLORA_API_KEY=key)
     assert (
         run(*times, "--csv").splitlines()[1].startswith("2026-11-01T00:00:00Z,2026-11-02T00:00:00Z,144,1440")
     )
     lines = run(*times, "--group-by", "tenant").splitlines()
     assert sorted(line.split()[2] for line in lines[1:]) == ["acme", "beta"]
     assert len(run("--since", "30d").splitlines()) >= 1
-    assert main(["usage", "--since", "7x"]) == 1
-    assert "7x" in capsys.readouterr().err
+    assert "7x" in run("--since", "7x", code=1)
