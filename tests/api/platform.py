@@ -65,7 +65,7 @@ FIELDS = {
 
 def make_sdk_client(url: str, key: str) -> openai.OpenAI:
     """The caller closes it. Otherwise a later test fails when the garbage collector finds its open socket."""
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=600)
 
 
 def bearer(key: str) -> dict[str, str]:

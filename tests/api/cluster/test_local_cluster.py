@@ -94,8 +94,8 @@ def deployed(model: Path, data_dir: Path, *flags: str, kernels: str = "torch") -
         yield LocalCluster(served, given)
         tree = psutil.Process(served.process.pid).children(recursive=True)
         served.process.send_signal(signal.SIGTERM)
-        served.process.wait(60)
-    assert not psutil.wait_procs(tree, timeout=60)[1], "processes of Ray outlived the server"
+        served.process.wait(READY_S)
+    assert not psutil.wait_procs(tree, timeout=READY_S)[1], "processes of Ray outlived the server"
 
 
 def find_listeners(process: psutil.Process) -> set[str]:

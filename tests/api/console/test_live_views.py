@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, expect
 from tests.api.conftest import Kit
 from tests.api.console.browser import ConsolePage, Theme, open_page
 from tests.api.console.test_sign_in import make_key
-from tests.api.served import ADMIN_KEY, Served, serving
+from tests.api.served import ADMIN_KEY, READY_S, Served, serving
 from tests.api.server.test_server import upload
 from tests.support.repeated_calls import repeating
 
@@ -122,7 +122,7 @@ def test_the_console_connects_again_after_a_restart_of_the_server(
             console.sign_in(ADMIN_KEY, "pool")
             console.page.get_by_label("Map of the page pool").wait_for()
             first.process.terminate()
-            first.process.wait(60)
+            first.process.wait(READY_S)
             expect(console.page.locator(".notice").first).to_contain_text("connects again by itself")
             with serving(kit.base, data, "--port", port) as second:
                 second.wait_until_ready()

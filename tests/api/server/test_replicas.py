@@ -24,7 +24,7 @@ from slora_api.core.settings import Settings
 from slora_api.processes.children import Sockets, choose_cores, choose_gpus, engines_and_loader
 from tests.api.command import run_command
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, Served, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, Served, serving, wait_for
 from tests.support.child_processes import find_children
 
 BODY = {"model": "base", "prompt": "hello", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
@@ -114,7 +114,7 @@ def test_a_server_stays_ready_and_completes_streams_when_it_loses_one_of_two_eng
             # The other engine continues the stream if it was on this one.
             victim = pair.child("slora.engine.process")
             victim.send_signal(signal.SIGKILL)
-            assert not psutil.wait_procs([victim], timeout=60)[1]
+            assert not psutil.wait_procs([victim], timeout=READY_S)[1]
             ready = client.get("/readyz")
             assert ready.status_code == 200 and "Not serving: engine-" in ready.text
             *rest, end = [first, *lines]
@@ -160,7 +160,7 @@ def test_at_the_second_signal_a_stream_ends_because_the_server_stops_and_long_li
         rest = []
         with suppress(httpx.TransportError):
             rest.extend(lines)
-    assert pair.process.wait(60) == 0
+    assert pair.process.wait(READY_S) == 0
     frozen = next(line for line in pair.lines if line.startswith("frozen "))
     assert int(frozen.split()[1]) > 10_000
     assert not any("died" in line for line in rest)
