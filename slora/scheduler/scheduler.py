@@ -136,8 +136,9 @@ class Scheduler:
         self._num_running_steps = 0
         self._num_quiet_steps = QUIET_STEPS
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
-        self._deadlines = Deadlines(costs, self._lifecycle.unfinished)
-        self._batch = self._lifecycle.batch
+        self.unfinished = self._lifecycle.unfinished
+        self._deadlines = Deadlines(costs, self.unfinished)
+        self.batch = self._lifecycle.batch
         queue = self._lifecycle.queue
         self._elsewhere = (
             ServiceElsewhere(self.paging.tenants, queue, costs) if isinstance(queue, FairQueue) else None
@@ -147,26 +148,26 @@ class Scheduler:
         self._admission = Admission(
             self.paging, self.adapters, self.prefixes, self._lifecycle, self._preemption
         )
-        self.pins = Pins(self.paging, self.adapters, self._preemption, self._batch)
-        self.prewarming = Prewarming(self.paging, self.adapters, self._preemption, self._batch)
+        self.pins = Pins(self.paging, self.adapters, self._preemption, self.batch)
+        self.prewarming = Prewarming(self.paging, self.adapters, self._preemption, self.batch)
         self.drafting = Drafting(config, self.paging, costs)
 
     @property
     def num_running(self) -> int:
-        return len(self._batch)
+        return len(self.batch)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._lifecycle.unfinished) - len(self._batch)
+        return len(self.unfinished) - len(self.batch)
 
     def count_sequences(self) -> tuple[Counter[str], Counter[str]]:
         """Returns the numbers of running sequences and of waiting sequences, each by tenant."""
-        running = Counter(sequence.tenant.name for sequence in self._batch)
-        return running, Counter(sequence.tenant.name for sequence in self._lifecycle.unfinished) - running
+        running = Counter(sequence.tenant.name for sequence in self.batch)
+        return running, Counter(sequence.tenant.name for sequence in self.unfinished) - running
 
     def estimate_backlog(self) -> Backlog:
         return estimate_backlog(
-            self._lifecycle.unfinished, self.num_waiting, self.num_running, self._costs, self._config
+            self.unfinished, self.num_waiting, self.num_running, self._costs, self._config
         )
 
     @property
@@ -197,7 +198,7 @@ class Scheduler:
         A pinned adapter that is not in the pool counts as work after a step that did something, which may have freed
         room. It no longer counts as work after a step that found nothing to do.
         """
-        if len(self._batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
+        if len(self.batch) or len(self._lifecycle.queue) or self.adapters.num_loading:
             return True
         return not self._was_idle and not self.pins.all_resident
 
@@ -209,7 +210,7 @@ class Scheduler:
 
     def find(self, request_id: str) -> list[Sequence]:
         """The unfinished sequences of a request."""
-        return self._lifecycle.unfinished.find(request_id)
+        return self.unfinished.find(request_id)
 
     def add(self, sequence: Sequence, now: float = 0.0) -> None:
         """Adds a new sequence. Raises ContextTooLong if it could not run even alone in the pool."""
@@ -245,7 +246,7 @@ class Scheduler:
 
     def purge_tenant(self, name: str, error: Exception) -> list[StepOutput]:
         """Ends the tenant's requests with `error`, and drops its adapters and prefixes. Called between two steps."""
-        unfinished = [sequence for sequence in self._lifecycle.unfinished if sequence.tenant.name == name]
+        unfinished = [sequence for sequence in self.unfinished if sequence.tenant.name == name]
         ended = {
             sequence.request.request_id: self._lifecycle.fail(sequence, error) for sequence in unfinished
         }
@@ -305,7 +306,7 @@ class Scheduler:
         plan.ended.extend(self._lifecycle.collect_fetches())
         if self.adapters.is_short_of_room:
             self._lifecycle.release_background_copies()
-        self.adapters.begin_step(plan, self._batch)
+        self.adapters.begin_step(plan, self.batch)
         budget = self._continue_running(plan)
         self._admission.admit(plan, budget)
         self._plan_background(plan, budget.num_tokens)
@@ -400,7 +401,7 @@ class Scheduler:
         outputs = []
         for chunk in chunks:
             for fork in chunk.forks:
-                self._batch.release_row(fork)
+                self.batch.release_row(fork)
             # The sequence is already finished if another dropped chunk belongs to the same request.
             if not chunk.sequence.is_finished:
                 self.paging.kv.invalidate(chunk.sequence.block_keys)
@@ -416,7 +417,7 @@ class Scheduler:
         outputs = []
         for chunk in plan.chunks:
             for fork in chunk.forks:
-                self._batch.release_row(fork)
+                self.batch.release_row(fork)
             if not chunk.sequence.is_finished:
                 chunk.sequence.drop_unreported()
                 outputs += self._requeue_failed(chunk.sequence, error, counts=not has_culprits)
@@ -441,13 +442,13 @@ class Scheduler:
         outputs: list[StepOutput] = []
         for chunk in plan.chunks:
             for fork in chunk.forks:
-                self._batch.release_row(fork)
+                self.batch.release_row(fork)
         residents = self.adapters.abandon_loads(plan)
         self.pins.record_failed_loads(residents)
         restored = self.swapping.undo_step()
         targets = {target for _, target in plan.copies}
         advanced = [chunk.sequence for chunk in plan.chunks] if self.paging.footprint.state_pages else []
-        for sequence in self._batch:
+        for sequence in self.batch:
             is_untouched = residents.isdisjoint(sequence.residents) and sequence not in restored
             has_moved = not (is_untouched and targets.isdisjoint(sequence.blocks.held_pages))
             if sequence.is_finished or not (has_moved or sequence in advanced):
@@ -461,7 +462,7 @@ class Scheduler:
 
     def check_invariants(self) -> None:
         """Asserts that no page is lost and that every reference has an owner."""
-        self.paging.check_invariants(page for sequence in self._batch for page in sequence.blocks.held_pages)
+        self.paging.check_invariants(page for sequence in self.batch for page in sequence.blocks.held_pages)
         self.pins.check_invariants()
         self._lifecycle.check_invariants(self._num_running_steps)
 
@@ -487,24 +488,24 @@ class Scheduler:
             sequence = chunk.sequence
             if not chunk.samples or sequence.num_choices == 1 or sequence.search is not None:
                 continue
-            sequence.num_places = min(sequence.num_choices, sequence.num_places + self._batch.free_capacity)
+            sequence.num_places = min(sequence.num_choices, sequence.num_places + self.batch.free_capacity)
             forks = tuple(sequence.fork(index) for index in range(1, sequence.num_places))
             plan.chunks[number] = chunk._replace(forks=forks)
             for fork in forks:
-                self._batch.assign_row(fork)
+                self.batch.assign_row(fork)
                 plan.rows_to_write.append(fork)
 
     def _is_stuck_on_beams(self, plan: StepPlan) -> bool:
         """Whether beams wait for each other and no sequence can make progress in this step or in the next one."""
         if plan.chunks or self.adapters.num_loading or self._num_running_steps:
             return False
-        return any(sequence.has_proposed for sequence in self._batch)
+        return any(sequence.has_proposed for sequence in self.batch)
 
     def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
         """Fills the step with background work. num_tokens: the tokens that interactive requests leave of the budget."""
         running = [
             sequence
-            for sequence in self._batch
+            for sequence in self.batch
             if sequence.is_background and not self._awaits_result(sequence)
         ]
         self._num_quiet_steps = 0 if self._runs_interactive else self._num_quiet_steps + 1
@@ -519,7 +520,7 @@ class Scheduler:
 
     @property
     def _runs_interactive(self) -> bool:
-        return any(not sequence.is_background for sequence in self._batch)
+        return any(not sequence.is_background for sequence in self.batch)
 
     def _background_budget(self, plan: StepPlan, num_tokens: int) -> BackgroundBudget:
         work = plan.measure_work(self._config.full_page_bytes) if self._runs_interactive else None
@@ -531,12 +532,12 @@ class Scheduler:
         Returns the number of tokens that the step can still spend on prompts of waiting sequences.
         """
         if self._config.rope_switch is not None or self.paging.footprint.state_pages:
-            for sequence in self._batch:
+            for sequence in self.batch:
                 if not sequence.num_pending:
                     self._lifecycle.restart_if_needed(sequence)
         running = [
             sequence
-            for sequence in self._batch
+            for sequence in self.batch
             if not (sequence.is_background or self._awaits_result(sequence))
         ]
         budget = self._prefill_budget(running)
@@ -570,7 +571,7 @@ class Scheduler:
         prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
         prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
         rows, queue = set(decoding), self._lifecycle.queue
-        num_startable = min(self._batch.free_capacity, queue.count_tenants(rows | prefilling))
+        num_startable = min(self.batch.free_capacity, queue.count_tenants(rows | prefilling))
         num_waiting = len(prefilling - rows) + num_startable
         following = queue.peek(prefilling)
         if following is not None and not following.is_background and self._admission.has_place(following):

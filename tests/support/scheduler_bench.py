@@ -245,7 +245,7 @@ class SchedulerBench:
     def _pass_time(self, seconds: float) -> None:
         if seconds <= 0:
             return
-        running = list(self.scheduler._batch)
+        running = list(self.scheduler.batch)
         kv_pages = {page for sequence in running for page in sequence.blocks.held_pages}
         adapters = {resident for sequence in running for resident in sequence.residents}
         self.page_seconds += seconds * (len(kv_pages) + sum(len(one.pages) for one in adapters))

@@ -208,7 +208,7 @@ def test_a_mean_that_resumes_after_a_preemption_skips_what_it_has_pooled(kits: K
     scheduler = engine.scheduler
     for _ in range(2):
         engine.step()
-    (sequence,) = scheduler._lifecycle.unfinished
+    (sequence,) = scheduler.unfinished
     assert sequence.pooled is not None and sequence.pooled.next_token == 40
     scheduler._lifecycle.requeue(sequence)
     answer = drive(engine, [])["mean"]

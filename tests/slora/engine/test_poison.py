@@ -85,7 +85,7 @@ def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
     poison(engine)
     step(engine, answers)
     assert answers["r"].error is None
-    (sequence,) = engine.scheduler._batch
+    (sequence,) = engine.scheduler.batch
     engine.scheduler.paging.pool._free.append(sequence.blocks.held_pages[0])
     step(engine, answers)
     assert "not finite" in str(answers["r"].error)

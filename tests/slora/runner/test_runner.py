@@ -59,7 +59,7 @@ def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
 
 def move_out_and_in(engine: Engine, plans: list[StepPlan]) -> None:
     """Swaps all held KV out to the host, and swaps it in to other pages in another order."""
-    sequences, paging = engine.scheduler._batch, engine.scheduler.paging
+    sequences, paging = engine.scheduler.batch, engine.scheduler.paging
     pages = [page for sequence in sequences for page in sequence.blocks.held_pages]
     host_pages = range(len(pages))
     targets = paging.pool.allocate(len(pages), paging.tenants.find("t"))

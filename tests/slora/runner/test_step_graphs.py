@@ -70,7 +70,7 @@ class Bench:
 
     def end(self, leaving: str) -> None:
         """Ends all requests. The adapter `leaving` is evicted from its slot."""
-        for sequence in list(self.engine.scheduler._batch):
+        for sequence in list(self.engine.scheduler.batch):
             self.engine.abort(sequence.request.request_id)
         self.engine.step()
         self.engine.remove_adapter(self._versions[leaving])

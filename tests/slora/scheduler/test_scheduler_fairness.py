@@ -307,7 +307,7 @@ def fill_places(
 
 def count_places(bench: SchedulerBench) -> Counter[str]:
     places = Counter[str]()
-    for sequence in bench.scheduler._batch:
+    for sequence in bench.scheduler.batch:
         places[sequence.tenant.name] += sequence.num_places
     return places
 
@@ -552,7 +552,7 @@ def test_later_requests_of_any_tenant_cannot_starve_a_waiting_request(seed: int,
             if waits.num_computed > 0:
                 break
         assert waits.num_computed > 0, f"it did not start within {bound} steps"
-        for sequence in list(bench.scheduler._lifecycle.unfinished):
+        for sequence in list(bench.scheduler.unfinished):
             if not sequence.is_running:  # otherwise the backlog would grow without bound
                 bench.scheduler.abort(sequence.request.request_id)
 
