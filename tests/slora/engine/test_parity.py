@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slora import LLM, SamplingParams
+from slora.core.engine_state import EngineStats
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.families import read_model_config
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
@@ -69,19 +70,31 @@ def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
     return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
-def judge_with_triton(kit: ModelKit, work: Work, max_tokens: int = 2) -> Verdict:
-    """Compares answers that Triton's kernels compute, on a GPU or in the interpreter, with peft's."""
-    params = replace(GREEDY, max_tokens=max_tokens)
+def judge_engine(
+    kit: ModelKit, work: Work, params: SamplingParams, num_pages: int, **settings: int | str
+) -> tuple[Verdict, EngineStats]:
+    """Compares the answers of an engine with peft's.
+
+    Unlike the engine of `LLM`, it does not measure the costs of its steps, which takes seconds in Triton's interpreter,
+    and does not read the model again.
+    """
     source, versions = make_source(kit)
-    # This engine does not measure the costs of its steps, which would take seconds in Triton's interpreter.
-    engine = make_engine(kit, source, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
+    engine = make_engine(kit, source, num_pages, **settings)
     requests = [
         EngineRequest(str(number), "t", prompt, single_adapter(versions[kind] if kind else None), params)
         for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
     ]
     answers = drive(engine, [requests])
     given = [Answer(one.token_ids, one.logprobs) for one in (answers[r.request_id] for r in requests)]
-    return judge(kit.oracle, work, given)
+    assert all(len(one.token_ids) == params.max_tokens for one in given)
+    return judge(kit.oracle, work, given), engine.stats()
+
+
+def judge_with_triton(kit: ModelKit, work: Work, max_tokens: int = 2) -> Verdict:
+    """Compares answers that Triton's kernels compute, on a GPU or in the interpreter, with peft's."""
+    params = replace(GREEDY, max_tokens=max_tokens)
+    settings = {"kernels": "triton", "device": TRITON_DEVICE, "max_model_len": 128}
+    return judge_engine(kit, work, params, 100, **settings)[0]
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
@@ -193,7 +206,7 @@ SOAKED = [pytest.param(model, marks=pytest.mark.soak) for model in ("phi3_longro
 @pytest.mark.parametrize("model", ["llama", *SOAKED])
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak: bool) -> None:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}
-    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
+    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2 if soak else 1)
     work = Work([list(range(17)), [5], [9, 8, 7]], [None, *kinds])
     verdict = judge_with_triton(kit, work, 64 if soak else 2)
     assert verdict.equal, verdict

@@ -27,7 +27,7 @@ from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
 from tests.slora.engine.test_forks import apart, ask, assert_same
 from tests.slora.engine.test_overlapped_steps import SAMPLING
-from tests.slora.engine.test_parity import answer, judge, mix
+from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
 from tests.support.driving import Answer, drive, make_engine, make_source, read_once, step
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.poison import poison
@@ -55,26 +55,20 @@ def test_parity_holds_alone_mixed_in_chunks_and_preempted(
 ) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 2, seed=6)
-    small = {
-        "pool_bytes": kit.pool_bytes(count_few_pages(kit)),
-        "max_model_len": 96,
-        "max_num_seqs": 9,
-        "max_num_batched_tokens": 11,
-    }
+    small = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 11}
     ways: dict[str, dict[str, Any]] = {
         "alone": {"max_num_seqs": 1},
         "mixed": {"max_num_batched_tokens": 23, "max_num_seqs": 16},
         "swapped": {**small, "preemption": "swap"},
         "recomputed": {**small, "preemption": "recompute"},
     }
-    # The quick run has every way for one model.
-    chosen = ways if soak or model == "lfm2" else {"swapped": ways["swapped"]}
-    for way, settings in chosen.items():
-        llm = LLM(kit.directory, **{"pool_bytes": kit.pool_bytes(2000), **settings})
-        verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
-        num_preemptions = llm.stats().preemptions
-        report(f"{model} {way}, {num_preemptions} preemptions: {verdict}")
-        assert (num_preemptions > 0) == ("pool" in str(settings)), num_preemptions
+    quick = ("mixed", "swapped") if model == "lfm2" else ("swapped",)
+    for way in ways if soak else quick:
+        is_short = "preemption" in ways[way]
+        num_pages = count_few_pages(kit) if is_short else 2000
+        verdict, stats = judge_engine(kit, work, PARAMS, num_pages, **ways[way])
+        report(f"{model} {way}, {stats.preemptions} preemptions: {verdict}")
+        assert (stats.preemptions > 0) == is_short, stats.preemptions
         assert verdict.equal, (way, verdict)
 
 

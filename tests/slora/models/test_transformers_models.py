@@ -17,7 +17,7 @@ from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
-from tests.slora.engine.test_parity import answer, judge, mix
+from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import kinds_for, make_kit
@@ -59,9 +59,7 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
     kit = make_kit(tmp_path, model, num_hidden_layers=count_layers(model))
     work = mix(kit, prompts_each=8 if soak else 2, seed=6)
     settings = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 11}
-    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(NUM_PAGES.get(model, 31)), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, PARAMS, NUM_PAGES.get(model, 31), **settings)
     short = f"{stats.preemptions} preemptions, {stats.adapter_evictions} evictions"
     report(f"{model} by transformers' classes, {short}: {verdict}")
     assert stats.preemptions + stats.adapter_evictions > 0
