@@ -272,32 +272,27 @@ def test_eviction_chooses_the_run_of_entries_with_the_lowest_cost(data: st.DataO
     for number in range(draw(st.integers(3, 12))):
         size, tenant = draw(st.integers(1, 4)), draw(st.sampled_from("ab"))
         _put(cache, tenant, number, size, reload_s=draw(st.sampled_from([0.5, 1.0, 4.0])))
-    entries = sorted(cache._entries.values(), key=lambda entry: entry.offset)
+    found = [entry for version in cache.contents if (entry := cache.find(version))]
+    entries = sorted(found, key=lambda entry: entry.offset)
     for entry in entries:
-        if draw(st.integers(0, 5)) == 0:
-            cache.pin(entry)
+        if draw(st.integers(0, 5)) > 0:
+            cache.unpin(entry)
     wanted, tenant = draw(st.integers(1, 6)) * ALIGNMENT_BYTES, draw(st.sampled_from("abc"))
     best = _least_loss(cache, entries, tenant, wanted)
-    before = {id(entry) for entry in entries}
-    pinned = {id(entry) for entry in entries if entry.num_pins}
     new = cache.allocate(AdapterVersion(tenant, "f" * 64), _layout(wanted // SEGMENT_BYTES))
-    gone = [entry for entry in entries if id(entry) in before - {id(e) for e in cache._entries.values()}]
+    gone = [entry for entry in entries if entry.version not in cache.contents]
     assert (new is None) == (best is None)
-    assert not {id(entry) for entry in gone} & pinned
+    assert not any(entry.num_pins for entry in gone)
     if best is not None:
-        assert _loss(cache, entries, gone, tenant, wanted, cache._num_uses) == pytest.approx(best, abs=1e-15)
+        assert _loss(cache, entries, gone, tenant, wanted) == pytest.approx(best, abs=1e-15)
         cache.check()
     cache.close()
 
 
 def _loss(
-    cache: HostCache,
-    entries: list[CachedAdapter],
-    gone: list[CachedAdapter],
-    tenant: str,
-    wanted: int,
-    now: int,
+    cache: HostCache, entries: list[CachedAdapter], gone: list[CachedAdapter], tenant: str, wanted: int
 ) -> float:
+    now = 1 + max(entry.last_use for entry in entries)
     tenants = {entry.version.tenant for entry in entries} | {tenant}
     loss = 0.0
     for entry in gone:
@@ -317,7 +312,7 @@ def _least_loss(cache: HostCache, entries: list[CachedAdapter], tenant: str, wan
             end = entries[stop].offset if stop < len(entries) else cache.num_bytes
             run = entries[first:stop]
             if end - begin >= wanted and not any(entry.num_pins for entry in run):
-                losses.append(_loss(cache, entries, run, tenant, wanted, cache._num_uses + 1))
+                losses.append(_loss(cache, entries, run, tenant, wanted))
     return min(losses, default=None)
 
 

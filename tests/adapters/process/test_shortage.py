@@ -78,6 +78,7 @@ raise SystemExit(7)
 """
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "redirection", [">/dev/full", ">&-", "2>&-", ">&- 2>&- <&-", "2>/dev/full", "| true", ""]
 )
