@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model import Model, load_model
 from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.model_structure import find_auto_class
 from slora.models.parity_check import compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
@@ -72,7 +73,9 @@ def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple
 
 def _make_oracle(directory: Path, model_type: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    model: PreTrainedModel = find_auto_class(config).from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
     fill_randomly(model, model_type)
     return model.eval()
 

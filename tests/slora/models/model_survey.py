@@ -1,4 +1,4 @@
-"""Judges every decoder class of the installed transformers, and writes docs/models.md.
+"""Judges every class of the installed transformers that decodes text, also beside images, and writes docs/models.md.
 
     python -m tests.slora.models.model_survey [--types llama opt] [--write docs/models.md]
 
@@ -19,7 +19,10 @@ from typing import Any
 
 import transformers
 from transformers import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import logging
 
 from slora.core.errors import ConfigError
@@ -42,7 +45,7 @@ _MOST_REASON_CHARS = 220
 _SIZES = (
     (r"(hidden_size|n_embd|d_model|dim|word_embed_proj_dim|embedding_size|lru_width)", 64),
     (r"(.*intermediate_size.*|.*ffn_dim|n_inner|d_ff|ffn_hidden_size)", 48),
-    (r"(num_hidden_layers|n_layers?|num_layers|encoder_layers|decoder_layers)", 2),
+    (r"(num_hidden_layers|n_layers?|num_layers|layers|encoder_layers|decoder_layers)", 2),
     (r"(num_attention_heads|n_heads?|num_heads|encoder_attention_heads|decoder_attention_heads)", 4),
     (r"(head_dim|kv_channels|d_kv|attention_head_dim)", 16),
     (r"(vocab_size.*)", 128),
@@ -80,6 +83,23 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
     },
+    "kosmos-2.5": {
+        "text_config": {
+            "vocab_size": 128,
+            "embed_dim": 64,
+            "layers": 2,
+            "ffn_dim": 48,
+            "attention_heads": 4,
+            "max_position_embeddings": 512,
+        },
+        "vision_config": {
+            "hidden_size": 64,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 4,
+            "head_dim": 16,
+        },
+    },
     "kimi_linear": {**_KDA, "num_experts_per_token": 2},
     "bailing_hybrid": {**_KDA, "num_experts_per_token": 1, "num_expert_group": 1},
     "zamba2": {
@@ -102,7 +122,18 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "qk_nope_head_dim": 8,
 }
-_THETA = 1e4
+_THETA, _HEAD_DIM = 1e4, 16
+# Text parts whose classes assume the parts of a rope if the config has none.
+_ROPE_OF_PARTS = (
+    *(
+        "qwen2_vl_text",
+        "glm4v_text",
+        "glm4v_moe_text",
+        "glm_ocr_text",
+        "paddleocr_vl_text",
+        "qwen2_5_omni_text",
+    ),
+)
 # Ids of special tokens, and those of placeholders for images and sound, which no prompt contains.
 _TOKEN, _PLACEHOLDER = 1, 127
 _KV_HEADS = ("num_key_value_heads", "num_kv_heads")
@@ -120,7 +151,7 @@ class Judgement:
 
 
 def list_model_types() -> list[str]:
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
 
 
 def survey(model_types: Iterable[str]) -> list[Judgement]:
@@ -175,6 +206,7 @@ def _make_config(model_type: str) -> dict[str, Any]:
 
 def _shrink(raw: dict[str, Any]) -> None:
     layers = _choose_layers(raw)
+    _shrink_parts_of_rope(raw)
     shares_heads = any(raw.get(kv) != raw.get(heads) for kv in _KV_HEADS for heads in _HEADS if kv in raw)
     if raw.get("kv_lora_rank") is not None:
         # Latent attention: a head has a part with rope and a part without.
@@ -204,6 +236,15 @@ def _shrink(raw: dict[str, Any]) -> None:
             )
 
 
+def _shrink_parts_of_rope(raw: dict[str, Any]) -> None:
+    """Divides the pairs of a small head among time, height and width, in models that also read images."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(name)
+        if isinstance(rope, dict) and (rope.get("mrope_section") or raw.get("model_type") in _ROPE_OF_PARTS):
+            pairs = int(_HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
+            rope["mrope_section"] = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
+
+
 @dataclass(frozen=True, slots=True)
 class _Layers:
     """total: number of layers of the config. chosen: those that the small model keeps."""
@@ -226,6 +267,7 @@ def _choose_layers(raw: dict[str, Any]) -> _Layers:
 
 def _shorten(text: str) -> str:
     text = re.sub(r"(/\S*/)?tmp\w+: |/\S*/", "", " ".join(text.split())).replace("|", "/")
+    text = re.sub(r"\btmp\w+", "the checkpoint", text)
     text = text.replace(f"transformers {transformers.__version__}", "transformers")
     return text if len(text) <= _MOST_REASON_CHARS else f"{text[:_MOST_REASON_CHARS].rstrip()} ..."
 
@@ -233,10 +275,11 @@ def _shorten(text: str) -> str:
 _INTRODUCTION = f"""# Which base models are served?
 
 `python -m tests.slora.models.model_survey --write docs/models.md` writes this page. It makes a small model with random
-weights of every decoder class of transformers {transformers.__version__}, and compares slora's logits with those of
-transformers in float32: prompts of several lengths, whole and in chunks, from paged memory. Names are those of
-`model_type` in config.json. A real checkpoint can differ from the small one in fields that slora does not serve. Then
-it is refused when the server starts, and the message names the field; see
+weights of every class of transformers {transformers.__version__} that decodes text, also beside images, and compares
+slora's logits with those of transformers in float32: prompts of several lengths, whole and in chunks, from paged
+memory. Of a model that also reads images, the text part is served. Names are those of `model_type` in config.json. A
+real checkpoint can differ from the small one in fields that slora does not serve. Then it is refused when the server
+starts, and the message names the field; see
 [Why is my model refused?](serving.md#why-is-my-model-refused).
 """
 
