@@ -15,7 +15,7 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.scheduler.sequence import find_last
 from slora_adapters.peft.adapter import AdapterLimits, summarise
 from slora_adapters.peft.peft_directory import read_adapter
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_engine, judge_with_triton
 from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
 from tests.slora.engine.test_tensor_parallel import judge as judge_answers
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
@@ -73,12 +73,11 @@ def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
 ) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=4 if soak else 1)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(num_pages), **settings)
     params = replace(GREEDY, max_tokens=24)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    verdict, stats = judge_engine(kit, work, params, num_pages, kernels=kernels, **settings)
     report(f"parity of {model} with activated adapters, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
-    assert num_pages > 100 or llm.stats().preemptions > 0
+    assert num_pages > 100 or stats.preemptions > 0
 
 
 def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:

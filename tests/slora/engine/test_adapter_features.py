@@ -22,7 +22,7 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_kernels.batch import TileLimits
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
@@ -126,8 +126,7 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
 ) -> None:
     kit = kits(feature, model)
     work = mix(kit, prompts_each=20 if soak else 1, seed=4)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(900))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 900, kernels=kernels)
     report(f"parity of {model} with its {feature}, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
 
@@ -158,9 +157,7 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
     kit = kits(feature, model)
     work = mix(kit, prompts_each=(20 if feature == "embeddings" else 8) if soak else prompts_each, seed=5)
     settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(num_pages), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, GREEDY, num_pages, kernels=kernels, **settings)
     report(f"parity of {model} with its {feature} in few pages, {kernels} kernels: {verdict}")
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert verdict.equal, verdict
@@ -214,8 +211,7 @@ def test_a_norm_may_lie_in_two_pages(tmp_path: Path) -> None:
     kinds = ("every_norm_with_dora", "norms_of_layers")
     kit = make_kit(tmp_path, "qwen3", {kind: NORM_KINDS[kind] for kind in kinds}, hidden_size=208)
     work = mix(kit, prompts_each=1, seed=5)
-    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=8)))
+    verdict, _ = judge_engine(kit, work, replace(GREEDY, max_tokens=8), 900)
     assert verdict.equal, verdict
 
 

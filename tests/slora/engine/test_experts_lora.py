@@ -24,7 +24,7 @@ from slora_adapters.peft.adapter import AdapterLimits, bundle, certify
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES
 from slora_kernels.layout import EXPERT_PATHS, ModelShape
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import Kits, ModelKit, make_kit
@@ -62,8 +62,7 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
 ) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=20 if soak else 1, seed=4)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(600))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 600, kernels=kernels)
     report(f"parity of {model} with LoRA on experts, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
 
@@ -76,9 +75,7 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
     kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 2, seed=5)
     settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(num_pages), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, GREEDY, num_pages, kernels=kernels, **settings)
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert verdict.equal, verdict
 
@@ -130,8 +127,7 @@ def test_an_adapter_with_linears_of_single_experts_answers_as_peft_does(
     write_single_experts(tmp_path / "single", make_model(model), seed=3, std=0.15)
     kit = ModelKit(tmp_path / "base", {"single": tmp_path / "single"})
     work = Work([[3, 1, 4, 1, 5], [9, 2, 6], [5, 3, 5]], ["single", None, "single"])
-    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 400)
     report(f"parity of {model} with linears of single experts: {verdict}")
     assert verdict.equal, verdict
 

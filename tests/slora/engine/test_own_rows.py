@@ -15,7 +15,7 @@ from slora import LLM, LoraAdapter
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
 from slora_adapters.errors import AdapterInvalid
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_with_triton, mix
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine, judge_with_triton, mix
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
@@ -54,8 +54,7 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
     # All tokens of these prompts have rows of their own in one of the adapters.
     own = Work([[90, 3, 17, 7, 8, 9, 11, 4] * 2] * len(kit.adapters), [*kit.adapters])
     work = Work(work.prompts + own.prompts, work.kinds + own.kinds)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(900))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 900, kernels=kernels)
     report(f"parity of {model} with rows of its own, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
 
@@ -68,8 +67,7 @@ def test_tied_embeddings_and_heads_answer_as_peft_does(
     kinds = TIED_KINDS if model == "qwen2_tied" else {"tied_pair": TIED_KINDS["tied_pair"]}
     kit = make_kit(tmp_path, model, kinds)
     work = mix(kit, prompts_each=20 if soak else 2, seed=7)
-    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 900)
     report(f"parity of {model} with what training tied: {verdict}")
     assert verdict.equal, verdict
 
@@ -81,9 +79,7 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
     kit = kits("qwen2_tied")
     work = mix(kit, prompts_each=8 if soak else 2, seed=5)
     settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(44), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, GREEDY, 44, kernels=kernels, **settings)
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert verdict.equal, verdict
 
@@ -136,8 +132,7 @@ def test_a_resized_base_serves_adapters_of_added_tokens(
         make_adapter(tmp_path / kind, trained, seed=seed, std=0.15, **fields)
     prompts = [[3, VOCAB_SIZE, 7, size - 1, 5, VOCAB_SIZE + 1] * 3, [size - 1], [1, 2, 3]]
     work = Work(prompts * 4, [kind for kind in (None, *kinds) for _ in prompts])
-    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 900)
     report(f"parity of llama with 3 added tokens: {verdict}")
     assert verdict.equal, verdict
 

@@ -104,9 +104,8 @@ def test_every_kind_of_adapter_in_one_batch_answers_as_peft_does(
 ) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=40 if soak else 1)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(4000))
     params = replace(GREEDY, max_tokens=64 if soak else 32)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
+    verdict, _ = judge_engine(kit, work, params, 4000, kernels=kernels)
     report(f"parity of {model} with {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
 
@@ -130,8 +129,7 @@ def test_windowed_sequences_longer_than_the_pool_answer_as_transformers_does(
     rng = random.Random(8)
     work = Work([[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in (40, 9, 70)], [None] * 3)
     settings = {"max_model_len": 160, "max_num_seqs": 3, "max_num_batched_tokens": 12}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(6), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 6, kernels=kernels, **settings)
     assert 70 + GREEDY.max_tokens > 6 * 16
     assert verdict.equal, verdict
 
@@ -150,8 +148,7 @@ def test_longrope_uses_short_factors_up_to_its_switch_and_long_ones_beyond(
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(length)] for length in lengths] * 2
     work = Work(prompts, [None] * len(lengths) + ["rslora"] * len(lengths))
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(400), **settings)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, replace(GREEDY, max_tokens=20)))
+    verdict, _ = judge_engine(kit, work, replace(GREEDY, max_tokens=20), 400, kernels=kernels, **settings)
     report(f"longrope on both sides of its switch with {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
 
@@ -164,7 +161,7 @@ def test_the_text_part_of_a_vision_model_answers_as_the_whole_model_does(tmp_pat
     }
     kit = make_kit(tmp_path, f"gemma3_text{SEEING}", kinds)
     work = mix(kit, prompts_each=2, seed=6)
-    verdict = judge(kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work))
+    verdict, _ = judge_engine(kit, work, GREEDY, 400)
     assert verdict.equal, verdict
 
 
@@ -177,11 +174,9 @@ def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
     kit = kits(model)
     work = mix(kit, prompts_each=8 if soak else 1, seed=5)
     settings = {"max_model_len": 128, "max_num_seqs": 9, "max_num_batched_tokens": 11}
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(36), **settings)
     # With answers of 40 tokens, one of the models needs no preemption.
     params = replace(GREEDY, max_tokens=64 if soak else 48)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, params))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, params, 36, kernels=kernels, **settings)
     report(f"{model} with {kernels} kernels, {stats.preemptions} preemptions: {verdict}")
     assert stats.preemptions > 0 and stats.adapter_evictions > 0
     assert verdict.equal, verdict
@@ -192,9 +187,7 @@ def test_parity_holds_in_chunks_under_preemption_and_behind_windows(
 def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model: str, kernels: str) -> None:
     kit = kits(model)
     work = mix(kit, prompts_each=2, seed=3)
-    llm = LLM(kit.directory, kernels=kernels, pool_bytes=kit.pool_bytes(28), max_model_len=128)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work))
-    stats = llm.stats()
+    verdict, stats = judge_engine(kit, work, GREEDY, 28, kernels=kernels, max_model_len=128)
     assert stats.adapter_evictions > 0
     assert stats.adapter_loads > len(kit.adapters), "no adapter was loaded twice"
     assert verdict.equal, verdict

@@ -76,8 +76,7 @@ def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -
     }
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)
     work = mix(kit, prompts_each=2, seed=9)
-    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), max_num_batched_tokens=30, max_num_seqs=9)
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    verdict, _ = judge_engine(kit, work, PARAMS, 400, max_num_batched_tokens=30, max_num_seqs=9)
     assert verdict.equal, verdict
 
 
@@ -94,8 +93,7 @@ def test_a_family_of_our_own_is_the_same_through_transformers(tmp_path: Path, mo
 def test_torch_kernels_serve_them_too(tmp_path: Path) -> None:
     kit = make_kit(tmp_path, "opt", num_hidden_layers=2)
     work = mix(kit, prompts_each=1, seed=8)
-    llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(400), kernels="torch")
-    verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
+    verdict, _ = judge_engine(kit, work, PARAMS, 400, kernels="torch")
     assert verdict.equal, verdict
 
 
@@ -165,9 +163,7 @@ def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path, posi
     assert spec.chunked_layers == (0,)
     assert spec.counting_paths == ("model.layers.1.self_attn",)
     work = mix(kit, prompts_each=1, seed=8)
-    verdict = judge(
-        kit.oracle, work, answer(LLM(kit.directory, pool_bytes=kit.pool_bytes(400)), kit, work, PARAMS)
-    )
+    verdict, _ = judge_engine(kit, work, PARAMS, 400)
     assert verdict.equal, verdict
 
 
