@@ -106,7 +106,7 @@ def judge(
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("model", WIDE)
-@pytest.mark.parametrize("kernels", CPU_KERNELS)
+@pytest.mark.parametrize("kernels", CPU_KERNELS[::-1])
 def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
     kits: Callable[[str], ModelKit],
     tmp_path: Path,
