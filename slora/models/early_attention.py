@@ -95,15 +95,15 @@ def install_attention(model: PreTrainedModel, name: str, max_positions: int) -> 
         )
     on_device: dict[torch.device, Tensor] = {}
 
-    def find_bias(device: torch.device) -> Tensor | None:
+    def find_options(window: int | None, device: torch.device) -> dict[str, Any]:
         if bias is not None and device not in on_device:
             on_device[device] = bias.to(device)
-        return on_device.get(device)
+        return {KEY_BIAS: on_device.get(device), "sliding_window": window}
 
     for module in model.modules():
         if type(module).__name__ == family.attention:
-            window = family.window(model.config, module)
-            module.forward = partial(_call, model.config, family, module, module.forward, find_bias, window)
+            options = partial(find_options, family.window(model.config, module))
+            module.forward = partial(_call, model.config, family, module, module.forward, options)
     if model.config.model_type == "mpt":
         model.get_decoder().register_forward_pre_hook(_give_mask, with_kwargs=True)
     set_attention(model, name)
@@ -130,8 +130,7 @@ def _call(
     family: _Family,
     module: Any,
     own: Callable[..., Any],
-    find_bias: Callable[[torch.device], Tensor | None],
-    window: int | None,
+    find_options: Callable[[torch.device], dict[str, Any]],
     *args: Any,
     **options: Any,
 ) -> Any:
@@ -140,12 +139,7 @@ def _call(
         return own(*args, **options)
     given = inspect.signature(own).bind(*args, **options).arguments
     query, key, value, others = family.project(module, given)
-    others = {
-        KEY_BIAS: find_bias(query.device),
-        "scaling": query.shape[3] ** -0.5,
-        "sliding_window": window,
-        **others,
-    }
+    others = {"scaling": query.shape[3] ** -0.5, **find_options(query.device), **others}
     attend = ALL_ATTENTION_FUNCTIONS[name]
     out, _ = attend(module, query, key, value, None, **others)
     return family.finish(module, out.flatten(2), given), None
