@@ -35,8 +35,8 @@ class Bench:
     """An engine in which all requests decode, computed by other kernels so far, and its model with Triton's kernels."""
 
     def __init__(self, kit: ModelKit) -> None:
-        self._source, self._versions = make_source(kit)
-        self.engine: Engine = make_engine(kit, self._source, 100)
+        source, self.versions = make_source(kit)
+        self.engine: Engine = make_engine(kit, source, 100)
         poison(self.engine)
         self.runner = self.engine.runner
         self.launches: list[Launch] = []
@@ -60,7 +60,7 @@ class Bench:
         for number, adapter in enumerate(adapters):
             prompt = list(range(3, 3 + first_length + 8 * number))
             names = [] if adapter is None else adapter.split("+")
-            composed = compose_adapters(WeightedAdapter(self._versions[name]) for name in names)
+            composed = compose_adapters(WeightedAdapter(self.versions[name]) for name in names)
             self.engine.add(EngineRequest(f"{first_length}-{number}", "t", prompt, composed, params))
         for _ in range(4):
             self.engine.step()
@@ -73,7 +73,7 @@ class Bench:
         for sequence in list(self.engine.scheduler.batch):
             self.engine.abort(sequence.request.request_id)
         self.engine.step()
-        self.engine.remove_adapter(self._versions[leaving])
+        self.engine.remove_adapter(self.versions[leaving])
 
     def _launch(self, launch: Launch) -> None:
         self.launches.append(launch)
@@ -214,7 +214,7 @@ def test_steps_without_adapters_launch_nothing_for_them(bench: Bench) -> None:
 def mix(bench: Bench, adapters: list[str | None], length: int) -> StepBatch:
     """The next step when requests of `adapters` with prompts of `length` tokens join those that decode."""
     for number, adapter in enumerate(adapters):
-        version = bench._versions[adapter] if adapter is not None else None
+        version = bench.versions[adapter] if adapter is not None else None
         prompt = list(range(5, 5 + length + number))
         bench.engine.add(
             EngineRequest(f"new-{number}", "t", prompt, single_adapter(version), SamplingParams(max_tokens=3))
