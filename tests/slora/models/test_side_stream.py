@@ -108,7 +108,7 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
-    num_layers = steps.engine.runner._shape.num_layers
+    num_layers = steps.engine.info.shape.num_layers
     base, calls = Linear.apply, list[str]()
 
     def apply(*arguments: object) -> Tensor:
