@@ -47,6 +47,10 @@ class KeyUse:
         # Key id -> the time that was written last, if that time is within the last minute.
         self._written: dict[str, int] = {}
 
+    def __len__(self) -> int:
+        """The number of keys of which a time is in memory."""
+        return len(self._waiting.keys() | self._written.keys())
+
     def note(self, key: Caller) -> None:
         """Notes that the key is used now."""
         now = int(self._clock())

@@ -40,6 +40,10 @@ class RunningRequests:
         self._by_key: dict[str, set[_Request]] = {}
         self._look_up: asyncio.Task[None] | None = None
 
+    def __len__(self) -> int:
+        """The number of keys with requests in progress."""
+        return len(self._by_key)
+
     @contextmanager
     def track(self, key_id: str, state: dict[str, Any], *, ends_with_key: bool = False) -> Iterator[None]:
         """Tracks the request that the current task answers. state: the state of the request. ends_with_key: whether the

@@ -60,7 +60,10 @@ def test_each_key_is_written_once_a_minute_at_most(database: Database, tmp_path:
     clock.now = 1060.0
     use.note(key)
     asyncio.run(use.write())
-    assert read_times(store, key) == [1060]
+    assert read_times(store, key) == [1060] and len(use) == 1
+    clock.now = 2000.0
+    asyncio.run(use.write())
+    assert not len(use), "what is remembered of a key that is not used any more is bounded"
 
 
 def test_a_time_never_goes_back_when_two_processes_write(database: Database, tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ def test_a_revocation_at_one_server_ends_the_streams_of_another(
         assert not unharmed.ended_at
         assert post(second, key, COMPLETIONS, PROMPT).status_code == 401
         first.services.keys.admin.revoke_key(other.split("_")[1])
+    wait_for(lambda: not len(second.services.keys.running) or None)
 
 
 def test_a_request_without_a_stream_is_answered_401_when_its_key_is_revoked(
