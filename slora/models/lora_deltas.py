@@ -104,6 +104,10 @@ class LoraDeltas:
             if memory.has_norms(slot)
         ]
 
+    @property
+    def has_layers(self) -> bool:
+        return bool(self._steps)
+
     def route(
         self, starts: Tensor, token_of_row: Tensor, num_tokens: int, sites: Sequence[LoraSite]
     ) -> "ExpertDeltas":

@@ -268,12 +268,16 @@ class StatePages:
     ) -> Tensor:
         """Computes the layer for one part of a step. hidden: [B * n, H] -> [B * n, H]."""
         # The states of a layer follow one another, and share the first and the last page with other layers.
-        first, end = (span[bound] for span, bound in ((self._states[0][2], 0), (self._states[-1][2], 1)))
+        first, end = self._states[0][2][0], self._states[-1][2][1]
         first_page, end_page = first // memory.full_page_bytes, -(-end // memory.full_page_bytes)
-        page_ids = part.tables[:, first_page:end_page].reshape(-1)
+        start = first_page * memory.full_page_bytes
         pages = memory.pages.view(_WORD)
+        if end_page == first_page + 1:
+            pages = pages[:, (first - start) // _WORD.itemsize : (end - start) // _WORD.itemsize]
+            start = first
+        page_ids = part.tables[:, first_page:end_page].reshape(-1)
         words = pages.index_select(0, page_ids)
-        held = dict(self._cut(words.view(len(part.tables), -1), first_page * memory.full_page_bytes, part))
+        held = dict(self._cut(words.view(len(part.tables), -1), start, part))
         # A chunk of several tokens that begins a sequence has no state. A single token has one of zeros, which is the
         # same, so that all decode rows are one call.
         states = LayerStates({} if part.num_tokens > 1 and part.all_new else dict(held))

@@ -75,9 +75,9 @@ class _StepInputs:
     attention: AttentionStep
     deltas: LoraDeltas  # LoRA for the tokens of the step.
     adapts_embedding: bool
-    # The parts that recurrent layers compute, each with LoRA for its tokens.
-    states: list[tuple[StateRows, LoraDeltas]]
     counter: TokenCounter
+    # The parts that recurrent layers compute, each with its inputs, which have LoRA for its tokens alone.
+    states: "list[tuple[StateRows, _StepInputs]]" = field(default_factory=list)
     # Attention within chunks, by their length.
     within_chunks: dict[int, AttentionStep] = field(default_factory=dict)
 
@@ -265,10 +265,10 @@ class _RecurrentLayer:
             return self._forward(hidden_states, *others, **options)
         step, hidden = self._current.step, hidden_states[0]
         computed = []
-        for part, deltas in step.states:
+        for part, inputs in step.states:
             # A single part has all rows, in their order.
             own = hidden if len(step.states) == 1 else hidden[part.rows]
-            with self._current.activate(replace(step, deltas=deltas)):
+            with self._current.activate(inputs):
                 computed.append(self._pages.compute(self._forward, own, part, step.memory))
         if len(computed) == 1:
             return computed[0][None]
@@ -350,9 +350,10 @@ class TransformersDecoder:
             kernels.prepare_attention(batch.attention),
             LoraDeltas(batch.lora, memory, kernels),
             batch.adapts_embedding,
-            [(part, LoraDeltas(part.lora, memory, kernels)) for part in batch.states],
             TokenCounter(positions - torch.arange(len(positions), device=self.device)),
         )
+        for part in batch.states:
+            step.states.append((part, replace(step, deltas=LoraDeltas(part.lora, memory, kernels))))
         num_pooled = sum(len(rows.tokens) for rows in batch.pooled)
         with (
             self._current.activate(step),
@@ -495,7 +496,7 @@ _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
 
 def _linear_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if current.is_set:
+        if current.is_set and current.step.deltas.has_layers:
             current.step.deltas.add(_rows(output), _rows(inputs[0].contiguous()), site)
 
     return add

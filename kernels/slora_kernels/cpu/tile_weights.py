@@ -2,6 +2,7 @@
 
 import threading
 from functools import cache
+from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -72,16 +73,15 @@ class _TileLinear:
         if len(x) == 0:
             return out
         offsets = self._no_bias if bias is None else bias.float()
-        words = (
-            pack_rows(rows),
-            pack_rows(panels),
-            pack_rows(out),
-            pack_row(offsets),
-            (width, 0, 0),
-            (out_width, 0, 0),
-        )
         job = begin_job(
-            num_blocks * self._num_panels, *(word for field in (*words, *fields) for word in field)
+            num_blocks * self._num_panels,
+            *pack_rows(rows),
+            *pack_rows(panels),
+            *pack_rows(out),
+            *pack_row(offsets),
+            *(width, 0, 0),
+            *(out_width, 0, 0),
+            *chain.from_iterable(fields),
         )
         threads = min(torch.get_num_threads(), self._num_panels)
         if out_width * width < _SERIAL_ELEMENTS:
