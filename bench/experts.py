@@ -5,8 +5,8 @@
 experts  Our own decoder, transformers' classes inside slora and alone, and peft. The model is a Qwen3-MoE with random
          weights in bf16: 12 layers, 32 experts of width 256, of which 8 compute each token. "attention" stands for 8
          adapters of rank 8 on the attention linears, used in turn, and "experts" for 8 on all experts as well. peft
-         computes the whole batch with one adapter, because it can't mix adapters of experts. `--model-impl
-         transformers` computed these models before slora had a decoder for them.
+         computes the whole batch with one adapter, because it can't mix adapters of experts. "transformers'
+         classes" stands for `--model-impl transformers`, which computes the other mixtures.
 hybrids  transformers' classes inside slora and alone, with transformers' own cache, for LFM2, Qwen3.5 and Granite 4.0
          with random weights, 109M to 121M: 12 layers, of which 4, 3 and 2 have attention. 24 decode steps count.
 
@@ -142,8 +142,9 @@ def experts_part(folder: Path, batches: list[int], rounds: int) -> list[Row]:
     model = make_model(folder)
     on_attention = write_adapters(model, folder, ATTENTION)
     on_experts = write_adapters(model, folder, EXPERTS)
-    own = SteppedEngine(folder / "model", [*on_attention, *on_experts], _SETTINGS)
-    inside = SteppedEngine(folder / "model", on_attention, {**_SETTINGS, "model_impl": "transformers"})
+    adapters = [*on_attention, *on_experts]
+    own = SteppedEngine(folder / "model", adapters, _SETTINGS)
+    inside = SteppedEngine(folder / "model", adapters, {**_SETTINGS, "model_impl": "transformers"})
     adapted = get_peft_model(copy.deepcopy(model), configure(EXPERTS))
     ways = {
         (OWN, NONE): slora_way(own, None),
@@ -151,6 +152,7 @@ def experts_part(folder: Path, batches: list[int], rounds: int) -> list[Row]:
         (OWN, EXPERTS): slora_way(own, NUM_ADAPTERS),
         (INSIDE, NONE): slora_way(inside, None),
         (INSIDE, ATTENTION): slora_way(inside, 0),
+        (INSIDE, EXPERTS): slora_way(inside, NUM_ADAPTERS),
         (ALONE, NONE): transformers_way(model),
         (PEFT, EXPERTS): transformers_way(adapted),
     }
