@@ -164,7 +164,7 @@ def _judge(model_type: str) -> Judgement:
         directory = Path(folder)
         try:
             with _limit_time():
-                raw = _make_config(model_type)
+                raw = make_small_config(model_type)
                 verdict, detail = judge_config(directory, raw, "auto")
         except Exception as error:
             return Judgement(model_type, Verdict.UNJUDGED, "", _shorten(f"{type(error).__name__}: {error}"))
@@ -193,7 +193,7 @@ def _limit_time() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _make_config(model_type: str) -> dict[str, Any]:
+def make_small_config(model_type: str) -> dict[str, Any]:
     recurrent = f"{model_type}{RECURRENT}"
     for name in (model_type, recurrent):
         if name in MODELS or name in OTHER_MODELS or name in RECURRENT_MODELS:
