@@ -88,7 +88,8 @@ class TokenRows:
     """Where the rows lie that an adapter has in place of some rows of the embedding or of the head, or as a head.
 
     pages: uint8 [num_pages, page_bytes], the pool. page_ids: those of the adapter, in order. first_id, first_row: the
-    first segments of the token ids, int32 [count] in ascending order, and of the rows.
+    first segments of the token ids, int32 [count] in ascending order, and of the rows. num_added: how many of the last
+    rows lie behind those of the base model.
     """
 
     pages: Tensor
@@ -96,6 +97,7 @@ class TokenRows:
     count: int
     first_id: int
     first_row: int
+    num_added: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,9 @@ from slora_kernels.kv_format import KVFormat
 
 LAYOUT_VERSION = 4
 SEGMENT_BYTES = 256
+# The largest `LoraTargets.num_added`. Logits of all rows with added tokens have this many columns more than the base's,
+# so that a row is computed alike in every batch.
+MAX_ADDED_ROWS = 1024
 # The maximum number of modules that one launch of a LoRA kernel handles.
 MAX_GROUP_MODULES = 3
 # Linears whose output does not change K and V of the same layer.
@@ -252,6 +255,12 @@ class ModelShape:
                 "final_norm": final,
             }
         )
+
+    def count_added_rows(self, sizes: Sequence[int]) -> int:
+        """How many rows an embedding or head of these sizes has behind the base model's; 0 if it is no resized one."""
+        is_matrix = len(sizes) == 2 and sizes[1] == self.hidden_size
+        more = sizes[0] - self.vocab_size if is_matrix else 0
+        return more if 0 < more <= MAX_ADDED_ROWS else 0
 
     @property
     def num_kv_layers(self) -> int:
@@ -527,6 +536,7 @@ class LoraTargets:
         activated.
     invocation: the tokens that activate the adapter. It has no effect on the tokens before their last occurrence in the
         prompt. Empty: it is always active.
+    num_added: rows of the adapter's embedding and head behind those of the base model, for tokens of its own.
     """
 
     max_group_rank: int
@@ -540,6 +550,7 @@ class LoraTargets:
     num_labels: int = 0
     stands_alone: bool = False
     invocation: tuple[int, ...] = ()
+    num_added: int = 0
 
 
 class Affine(NamedTuple):
@@ -566,7 +577,7 @@ class AdapterLayout:
         rows of the embedding and of the head, and of the head that classifies texts.
     norms: int32 [num_norms, 2], (whether the weight is replaced, first segment of the weight) of each of
         `ModelShape.norms`. The bias follows the weight.
-    num_groups, invocation: see `LoraTargets`.
+    num_groups, invocation, num_added: see `LoraTargets`.
     changes_kv: see `ModelShape.changes_kv`.
     """
 
@@ -579,6 +590,7 @@ class AdapterLayout:
     num_groups: int
     changes_kv: bool
     invocation: tuple[int, ...] = ()
+    num_added: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -602,6 +614,7 @@ class AdapterLayout:
             num_labels=int(self.rows[2, 0]),
             stands_alone=has_rows or has_norms or bool(self.affine[:, 2].any() or self.invocation),
             invocation=self.invocation,
+            num_added=self.num_added,
         )
 
 

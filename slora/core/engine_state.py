@@ -264,6 +264,10 @@ class EngineInfo:
     num_ranks: int = 1  # Number of tensor-parallel ranks.
     prefix_cache: str = "tenant"  # Which cached prefixes a request may reuse, see `EngineConfig`.
 
+    def with_added_tokens(self, num_added: int) -> "EngineInfo":
+        """Returns the facts of a request to an adapter with added tokens behind those of the base model."""
+        return replace(self, vocab_size=self.vocab_size + num_added) if num_added else self
+
     @staticmethod
     def merge(infos: "Sequence[EngineInfo]") -> "EngineInfo":
         """Returns the facts on which a request can rely in every engine."""

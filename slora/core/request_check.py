@@ -25,9 +25,14 @@ from slora.core.request import (
     WeightedAdapter,
 )
 from slora.core.sampling_params import SamplingParams
+from slora_kernels.layout import MAX_ADDED_ROWS
 
 
 def check_request(request: EngineRequest, info: EngineInfo) -> None:
+    """A request for one adapter may have ids of added tokens. `count_added_tokens` tells how many the adapter needs."""
+    num_added = count_added_tokens(request, info)
+    if num_added <= MAX_ADDED_ROWS and [weight for _, weight in request.adapters] == [1]:
+        info = info.with_added_tokens(num_added)
     check_adapters(request.adapters, info)
     check_terms(request.priority, request.deadline_s, info)
     check_sampling(request.sampling, info)
@@ -50,6 +55,21 @@ def check_request(request: EngineRequest, info: EngineInfo) -> None:
             "(max_model_len)",
             "min_tokens",
         )
+
+
+def count_added_tokens(request: EngineRequest, info: EngineInfo) -> int:
+    """Returns how many tokens behind those of the base model the ids of a request stand for."""
+    sampling = request.sampling
+    emitted = () if request.emitted is None else (tokens or () for tokens in request.emitted.choices)
+    ids = (
+        request.prompt_token_ids,
+        sampling.logit_bias,
+        sampling.logprob_token_ids,
+        sampling.allowed_token_ids or (),
+        *sampling.bad_words,
+        *emitted,
+    )
+    return max(0, 1 + max(max(tokens, default=0) for tokens in ids) - info.vocab_size)
 
 
 def _check_emitted(request: EngineRequest, emitted: EmittedTokens, info: EngineInfo) -> None:

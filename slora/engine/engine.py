@@ -27,7 +27,7 @@ from slora.core.engine_state import (
 )
 from slora.core.errors import DeviceFailed, RequestFailed, RequestRefused, StepFailed
 from slora.core.request import DEFAULT_SHARE, EndedRequest, EngineRequest, StepOutput, TenantShare
-from slora.core.request_check import check_request, find_stop_token_ids
+from slora.core.request_check import check_request, count_added_tokens, find_stop_token_ids
 from slora.engine.observer import Observer
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.host_memory import prefault
@@ -193,6 +193,7 @@ class Engine:
         tenant = self._tenants.find(request.tenant, is_background=request.is_background)
         blocks = BlockTable(self._config.block_tokens, self.runner.footprint.state_pages)
         sequence = Sequence(request, tenant, max_tokens, stop_ids, seed, blocks)
+        sequence.num_added = count_added_tokens(request, self.info)
         if request.emitted is None:
             self.scheduler.add(sequence, time.monotonic())
             self._observer.num_prompt_tokens += len(request.prompt_token_ids)

@@ -76,27 +76,34 @@ class LarkGrammar:
     def __init__(self, matcher: LLMatcher, num_tokens: int, not_first: npt.NDArray[np.int64]) -> None:
         self._matcher = matcher
         self._first = np.zeros(-(-num_tokens // 32), np.int32)
-        start = LarkMatcher(matcher, None, ())
+        start = LarkMatcher(matcher, len(self._first), None, ())
         start.write_mask(self._first)
         bits = self._first.view(np.uint32)
         np.bitwise_and.at(bits, not_first // 32, ~(np.uint32(1) << (not_first % 32).astype(np.uint32)))
         self.first_error = start.error or (None if bits.any() else _DEAD_END)
 
     def start(self, stop_ids: Set[int]) -> "LarkMatcher":
-        return LarkMatcher(self._matcher.deep_copy(), self._first, sorted(stop_ids))
+        return LarkMatcher(self._matcher.deep_copy(), len(self._first), self._first, sorted(stop_ids))
 
 
 class LarkMatcher:
-    """A `Matcher` of the library. first: the mask of the first token; None once that token was accepted."""
+    """A `Matcher` of the library.
 
-    def __init__(self, matcher: LLMatcher, first: Int32Array | None, stop_ids: Sequence[int]) -> None:
+    num_words: of a mask of the base model's tokens. first: the mask of the first token; None once that token was
+        accepted.
+    """
+
+    def __init__(
+        self, matcher: LLMatcher, num_words: int, first: Int32Array | None, stop_ids: Sequence[int]
+    ) -> None:
         self.error: str | None = None
         self._matcher = matcher
+        self._num_words = num_words
         self._first = first
         self._stop_ids = stop_ids
 
     def copy(self) -> "LarkMatcher":
-        copy = LarkMatcher(self._matcher.deep_copy(), self._first, self._stop_ids)
+        copy = LarkMatcher(self._matcher.deep_copy(), self._num_words, self._first, self._stop_ids)
         copy.error = self.error
         return copy
 
@@ -106,17 +113,20 @@ class LarkMatcher:
             self.error = _explain(self._matcher.get_error())
 
     def write_mask(self, words: Int32Array) -> None:
+        # The last words may be those of an adapter's added tokens, which grammars do not have.
+        known = words[: self._num_words]
+        words[self._num_words :] = 0
         if self._first is not None:
-            words[:] = self._first
+            known[:] = self._first
         else:
-            self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+            self._matcher.unsafe_compute_mask_ptr(known.ctypes.data, known.nbytes)
         if self._matcher.is_error():
             self.error = self.error or _explain(self._matcher.get_error())
             words[:] = 0
             return
         if self._stop_ids:
             bits, may_end = words.view(np.uint32), self._matcher.is_accepting()
-            for token_id in self._stop_ids:
+            for token_id in (one for one in self._stop_ids if one // 32 < len(bits)):
                 bit = np.uint32(1 << token_id % 32)
                 bits[token_id // 32] = bits[token_id // 32] & ~bit | (bit if may_end else np.uint32(0))
         if not words.any():

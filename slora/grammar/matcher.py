@@ -29,7 +29,7 @@ class Matcher(Protocol):
         """Appends a token to the answer. The last mask must have allowed it, and it must not be a stop token."""
 
     def write_mask(self, words: Int32Array) -> None:
-        """Writes the mask of the next token into words int32 [ceil(vocab_size / 32)].
+        """Writes the mask of the next token into words int32 [ceil(V / 32)], with the same V in each call.
 
         Bit t % 32 of word t // 32 is 1 if token t is allowed. Stop tokens are allowed where the answer may end. If no
         token is allowed, all bits are 0 and `error` has the reason. Repeating the call has no effect.

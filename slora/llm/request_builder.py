@@ -43,7 +43,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
-from slora_adapters.peft.added_tokens import AddedToken, read_added_tokens
+from slora_adapters.peft.added_tokens import AddedToken, read_added_rows, read_added_tokens
 from slora_adapters.peft.hub import download
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter
@@ -384,6 +384,8 @@ def read_content(
 
 def _refuse_extras(extras: AdapterExtras, vocab_size: int | None) -> list[Reason]:
     """The reasons why an adapter's chat template or generation config can't be used."""
+    if vocab_size is not None:
+        vocab_size += read_added_rows(extras.generation_config)
     reasons = find_unsupported_fields(extras.generation_config, vocab_size)
     if extras.chat_template is not None:
         try:

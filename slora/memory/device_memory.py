@@ -209,7 +209,9 @@ class DeviceMemory:
         adapter = self._with_rows.get(slot)
         if adapter is None or not adapter.layout.rows[place, 0]:
             return None
-        return TokenRows(self.pages, adapter.pages, *adapter.layout.rows[place].tolist())
+        layout = adapter.layout
+        count, first_id, first_row = layout.rows[place].tolist()
+        return TokenRows(self.pages, adapter.pages, count, first_id, first_row, layout.num_added)
 
     def has_norms(self, slot: int) -> bool:
         """Whether the slot's adapter replaces the weight of a norm."""

@@ -16,7 +16,7 @@ from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
 from slora.models.collectives import ALONE, Collectives
 from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, SparseMlp
-from slora.models.lora_deltas import LoraDeltas, SideStream
+from slora.models.lora_deltas import LoraDeltas, SideStream, hide_absent, widen_logits
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.step_batch import StepBatch
 from slora.models.weights.linear import (
@@ -98,9 +98,11 @@ class Decoder:
         return forward.run(self._layers, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
+        """See `Model.logits`."""
         vocab_size, own = self.config.vocab_size, deltas.multiply_own_rows(hidden)
-        if sum(len(part.places) for part in own if part.rows.count == vocab_size) == len(hidden):
+        if sum(
+            len(part.places) for part in own if part.rows.count == vocab_size + part.rows.num_added
+        ) == len(hidden):
             logits = hidden.new_empty(len(hidden), vocab_size)
         else:
             logits = multiply(hidden, self._lm_head)
@@ -108,10 +110,14 @@ class Decoder:
             if self._collectives.size > 1:
                 # The vocabulary of the last rank may be padded.
                 logits = self._collectives.gather_columns(logits)[:, :vocab_size].contiguous()
+        logits = widen_logits(logits, own)
         for part in own:
             part.replace(logits)
         softcap = self.config.final_softcap
-        return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        hide_absent(logits, own)
+        return logits
 
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site of this rank's part."""
@@ -132,6 +138,9 @@ class Decoder:
     def _embed(self, batch: StepBatch, deltas: LoraDeltas) -> Tensor:
         """Returns the embeddings [T, H] of the step's tokens. A rank adds nothing for tokens of other ranks."""
         ids = batch.token_ids
+        if batch.adapts_embedding:
+            # The embeddings of added tokens are replaced below.
+            ids = ids.clamp_max(self.config.vocab_size - 1)
         if self._collectives.size > 1:
             ids = ids - self._tokens.start
             is_elsewhere = (ids < 0) | (ids >= len(self._tokens))

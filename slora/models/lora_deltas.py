@@ -14,12 +14,13 @@ from typing import TypeVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
 from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles, TokenRows
 from slora_kernels.host_copies import upload
-from slora_kernels.layout import SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import MAX_ADDED_ROWS, SEGMENT_BYTES, LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
 from slora_kernels.torch.token_rows import replace_embeddings, replace_logits
 
@@ -69,8 +70,28 @@ class OwnLogits:
     values: Tensor  # [n, rows.count].
 
     def replace(self, logits: Tensor) -> None:
-        """logits: [N, vocab_size], of all hidden states."""
+        """logits: as `widen_logits` returns them, of all hidden states."""
         replace_logits(logits, self.values, self.places, self.rows)
+
+
+def widen_logits(logits: Tensor, own: Sequence[OwnLogits]) -> Tensor:
+    """Returns logits [N, vocab_size] with MAX_ADDED_ROWS more columns, if an adapter has added tokens."""
+    has_added = any(part.rows.num_added for part in own)
+    return F.pad(logits, (0, MAX_ADDED_ROWS)) if has_added else logits
+
+
+def hide_absent(logits: Tensor, own: Sequence[OwnLogits]) -> None:
+    """Sets the logits of added tokens to minus infinity in the rows whose adapter does not have them.
+
+    logits: as `widen_logits` returns them, after all scales and softcaps.
+    """
+    added = [part for part in own if part.rows.num_added]
+    if not added:
+        return
+    is_absent = torch.ones(len(logits), MAX_ADDED_ROWS, dtype=torch.bool, device=logits.device)
+    for part in added:
+        is_absent[part.places, : part.rows.num_added] = False
+    logits[:, -MAX_ADDED_ROWS:].masked_fill_(is_absent, -torch.inf)
 
 
 class LoraDeltas:

@@ -38,7 +38,11 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head."""
+        """Computes logits [N, vocab_size] from hidden states [N, H]. deltas: LoRA at the output head.
+
+        If the adapter of a row has added tokens, there are MAX_ADDED_ROWS more columns. They are minus infinity in the
+        rows whose adapter does not have them.
+        """
 
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site."""

@@ -36,7 +36,7 @@ from slora.models.early_attention import (
     join_bias,
     set_attention,
 )
-from slora.models.lora_deltas import LoraDeltas
+from slora.models.lora_deltas import LoraDeltas, OwnLogits, hide_absent, widen_logits
 from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import (
@@ -74,7 +74,7 @@ class _StepInputs:
     kernels: Kernels
     attention: AttentionStep
     deltas: LoraDeltas  # LoRA for the tokens of the step.
-    adapts_embedding: bool
+    adapted_ids: Tensor | None  # The tokens of the step, if an adapter changes the embedding.
     counter: TokenCounter
     # The parts that recurrent layers compute, each with its inputs, which have LoRA for its tokens alone.
     states: "list[tuple[StateRows, _StepInputs]]" = field(default_factory=list)
@@ -128,6 +128,8 @@ class _HeadHooks:
         self._site = site
         self._hidden: Tensor | None = None
         self._replacement: tuple[Tensor, LoraDeltas] | None = None
+        # The logits of the replacement that adapters have computed with rows of their own.
+        self.own: list[OwnLogits] = []
         self._is_capturing = False
         module.register_forward_pre_hook(self._before_forward)
         module.register_forward_hook(self._after_forward)
@@ -156,7 +158,7 @@ class _HeadHooks:
         try:
             yield
         finally:
-            self._replacement = None
+            self._replacement, self.own = None, []
 
     def _before_forward(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         if self._is_capturing:
@@ -164,12 +166,16 @@ class _HeadHooks:
             return (inputs[0][:, :0],)
         return None if self._replacement is None else (self._replacement[0],)
 
-    def _after_forward(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> None:
-        if self._replacement is not None:
-            hidden, deltas = self._replacement
-            deltas.add(_rows(logits), _rows(hidden), self._site)
-            for part in deltas.multiply_own_rows(_rows(hidden)):
-                part.replace(_rows(logits))
+    def _after_forward(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor | None:
+        if self._replacement is None:
+            return None
+        hidden, deltas = self._replacement
+        deltas.add(_rows(logits), _rows(hidden), self._site)
+        self.own = deltas.multiply_own_rows(_rows(hidden))
+        logits = widen_logits(logits, self.own)
+        for part in self.own:
+            part.replace(_rows(logits))
+        return logits
 
 
 class _LastHiddenState:
@@ -349,7 +355,7 @@ class TransformersDecoder:
             kernels,
             kernels.prepare_attention(batch.attention),
             LoraDeltas(batch.lora, memory, kernels),
-            batch.adapts_embedding,
+            batch.token_ids if batch.adapts_embedding else None,
             TokenCounter(positions - torch.arange(len(positions), device=self.device)),
         )
         for part in batch.states:
@@ -360,8 +366,12 @@ class TransformersDecoder:
             self._head.capture_input(),
             self._body.capture(is_wanted=num_pooled > 0),
         ):
+            # The embeddings of added tokens are replaced by a hook.
+            ids = batch.token_ids
+            if batch.adapts_embedding:
+                ids = ids.clamp_max(self.spec.vocab_size - 1)
             self._model(
-                input_ids=batch.token_ids[None],
+                input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=batch.output_rows,
@@ -373,7 +383,7 @@ class TransformersDecoder:
         return torch.cat((hidden[:first], self._body.pop_rows(batch.output_rows[first:])))
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
-        """hidden [N, H] -> [N, vocab_size], including the scales and softcaps that the architecture applies to logits.
+        """See `Model.logits`. The result includes the scales and softcaps that the architecture applies to logits.
 
         The model's own forward pass applies these scales and softcaps. So the forward pass runs on one token without
         the layers, and a hook replaces the input of the head by `hidden`.
@@ -382,6 +392,12 @@ class TransformersDecoder:
             logits: Tensor = self._model(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.device), use_cache=False
             ).logits
+            if logits.shape[2] > self.spec.vocab_size:
+                hide_absent(logits[0], self._head.own)
+            elif any(part.rows.num_added for part in self._head.own):
+                raise RuntimeError(
+                    f"{type(self._model).__name__} cuts the logits of an adapter's added tokens"
+                )
         return logits[0]
 
     @torch.inference_mode()
@@ -525,12 +541,12 @@ def _norm_hook(current: _CurrentStep, norm_id: int, norm: NormShape) -> _Hook:
 
 def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
     def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not current.is_set or not current.step.adapts_embedding:
+        if not current.is_set or current.step.adapted_ids is None:
             return
         # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
-        deltas, ids, scale = current.step.deltas, inputs[0].view(-1), getattr(module, "embed_scale", 1.0)
-        deltas.add_embedding(_rows(output), ids, site, scale)
-        deltas.replace_embeddings(_rows(output), ids, scale)
+        deltas, scale = current.step.deltas, getattr(module, "embed_scale", 1.0)
+        deltas.add_embedding(_rows(output), inputs[0].view(-1), site, scale)
+        deltas.replace_embeddings(_rows(output), current.step.adapted_ids, scale)
 
     return add
 

@@ -307,19 +307,42 @@ class Runner:
         deltas = LoraDeltas(batch.head_lora, self.memory, self.kernels)
         with self._computing_together(ComputeLogits):
             logits = self.decoder.logits(sampled, deltas)
+        own = [place for place, sequence in enumerate(batch.sampling) if sequence.num_added]
+        if not own:
+            return self._sample_rows(batch, logits, [*range(num_sampled)])
+        # Rows with added tokens have more columns. All other rows are sampled without these, as in other batches.
+        plain = sorted({*range(num_sampled)}.difference(own))
+        reads = [self._sample_rows(batch, logits[:, : self.model.vocab_size], plain)] if plain else []
+        reads.append(self._sample_rows(batch, logits, own))
+
+        def read() -> list[SampledToken]:
+            (first, *others) = (part() for part in reads)
+            return [
+                max(found, key=lambda one: not one.is_deferred) for found in zip(first, *others, strict=True)
+            ]
+
+        return read
+
+    def _sample_rows(self, batch: StepBatch, logits: Tensor, places: list[int]) -> ReadTokens:
+        """Samples the rows `places` of the batch. All other rows are read as deferred.
+
+        logits: [rows of the batch, V].
+        """
+        num_sampled, sequences = len(batch.sampling), [batch.sampling[place] for place in places]
         # The masks are computed after the launch of the model's head, because uploading them waits until the device has
         # computed the logits.
         # A deferred sequence computes its last token again, which a recurrent state has passed.
         may_defer = not self.memory.num_state_pages
-        masks = TokenMasks.compute(batch.sampling, self.model.vocab_size, self.device, may_defer=may_defer)
-        if masks is None or len(masks.kept) == num_sampled:
+        masks = TokenMasks.compute(sequences, logits.shape[1], self.device, may_defer=may_defer)
+        if masks is not None:
+            places = [places[kept] for kept in masks.kept]
+        if len(places) == num_sampled:
             rows = sample(logits, self._sampling, batch.sampling, self.kernels, masks)
             self._last_tokens[batch.sampling_rows] = rows.choice
             return rows.read
-        places = masks.kept
         index = upload(np.array(places, np.int64), self.device)
         kept = [batch.sampling[place] for place in places]
-        rows = sample(logits[index], self._sampling, kept, self.kernels, masks)
+        rows = sample(logits[index].contiguous(), self._sampling, kept, self.kernels, masks)
         self._last_tokens[batch.sampling_rows[index]] = rows.choice
 
         def read() -> list[SampledToken]:

@@ -22,7 +22,7 @@ from slora_adapters.peft.validation import MAX_LABELS
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import Affine, ModelShape, lay_out_adapter
+from slora_kernels.layout import MAX_ADDED_ROWS, Affine, ModelShape, lay_out_adapter
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
@@ -61,7 +61,8 @@ class ServedModel:
         self._collectives = collectives
         num_modules = self.shape.num_modules
         affine = dict.fromkeys(range(num_modules), Affine(has_magnitude=True, replaces_bias=True))
-        rows = (spec.vocab_size, spec.vocab_size, MAX_LABELS)
+        num_rows = spec.vocab_size + MAX_ADDED_ROWS
+        rows = (num_rows, num_rows, MAX_LABELS)
         largest = lay_out_adapter(
             self.shape, [config.max_lora_rank] * num_modules, affine, rows, range(len(self.shape.norms))
         )

@@ -82,9 +82,11 @@ def sample(
     kernels: Kernels,
     masks: TokenMasks | None = None,
 ) -> SampledRows:
-    """Chooses a token for each row of `logits` [B, vocab_size] and advances `table`. May overwrite `logits`.
+    """Chooses a token for each row of `logits` [B, V] and advances `table`. May overwrite `logits`.
 
     On a GPU, this only launches the work.
+
+    V is the base model's vocabulary size. If the rows' adapters have added tokens, MAX_ADDED_ROWS more columns follow.
 
     sequences: the sequence of each row. A sequence with drafts has several consecutive rows, one for each position.
     masks: the tokens that the grammars of the sequences allow.
@@ -266,7 +268,7 @@ def process_logits(logits: Tensor, rows: SamplingRows, table: SamplingTable) -> 
         apply_penalties(
             logits,
             index,
-            table.token_counts(rows, penalised),
+            table.token_counts(rows, penalised, logits.shape[1]),
             rows.float_column(Column.REPETITION, index),
             rows.float_column(Column.PRESENCE, index),
             rows.float_column(Column.FREQUENCY, index),

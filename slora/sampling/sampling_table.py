@@ -20,6 +20,7 @@ from torch import Tensor
 
 from slora.scheduler.sequence import Sequence
 from slora_kernels.host_copies import upload
+from slora_kernels.layout import MAX_ADDED_ROWS
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -112,17 +113,19 @@ class SamplingTable:
         self._features = self._ints[:, Column.FEATURES]
         self._biases = _LogitBiases(num_rows)
         self._no_numbers = torch.empty((0, len(Column)), dtype=torch.int64, device=device)
-        # int32 [num_rows, vocab_size]: 2 * count of the token in the answer, plus 1 if the prompt has the token.
+        # int32 [num_rows, all ids]: 2 * count of the token in the answer, plus 1 if the prompt has the token. The ids
+        # of added tokens follow those of the base model.
         self._token_counts: Tensor | None = None
         self._wide = torch.empty(0, vocab_size)
 
     def widen(self, logits: Tensor) -> Tensor:
-        """Returns logits [B, vocab_size] as float32.
+        """Returns logits [B, V] as float32.
 
         On a CPU, the result is in a buffer that the next call overwrites. A new buffer in each step would be slower,
         because the operating system clears new memory.
         """
-        if logits.device.type != "cpu" or logits.dtype == torch.float32:
+        is_plain = logits.shape[1] == self.vocab_size
+        if not is_plain or logits.device.type != "cpu" or logits.dtype == torch.float32:
             return logits.float()
         if len(self._wide) < len(logits):
             self._wide = torch.empty(len(logits), self.vocab_size)
@@ -133,7 +136,8 @@ class SamplingTable:
         params = sequence.request.sampling
         is_sampled = params.temperature > 0
         penalised = params.has_penalties
-        top_k = params.top_k if 0 < params.top_k < self.vocab_size else NO_TOP_K
+        vocab_size = self.vocab_size + sequence.num_added
+        top_k = params.top_k if 0 < params.top_k < vocab_size else NO_TOP_K
         features = SamplingFeature.SAMPLE if is_sampled else SamplingFeature(0)
         features |= SamplingFeature.PENALTIES if penalised else 0
         features |= SamplingFeature.LOGPROBS if params.logprobs is not None else 0
@@ -144,14 +148,14 @@ class SamplingTable:
         ints[Column.TOP_K] = top_k
         ints[Column.NUM_LOGPROBS] = params.logprobs or 0
         # At most len(stop_ids) of the proposals can end the beam, so at least `width` of them do not.
-        ints[Column.NUM_PROPOSED] = min(params.width + len(sequence.stop_ids), self.vocab_size)
+        ints[Column.NUM_PROPOSED] = min(params.width + len(sequence.stop_ids), vocab_size)
         floats[Column.TEMPERATURE] = params.temperature if is_sampled else 1.0
         floats[Column.TOP_P] = params.top_p
         floats[Column.MIN_P] = params.min_p
         floats[Column.REPETITION] = params.repetition_penalty
         floats[Column.PRESENCE] = params.presence_penalty
         floats[Column.FREQUENCY] = params.frequency_penalty
-        self._biases.write(row, sequence, self.vocab_size)
+        self._biases.write(row, sequence, vocab_size)
         if penalised:
             self._write_token_counts(row, sequence)
 
@@ -178,10 +182,10 @@ class SamplingTable:
         tokens, values = self._biases.gather(slots, rows.ints[index, Column.POSITION])
         return upload(tokens, self.device), upload(values, self.device)
 
-    def token_counts(self, rows: SamplingRows, index: npt.NDArray[np.int64]) -> Tensor:
-        """int32 [len(index), vocab_size]: the token counts of rows that have penalties."""
+    def token_counts(self, rows: SamplingRows, index: npt.NDArray[np.int64], width: int) -> Tensor:
+        """int32 [len(index), width]: the counts of the first tokens, in rows that have penalties."""
         assert self._token_counts is not None, "a row with penalties was written, so there are counts"
-        return self._token_counts[upload(rows.rows[index], self.device)]
+        return self._token_counts[upload(rows.rows[index], self.device), :width]
 
     def advance(self, rows: SamplingRows, tokens: Tensor) -> None:
         """Counts the new token of each row that has penalties. No sequence with penalties has drafts.
@@ -194,12 +198,13 @@ class SamplingTable:
             self._token_counts[slots, tokens[which]] += 2
 
     def _write_token_counts(self, row: int, sequence: Sequence) -> None:
+        num_ids = self.vocab_size + MAX_ADDED_ROWS
         if self._token_counts is None:
             self._token_counts = torch.zeros(
-                (len(self._ints), self.vocab_size), dtype=torch.int32, device=self.device
+                (len(self._ints), num_ids), dtype=torch.int32, device=self.device
             )
         tokens = np.array(sequence.token_ids, np.int64)
-        counts = 2 * np.bincount(tokens[sequence.num_prompt :], minlength=self.vocab_size)
+        counts = 2 * np.bincount(tokens[sequence.num_prompt :], minlength=num_ids)
         counts[tokens[: sequence.num_prompt]] |= 1
         self._token_counts[row] = upload(counts.astype(np.int32), self.device)
 

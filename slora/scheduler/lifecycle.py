@@ -396,6 +396,13 @@ class Lifecycle:
         classifies = pooling is not None and pooling.kind is PoolingKind.CLASSIFY
         if len(adapters) == 1 and adapters[0].weight == 1:
             targets = self._adapters.find_targets(adapters[0].version)
+            if sequence.num_added > targets.num_added:
+                raise RequestRefused(
+                    f"adapter {adapters[0].version.digest[:12]} has {targets.num_added} added tokens behind those of "
+                    f"the base model, and the request has ids for {sequence.num_added}; use ids of its tokenizer",
+                    "prompt",
+                )
+            sequence.num_added = targets.num_added
             if targets.invocation:
                 sequence.activate_after(targets.invocation)
             if classifies and not targets.num_labels:

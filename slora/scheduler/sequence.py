@@ -23,6 +23,7 @@ Invariants:
     drafted   KV of drafted tokens may follow the computed KV in `blocks`; no token ever attends to it
     scored    with prompt_logprobs, tokens [0, num_scored) of the prompt are scored; `scores` are not reported yet
     pooled    for embeddings: what the computed tokens of the prompt contribute to the embedding
+    added     the adapter has `num_added` tokens behind those of the base model, which only its own sequences have
 """
 
 import itertools
@@ -198,6 +199,7 @@ class Sequence:
         "matcher",
         "max_chunk_tokens",
         "max_tokens",
+        "num_added",
         "num_cached",
         "num_charged",
         "num_choices",
@@ -276,6 +278,7 @@ class Sequence:
         self.slots: tuple[AdapterSlot, ...] = ()  # Where `residents` are in the kernels' tables.
         # The first token on which the adapters have an effect. Known once they are in the pool or on the host.
         self.active_from = 0
+        self.num_added = 0
         self.matcher: Matcher | None = TokenFilter.of(request.sampling)
         self.mask_s = 0.0  # CPU seconds of the last mask.
         # Number of steps since the last token that deferred the sequence; see `token_masks`.
@@ -308,7 +311,7 @@ class Sequence:
         choice.arrival, choice.index = self.arrival, index
         choice.num_choices = choice.num_places = 1
         choice.token_ids, choice.search = self.token_ids.copy(), self.search
-        choice.active_from = self.active_from
+        choice.active_from, choice.num_added = self.active_from, self.num_added
         choice.usage, choice.times = self.usage, self.times
         choice.matcher = None if self.matcher is None else self.matcher.copy()
         choice.num_charged, choice.num_cached = self.num_prompt, self.num_cached

@@ -277,6 +277,11 @@ def verify_adapter(request: VerificationRequest, served: LoraAdapter | None = No
             "the adapter classifies texts, and only written answers are compared; compare /v1/classify with "
             "transformers' class for sequence classification"
         )
+    if adapter.tensors.num_added:
+        raise NotComparable(
+            f"the adapter has {adapter.tensors.num_added} rows behind those of the base model, which is not resized "
+            "here; compare answers with transformers after resize_token_embeddings"
+        )
     ours = _run_engine(request, own, adapter, shape, dtype_name)
     reference = PeftReference(request.model, request.directory, dtype, ours.device)
     modules = tuple(_compare_modules(ours, reference, adapter, shape, dtype))

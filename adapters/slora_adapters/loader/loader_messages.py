@@ -82,6 +82,7 @@ def encode_loaded(entry: CachedAdapter, number: int, paces: Mapping[str, float])
         "rows": entry.layout.rows.tobytes(),
         "norms": entry.layout.norms.tobytes(),
         "invocation": list(entry.layout.invocation),
+        "num_added": entry.layout.num_added,
         "scales": entry.scales.tobytes(),
         "paces": dict(paces),
     }
@@ -105,6 +106,7 @@ def decode_loaded(message: Message, arena: ByteArray) -> PackedAdapter:
         message["num_groups"],
         message["changes_kv"],
         tuple(message["invocation"]),
+        message["num_added"],
     )
     content = arena[message["offset"] : message["offset"] + message["num_bytes"]]
     return PackedAdapter(layout, scales, content, max(1, len(content) // max(1, layout.num_bytes)))

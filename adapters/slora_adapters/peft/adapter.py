@@ -106,6 +106,15 @@ class Vocabulary(NamedTuple, Generic[AnyFactor]):
     def tensors(self) -> list[AnyFactor]:
         return list({rows.tensor.name: rows.tensor for rows in self if rows is not None}.values())
 
+    def count_added(self, vocab_size: int) -> int:
+        """The number of tokens of embedding and head that follow those of the base model."""
+        ends = (
+            rows.tensor.shape[0] if rows.token_ids is None else 1 + max(rows.token_ids)
+            for rows in self[:2]
+            if rows is not None
+        )
+        return max(0, max(ends, default=0) - vocab_size)
+
     @property
     def num_rows(self) -> tuple[int, int, int]:
         embedding, head, classifier = (0 if rows is None else rows.tensor.shape[0] for rows in self)
@@ -132,6 +141,7 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
     vocabulary: Vocabulary[AnyFactor]
     norms: Mapping[int, NormTensors[AnyFactor]] = MappingProxyType({})  # By index in `ModelShape.norms`.
     invocation: tuple[int, ...] = ()  # See `PeftConfig`.
+    num_added: int = 0  # Rows of the vocabulary that follow those of the base model.
 
     def list_all(self) -> list[AnyFactor]:
         factors = (tensor for pair in self.pairs.values() for tensor in pair.tensors)
@@ -146,7 +156,7 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
                 affine[module_id] = Affine(pair.magnitude is not None, module_id in self.biases)
         ranks = list_ranks(self.pairs, shape)
         layout = lay_out_adapter(shape, ranks, affine, self.vocabulary.num_rows, self.norms.keys())
-        return replace(layout, invocation=self.invocation)
+        return replace(layout, invocation=self.invocation, num_added=self.num_added)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,7 +447,9 @@ def _find_canary_tokens(adapter: Adapter, shape: ModelShape) -> tuple[int, ...]:
         return adapter.config.invocation
     rows = adapter.tensors.vocabulary.embedding
     if rows is not None and rows.token_ids is not None:
-        return rows.token_ids[:_NUM_CANARY_TOKENS]
+        # The base model, with which the canary compares, does not have the adapter's added tokens.
+        known = [token for token in rows.token_ids if token < shape.vocab_size]
+        return tuple(known[:_NUM_CANARY_TOKENS])
     pair = adapter.pairs.get(shape.embedding_module)
     if pair is None:
         return ()

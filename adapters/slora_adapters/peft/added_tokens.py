@@ -12,8 +12,10 @@ from functools import lru_cache
 from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as FastTokenizer
 
-# The field of the generation config.
-ADDED_FIELD = "added_tokens"
+from slora_kernels.layout import MAX_ADDED_ROWS
+
+# The fields of the generation config: the tokens, and the number of rows behind those of the base model.
+_TOKENS_FIELD, _ROWS_FIELD = "added_tokens", "added_rows"
 MAX_ADDED_TOKENS = 1_024
 MAX_ADDED_CHARS = 128
 _SETTINGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
@@ -78,15 +80,35 @@ def describe_added(tokens: Sequence[AddedToken]) -> str:
     return f"added tokens {named}" + (f" and {more} more" if more > 0 else "")
 
 
+def write_added(
+    generation: Mapping[str, object], tokens: Sequence[AddedToken], num_rows: int
+) -> dict[str, object]:
+    """Returns the fields of a generation config with those that `read_added_tokens` and `read_added_rows` read."""
+    fields = {name: value for name, value in generation.items() if name not in (_TOKENS_FIELD, _ROWS_FIELD)}
+    if tokens:
+        fields[_TOKENS_FIELD] = [token.to_plain() for token in tokens]
+    if num_rows:
+        fields[_ROWS_FIELD] = num_rows
+    return fields
+
+
+def read_added_rows(generation_config: str | None) -> int:
+    """Returns how many rows the adapter's embedding and head have behind those of the base model."""
+    if generation_config is None or _ROWS_FIELD not in generation_config:
+        return 0
+    num_rows = json.loads(generation_config).get(_ROWS_FIELD)
+    return num_rows if type(num_rows) is int and 0 < num_rows <= MAX_ADDED_ROWS else 0
+
+
 @lru_cache(maxsize=128)
 def read_added_tokens(generation_config: str | None) -> tuple[AddedToken, ...]:
     """Reads the tokens that `read_extras` has written into an adapter's generation config.
 
     Returns none if the field is not what `read_extras` writes, which earlier releases stored as it was uploaded.
     """
-    if generation_config is None or ADDED_FIELD not in generation_config:
+    if generation_config is None or _TOKENS_FIELD not in generation_config:
         return ()
-    listed = json.loads(generation_config).get(ADDED_FIELD)
+    listed = json.loads(generation_config).get(_TOKENS_FIELD)
     if not isinstance(listed, list) or len(listed) > MAX_ADDED_TOKENS:
         return ()
     try:

@@ -18,13 +18,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
 from slora_adapters.peft.added_tokens import (
-    ADDED_FIELD,
     MAX_ADDED_CHARS,
     MAX_ADDED_TOKENS,
     AddedToken,
     describe_added,
     extend_tokenizer,
     list_added_tokens,
+    write_added,
 )
 from slora_adapters.peft.strict_json import parse_object
 
@@ -74,14 +74,19 @@ def max_extra_bytes(name: str) -> int:
 
 
 def read_extras(
-    members: Mapping[str, memoryview], limits: AdapterLimits
+    members: Mapping[str, memoryview], limits: AdapterLimits, num_added: int = 0
 ) -> tuple[AdapterExtras, list[Reason]]:
-    """Returns the extras among an adapter's files, and a reason for each error in these files."""
+    """Returns the extras among an adapter's files, and a reason for each error in these files.
+
+    num_added: rows of the adapter's embedding and head behind those of the base model.
+    """
     reasons: list[Reason] = []
+    if limits.vocab_size is not None:
+        limits = replace(limits, vocab_size=limits.vocab_size + num_added)
     config = _read_json(members, TOKENIZER_NAME, MAX_TOKENIZER_BYTES, reasons)
     special = _read_json(members, SPECIAL_TOKENS_NAME, MAX_TOKENIZER_BYTES, reasons)
     added = _read_json(members, ADDED_TOKENS_NAME, MAX_TOKENIZER_BYTES, reasons)
-    generation = _read_json(members, GENERATION_NAME, limits.max_text_bytes, reasons)
+    generation = as_uploaded = _read_json(members, GENERATION_NAME, limits.max_text_bytes, reasons)
     template, tool_template, uses = _read_templates(members, config, limits, reasons)
     generation_text = _read_text(members, GENERATION_NAME, limits, reasons)
     if generation_text is not None:
@@ -108,7 +113,13 @@ def read_extras(
         else:
             reasons.append(Reason("special_token", f"{name} {_lacks(token)}; {_REMEDY}"))
     if not reasons:
-        generation_text = _write_generation(generation, generation_text, stop_ids, own, limits, reasons)
+        if stop_ids:
+            generation = generation | {"eos_token_id": _add_stop_tokens(generation, stop_ids)}
+        written = write_added(generation, own, num_added)
+        generation_text = generation_text if written == as_uploaded else json.dumps(written)
+        if own and len(generation_text or "") > limits.max_text_bytes:
+            what = f"the generation config with {len(own)} added tokens"
+            reasons.append(_too_long(what, len(generation_text or ""), limits))
     template = _with_names(template, tool_template, differing, base)
     return AdapterExtras(template, generation_text, tuple(uses)), reasons
 
@@ -350,28 +361,11 @@ def _uses_any(names: Iterable[str], *templates: str) -> bool:
     return any(name in template for name in names for template in templates)
 
 
-def _write_generation(
-    generation: Mapping[str, object],
-    text: str | None,
-    stop_ids: Iterable[int],
-    own: Sequence[AddedToken],
-    limits: AdapterLimits,
-    reasons: list[Reason],
-) -> str | None:
-    """Returns the generation config with the adapter's stop tokens and added tokens. text: as it was uploaded."""
-    fields = {name: value for name, value in generation.items() if name != ADDED_FIELD}
-    for token_id in stop_ids:
-        value = fields.get("eos_token_id")
-        known = value if isinstance(value, list) else [] if value is None else [value]
-        fields["eos_token_id"] = [*known, *([] if token_id in known else [token_id])]
-    if own:
-        fields[ADDED_FIELD] = [token.to_plain() for token in own]
-    if fields == generation:
-        return text
-    written = json.dumps(fields)
-    if own and len(written) > limits.max_text_bytes:
-        reasons.append(_too_long(f"the generation config with {len(own)} added tokens", len(written), limits))
-    return written
+def _add_stop_tokens(generation: Mapping[str, object], stop_ids: Iterable[int]) -> list[object]:
+    value = generation.get("eos_token_id")
+    return list(
+        dict.fromkeys([*(value if isinstance(value, list) else [] if value is None else [value]), *stop_ids])
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,7 +88,7 @@ class Packer:
         layout: AdapterLayout,
         buffer: ByteArray,
     ) -> None:
-        shape, (pairs, biases, vocabulary, norms, _) = partition.rank_shape, tensors
+        shape, (pairs, biases, vocabulary, norms, *_) = partition.rank_shape, tensors
         if STORAGE[dtype].itemsize != shape.element_bytes:
             raise ValueError(
                 f"an element of {dtype} takes {STORAGE[dtype].itemsize} bytes, but the model shape "

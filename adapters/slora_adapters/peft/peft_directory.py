@@ -40,9 +40,14 @@ from slora_adapters.peft.validation import (
     find_other_part,
     ignore_saved_parts,
     is_saved,
+    is_tied_rows,
     list_spellings,
+    name_rows,
     parse_copy_name,
+    parse_rows_name,
+    parse_saved_part,
     rename_module,
+    stands_for,
     validate,
 )
 from slora_kernels.layout import ModelShape
@@ -80,6 +85,115 @@ def refuse_other_copies(
         if why is not None:
             code = "bias" if _is_bias(tensor.name) else "embeddings"
             yield Reason(code, f"tensor {tensor.name[:120]!r} {why}")
+
+
+def take_added_rows(
+    config: PeftConfig, tensors: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
+) -> tuple[PeftConfig, Mapping[str, StoredTensor], list[Reason]]:
+    """Turns copies of a resized embedding and head into rows of their own (trainable_token_indices).
+
+    PEFT saves whole copies after `resize_token_embeddings`. Only the rows behind those of the base model are kept,
+    beside the trained rows. The rows before them must equal the base's.
+    """
+    tensors = _drop_repeated(config, tensors, shape)
+    resized: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        path = (parse_copy_name(name, shape) or "").removesuffix(".weight")
+        is_copy = path in (shape.embedding_path, shape.head_path) and not is_saved(path, config)
+        if is_copy and shape.count_added_rows(tensor.shape):
+            resized[path] = tensor
+    if not resized:
+        return config, tensors, []
+    reasons = [*_compare_resized(resized, shape, limits)]
+    kept = {name: tensor for name, tensor in tensors.items() if tensor not in resized.values()}
+    indices = list(config.token_indices)
+    if shape.ties_head and shape.embedding_path in resized:
+        resized.pop(shape.head_path, None)
+        if is_tied_rows(_index_rows(config, shape), shape):
+            indices = [entry for entry in indices if not stands_for(entry[0], shape.head_path, shape)]
+    for path, tensor in resized.items():
+        entry = next((entry for entry in indices if stands_for(entry[0], path, shape)), (path, ()))
+        rows = {shape.vocab_size + place: row for place, row in enumerate(tensor.values[shape.vocab_size :])}
+        dtype = tensor.dtype
+        trained = next((name for name in kept if parse_rows_name(name) == path), None)
+        if trained is not None:
+            own = kept.pop(trained)
+            expected = (len(entry[1]), shape.hidden_size)
+            if own.shape != expected:
+                message = f"tensor {trained[:120]!r} has shape {list(own.shape)}; the config requires {list(expected)}"
+                return config, tensors, [*reasons, Reason("shape_mismatch", message)]
+            if own.dtype != dtype:
+                rows = {token: convert(row, dtype, "float32") for token, row in rows.items()}
+                own_rows, dtype = convert(own.values, own.dtype, "float32"), STORED_NAMES["float32"]
+            else:
+                own_rows = own.values
+            rows |= dict(zip(entry[1], own_rows, strict=True))
+        ids = tuple(sorted(rows))
+        if entry in indices:
+            indices[indices.index(entry)] = (entry[0], ids)
+        else:
+            indices.append((path, ids))
+        name = name_rows(path)
+        kept[name] = StoredTensor(name, dtype, np.stack([rows[token] for token in ids]))
+    return replace(config, token_indices=tuple(indices)), kept, reasons
+
+
+def _drop_repeated(
+    config: PeftConfig, tensors: Mapping[str, StoredTensor], shape: ModelShape
+) -> Mapping[str, StoredTensor]:
+    """Drops what PEFT saves twice with a resized embedding and head: parts of modules in modules_to_save, and the rows
+    of a tied head.
+    """
+    copies: dict[str | None, StoredTensor] = {}
+    rows: dict[str | None, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        copies[(parse_copy_name(name, shape) or "").removesuffix(".weight")] = tensor
+        rows[parse_rows_name(name)] = tensor
+    if not any(shape.count_added_rows(tensor.shape) for path, tensor in copies.items() if path):
+        return tensors
+    is_tied = is_tied_rows(_index_rows(config, shape), shape)
+    repeated = set()
+    for name, tensor in tensors.items():
+        path, part = parse_saved_part(name, config, shape) or (None, None)
+        if part == "original_module" or (part is not None and _repeats(tensor, copies.get(path))):
+            repeated.add(name)
+        is_head = is_tied and parse_rows_name(name) == shape.head_path
+        if is_head and _repeats(tensor, rows.get(shape.embedding_path)):
+            repeated.add(name)
+    return {name: tensor for name, tensor in tensors.items() if name not in repeated}
+
+
+def _index_rows(config: PeftConfig, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Returns the trained tokens of embedding and head by their paths."""
+    return {
+        path: ids
+        for path in (shape.embedding_path, shape.head_path)
+        for name, ids in config.token_indices
+        if stands_for(name, path, shape)
+    }
+
+
+def _repeats(tensor: StoredTensor, other: StoredTensor | None) -> bool:
+    return other is not None and tensor.dtype == other.dtype and np.array_equal(tensor.values, other.values)
+
+
+def _compare_resized(
+    resized: Mapping[str, StoredTensor], shape: ModelShape, limits: AdapterLimits
+) -> Iterable[Reason]:
+    for tensor in resized.values():
+        before = replace(tensor, values=tensor.values[: shape.vocab_size])
+        why = _compare(before, shape, limits.base_directory, limits.served_dtype)
+        if why is not None:
+            message = f"the first {shape.vocab_size} rows of tensor {tensor.name[:120]!r}: this copy {why}"
+            yield Reason("embeddings", message)
+    if len({tensor.shape for tensor in resized.values()}) > 1:
+        yield Reason("embeddings", "the copies of embedding and head have different numbers of added rows")
+    elif shape.ties_head and len(resized) > 1:
+        first, second = (tensor.values[shape.vocab_size :] for tensor in resized.values())
+        if not np.array_equal(first, second):
+            yield Reason(
+                "embeddings", "the base model ties its head to the embedding, but the copies of both differ"
+            )
 
 
 def _is_bias(name: str) -> bool:
@@ -247,9 +361,9 @@ def parse_adapter(members: Mapping[str, memoryview], shape: ModelShape, limits: 
     reasons: list[Reason] = []
     config = _parse_config(members.get(CONFIG_NAME), reasons)
     tensors = _parse_tensors(members.get(TENSORS_NAME), limits, reasons)
-    extras, extra_reasons = read_extras(members, limits)
-    reasons += extra_reasons
-    adapter = _assemble(config, tensors, extras, reasons, shape, limits, members)
+    if config is None or tensors is None:
+        raise _invalid([*reasons, *read_extras(members, limits)[1]])
+    adapter = _assemble(config, tensors, reasons, shape, limits, members)
     # Stores keep no file with such a header, so the file is rewritten.
     has_long_header = int.from_bytes(members[TENSORS_NAME][:PREFIX_BYTES], "little") > MAX_HEADER_BYTES
     return replace(adapter, has_unused=True) if has_long_header else adapter
@@ -263,26 +377,24 @@ def assemble_adapter(
     """
     reasons: list[Reason] = []
     config = _parse_config(memoryview(raw_config), reasons)
-    return _assemble(config, tensors, AdapterExtras(), reasons, shape, limits)
+    if config is None:
+        raise _invalid(reasons)
+    return _assemble(config, tensors, reasons, shape, limits)
 
 
 def _assemble(
-    config: PeftConfig | None,
-    tensors: Mapping[str, StoredTensor] | None,
-    extras: AdapterExtras,
+    config: PeftConfig,
+    tensors: Mapping[str, StoredTensor],
     reasons: list[Reason],
     shape: ModelShape,
     limits: AdapterLimits,
     members: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> Adapter:
-    if config is None or tensors is None:
-        raise _invalid(reasons)
     spelling = find_spelling(tensors, shape)
     if spelling is not None:
         config, tensors, expert_reasons = join_experts(config, tensors, spelling, shape, limits)
         if expert_reasons:
             raise _invalid([*reasons, *expert_reasons])
-        extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
     other = find_other_names(tensors, shape)
     is_tied = config.ensure_weight_tying and shape.ties_head
     parts = {name: part for name in tensors if (part := find_other_part(name, other or shape)) is not None}
@@ -292,6 +404,8 @@ def _assemble(
     if other is not None:
         renamed = {name: rename_module(name, other, shape) for name in tensors}
         tensors = {renamed[name]: replace(tensor, name=renamed[name]) for name, tensor in tensors.items()}
+    uploaded = tensors
+    config, tensors, resize_reasons = take_added_rows(config, tensors, shape, limits)
     copies = find_copies(tensors, shape)
     if config.bias != "none":
         copies = frozenset(name for name in copies if not _is_bias(name))
@@ -304,7 +418,13 @@ def _assemble(
     if is_tied and not pair_reasons and not target_reasons:
         pair_reasons += check_tied_tensors(found, shape)
     config, length_reasons = spell_out(config, targets, shape, all_fields=other is not None)
-    reasons += [*target_reasons, *pair_reasons, *length_reasons]
+    extras = AdapterExtras()
+    if members:
+        extras, extra_reasons = read_extras(members, limits, found.num_added)
+        reasons += extra_reasons
+    if spelling is not None:
+        extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
+    reasons += [*target_reasons, *resize_reasons, *pair_reasons, *length_reasons]
     reasons += check_values(own.values(), limits)
     reasons += refuse_other_copies(
         (tensors[name] for name in sorted(copies)), shape, limits.base_directory, limits.served_dtype
@@ -324,6 +444,7 @@ def _assemble(
         (len(b_biases), "the biases of lora_B of {} modules"),
         (found.vocabulary.num_rows[0], "{} rows of the embedding"),
         (found.vocabulary.num_rows[1], "{} rows of the head"),
+        (found.num_added, "{} rows behind the base model's, for added tokens"),
         (found.vocabulary.num_rows[2], "a head for {} labels"),
         (len(found.norms), "the weights of {} norms, which replace those of the base model"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
@@ -337,7 +458,7 @@ def _assemble(
         found,
         adapter_digest(config, own),
         extras,
-        has_unused=bool(copies or parts),
+        has_unused=bool(copies or parts or tensors is not uploaded),
         is_sorted=other is None and spelling is None and list(own) == sorted(own),
     )
 

@@ -29,7 +29,7 @@ from slora_adapters.peft.adapter import (
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.targeting import Target
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finite, largest_magnitude_bits
-from slora_kernels.layout import LinearShape, ModelShape
+from slora_kernels.layout import MAX_ADDED_ROWS, LinearShape, ModelShape
 
 # PEFT writes names with the prefix "base_model.model." and without the adapter's name, "default". PEFT also loads names
 # with "default" before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding
@@ -47,7 +47,13 @@ _TOKEN_ROWS = re.compile(
 _EMBEDDING_FACTOR = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_embedding_(?P<factor>[AB])(?:\.default)?", re.DOTALL
 )
-_COPY = re.compile(rf"{_PREFIX}(?P<path>.+?)(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL)
+_COPY = re.compile(
+    rf"{_PREFIX}(?P<path>.+?)(?:\.token_adapter)?(?:\.base_layer)?\.(?P<parameter>weight|bias)", re.DOTALL
+)
+# PEFT also saves these parts of a module in modules_to_save, if the vocabulary was resized.
+_SAVED_PART = re.compile(
+    rf"{_PREFIX}(?P<path>.+)\.(?P<part>modules_to_save|original_module)(?:\.default)?\.weight", re.DOTALL
+)
 
 
 # The head of transformers' classes for sequence classification. PEFT names both in `modules_to_save` with
@@ -284,7 +290,8 @@ def validate(
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
     reasons += _check_invocation(config, targets, shape)
-    return AdapterTensors(pairs, biases, vocabulary, norms, config.invocation), reasons
+    num_added = vocabulary.count_added(shape.vocab_size)
+    return AdapterTensors(pairs, biases, vocabulary, norms, config.invocation, num_added), reasons
 
 
 def _check_invocation(
@@ -367,19 +374,15 @@ def _find_vocabulary(
     """Returns the replaced rows of embedding and head, the names of their tensors, and reasons to refuse them."""
     paths = {shape.embedding_path: shape.embedding_module, shape.head_path: shape.head_module}
     trained = {
-        path: ids for path in paths for name, ids in config.token_indices if _stands_for(name, path, shape)
+        path: ids for path in paths for name, ids in config.token_indices if stands_for(name, path, shape)
     }
     reasons = [*_refuse_other_modules(config, shape), *_check_tying(config, trained, shape)]
     found: dict[str, AnyFactor] = {}
     row_names = set()
     for name, tensor in tensors.items():
-        match = _TOKEN_ROWS.fullmatch(name)
-        path = (
-            match["path"]
-            if match is not None
-            else (parse_copy_name(name, shape) or "").removesuffix(".weight")
-        )
-        if path in paths and (match is not None or is_saved(path, config)):
+        row_path = parse_rows_name(name)
+        path = row_path or (parse_copy_name(name, shape) or "").removesuffix(".weight")
+        if path in paths and (row_path is not None or is_saved(path, config)):
             row_names.add(name)
             if path in found:
                 message = (
@@ -390,7 +393,7 @@ def _find_vocabulary(
     by_path: dict[str, TokenRows[AnyFactor]] = {}
     for path, module_id in paths.items():
         rows, ids = found.get(path), trained.get(path)
-        if path == shape.head_path and _is_tied(trained, shape):
+        if path == shape.head_path and is_tied_rows(trained, shape):
             if rows is not None or is_saved(path, config):
                 why = "PEFT ties them to the rows of the embedding"
                 reasons.append(Reason("trainable_token_indices", f"{path} has rows of its own, but {why}"))
@@ -400,10 +403,38 @@ def _find_vocabulary(
         if rows is not None and not faults:
             by_path[path] = TokenRows(rows, ids)
     embedding, head = by_path.get(shape.embedding_path), by_path.get(shape.head_path)
-    if _is_tied(trained, shape):
+    if is_tied_rows(trained, shape):
         head = embedding
+    reasons += _check_added(embedding, head, shape)
     classifier, names, faults = _find_classifier(config, tensors, shape)
     return Vocabulary(embedding, head, classifier), row_names | names, reasons + faults
+
+
+def _check_added(
+    embedding: TokenRows[AnyFactor] | None, head: TokenRows[AnyFactor] | None, shape: ModelShape
+) -> Iterable[Reason]:
+    """Yields reasons to refuse rows behind those of the base model."""
+    size = shape.vocab_size
+    counts = [Vocabulary(rows).count_added(size) for rows in (embedding, head)]
+    if not any(counts):
+        return
+    numbers = " and ".join(map(str, counts))
+    if counts[0] != counts[1]:
+        yield Reason(
+            "added_tokens",
+            f"the embedding and the head of the adapter have {numbers} rows behind the {size} of the base model; added "
+            "tokens need a row of each: save the adapter with save_pretrained(..., save_embedding_layers=True)",
+        )
+    for rows in (embedding, head):
+        if rows is not None and rows.token_ids is not None:
+            missing = sorted({*range(size, size + max(counts))} - {*rows.token_ids})
+            if missing and counts[0] == counts[1]:
+                yield Reason(
+                    "added_tokens",
+                    f"the adapter has rows for {max(counts)} tokens behind the {size} of the base model, but none for "
+                    f"token {missing[0]}; save it with save_pretrained(..., save_embedding_layers=True)",
+                )
+                return
 
 
 def _find_classifier(
@@ -491,7 +522,8 @@ def _check_rows(
             yield Reason("missing_tensors", f"{field} names {path}, but there is no tensor for it")
         return
     name = f"tensor {tensor.name[:120]!r}"
-    expected = (shape.vocab_size if ids is None else len(ids), shape.hidden_size)
+    num_rows = shape.vocab_size + shape.count_added_rows(tensor.shape) if ids is None else len(ids)
+    expected = (num_rows, shape.hidden_size)
     if ids is None and not is_whole:
         yield Reason(field, f"{name} has rows of {path}, which {field} does not name")
     elif ids is not None and is_whole:
@@ -509,9 +541,31 @@ def _check_rows(
         if ids is None:
             message += explain_resize(tensor, shape)
         yield Reason("shape_mismatch", message)
-    elif ids is not None and max(ids) >= shape.vocab_size:
-        message = f"{field} names token {max(ids)}, but the base model has {shape.vocab_size} tokens"
+    elif ids is not None and max(ids) >= shape.vocab_size + MAX_ADDED_ROWS:
+        message = (
+            f"{field} names token {max(ids)}, but the base model has {shape.vocab_size} tokens, and an adapter adds at "
+            f"most {MAX_ADDED_ROWS}"
+        )
         yield Reason(field, message)
+
+
+def parse_rows_name(name: str) -> str | None:
+    """Returns the path of the module in the name of trained rows; None for other names."""
+    match = _TOKEN_ROWS.fullmatch(name)
+    return None if match is None else match["path"]
+
+
+def parse_saved_part(name: str, config: PeftConfig, shape: ModelShape) -> tuple[str, str] | None:
+    """Returns path and part in the name of a part of the embedding or of the head, if modules_to_save names it."""
+    match = _SAVED_PART.fullmatch(name)
+    if match is None or match["path"] not in (shape.embedding_path, shape.head_path):
+        return None
+    return (match["path"], match["part"]) if is_saved(match["path"], config) else None
+
+
+def name_rows(path: str) -> str:
+    """Returns the name of trained rows of the module at `path`."""
+    return f"base_model.model.{path}.token_adapter.trainable_tokens_delta"
 
 
 def explain_resize(tensor: Factor, shape: ModelShape) -> str:
@@ -525,17 +579,17 @@ def explain_resize(tensor: Factor, shape: ModelShape) -> str:
         else "rows were removed from"
     )
     return (
-        f": {change} the vocabulary before training, and an adapter is served with the vocabulary of the base model; "
-        f"serve the base model after resize_token_embeddings({rows}), saved with the adapter's tokenizer, or train "
-        "tokens that it has with trainable_token_indices"
+        f": {change} the vocabulary before training, and an adapter may add at most {MAX_ADDED_ROWS} to that of the "
+        f"base model; serve the base model after resize_token_embeddings({rows}), saved with the adapter's tokenizer, "
+        "or train tokens that it has with trainable_token_indices"
     )
 
 
-def _stands_for(name: str | None, path: str, shape: ModelShape) -> bool:
+def stands_for(name: str | None, path: str, shape: ModelShape) -> bool:
     return path == shape.embedding_path if name is None else names_module(name, path)
 
 
-def _is_tied(trained: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
+def is_tied_rows(trained: Mapping[str, tuple[int, ...]], shape: ModelShape) -> bool:
     """Whether PEFT uses the embedding's trained rows for the head: the base ties them, and the config does not name
     other tokens for the head.
     """
@@ -547,12 +601,12 @@ def _check_tying(
     config: PeftConfig, trained: Mapping[str, tuple[int, ...]], shape: ModelShape
 ) -> Iterable[Reason]:
     for path in (shape.embedding_path, shape.head_path):
-        names = [name for name, _ in config.token_indices if _stands_for(name, path, shape)]
+        names = [name for name, _ in config.token_indices if stands_for(name, path, shape)]
         if len(names) > 1:
             spelled = " and ".join(map(repr, names))
             message = f"trainable_token_indices names {path} twice, as {spelled}; keep one of them"
             yield Reason("trainable_token_indices", message)
-    has_tokens = bool(trained) and not _is_tied(trained, shape)
+    has_tokens = bool(trained) and not is_tied_rows(trained, shape)
     if config.ensure_weight_tying and shape.ties_head and has_tokens:
         yield Reason(
             "ensure_weight_tying",

@@ -24,7 +24,7 @@ from slora.core.request import WeightedAdapter
 from slora.text.generation_defaults import read_classifier, read_generation_defaults
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.peft.added_tokens import read_added_tokens
+from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import LATEST, AdapterRecord, Rollout, Targets, parse_reference
 from slora_api.adapters.adapter_json import (
@@ -185,6 +185,7 @@ class ModelCatalog:
             own.override(self._base.defaults),
             read_classifier(extras.generation_config),
             frozenset([read_added_tokens(extras.generation_config)]),
+            read_added_rows(extras.generation_config),
         )
 
     async def find_answering_model(

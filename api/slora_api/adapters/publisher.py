@@ -51,7 +51,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
-from slora_adapters.peft.added_tokens import read_added_tokens
+from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.catalog import Catalog
@@ -455,7 +455,8 @@ class Publisher:
             )
 
     async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
-        reasons = find_unsupported_fields(adapter.extras.generation_config, self._client.info.vocab_size)
+        text = adapter.extras.generation_config
+        reasons = find_unsupported_fields(text, self._client.info.vocab_size + read_added_rows(text))
         reasons += await self._canary.check_tokens(tenant, adapter.extras)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(tenant, adapter.extras.chat_template)

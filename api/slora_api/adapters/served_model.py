@@ -39,6 +39,8 @@ class ServedModel:
     labels: `name@version` of each adapter.
     classifier: the head of the adapter, if it classifies texts.
     chat_templates: the distinct chat templates of the adapters; None stands for the base model's template.
+    added_rows: number of the adapter's tokens behind those of the base model. The engine refuses sums with such a
+        part.
     tokens_of_parts: the distinct added tokens of the adapters' tokenizers; none stands for the base's tokenizer.
     """
 
@@ -49,6 +51,7 @@ class ServedModel:
     defaults: GenerationDefaults
     classifier: Classifier | None = None
     tokens_of_parts: frozenset[tuple[AddedToken, ...]] = frozenset([()])
+    added_rows: int = 0
 
     @property
     def chat_template(self) -> str | None:

@@ -196,6 +196,7 @@ class InferenceCall:
             ) from None
         if encoder is not self.encoder:
             self.encoder, self.bounds = encoder, self.services.bounds(encoder)
+        self.info = self.services.generator.engine_info().with_added_tokens(model.added_rows)
         self.model = model
 
     async def _find_model(self, body: ModelFields, *, is_stale: bool) -> None:

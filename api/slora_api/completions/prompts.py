@@ -197,7 +197,7 @@ def _complete(
         is_free = changed.get("structured_output") is None
         changed["min_tokens"] = min(draft.min_tokens, max_tokens) if is_free else 0
     tokenizer = call.encoder.tokenizer
-    used = () if call.syntax is None else tokenizer.find_special_tokens(call.syntax.markers).values()
+    used = _find_markers(call).values()
     completed = replace(draft, max_tokens=max_tokens, **changed)
     tokenizer.check_form(completed.structured_output, used)
     if changed:
@@ -341,11 +341,22 @@ def _conversation_form(call: InferenceCall, body: ConversationFields) -> Structu
         [(tool.function.name, tool.function.parameters) for tool in forced or body.shown_tools],
         is_single=syntax.names_tool or syntax.max_calls == 1,
         schema=None if form is None else form.text or _ANY_OBJECT,
-        special_ids=call.encoder.tokenizer.find_special_tokens(syntax.markers),
+        special_ids=_find_markers(call),
         allows_text=form is None and not forced,
         is_compact=form is not None and form.kind is OutputKind.COMPACT_JSON,
     )
     return StructuredOutput.grammar(grammar.write(), "tools" if form is None else form.param)
+
+
+def _find_markers(call: InferenceCall) -> dict[str, int]:
+    """Returns the tokens that mark reasoning and tool calls, and that grammars name by their ids. Grammars do not have
+    the tokens of an adapter behind those of the base model.
+    """
+    if call.syntax is None:
+        return {}
+    size = call.info.vocab_size - call.model.added_rows
+    found = call.encoder.tokenizer.find_special_tokens(call.syntax.markers)
+    return {text: token_id for text, token_id in found.items() if token_id < size}
 
 
 def _num_prompt_logprobs(body: CompletionRequest) -> int | None:

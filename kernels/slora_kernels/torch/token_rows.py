@@ -58,9 +58,10 @@ def token_logits(hidden: Tensor, rows: TokenRows) -> Tensor:
 
 
 def replace_logits(logits: Tensor, own_logits: Tensor, places: Tensor, rows: TokenRows) -> None:
-    """Overwrites the logits of tokens that have a row of their own, in the rows `places` of logits [N, vocab_size].
+    """Overwrites the logits of tokens that have a row of their own, in the rows `places` of logits.
 
-    own_logits: [n, rows.count], the result of `token_logits`. places: int64 [n].
+    logits: [N, vocab_size], or [N, vocab_size + MAX_ADDED_ROWS]. own_logits: [n, rows.count], the result of
+    `token_logits`. places: int64 [n].
     """
     if rows.count == logits.shape[1]:
         logits[places] = own_logits

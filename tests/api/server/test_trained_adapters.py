@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -168,3 +169,50 @@ def test_the_tokens_that_a_training_added_are_those_of_its_adapter_alone(
     weights = [{"name": "extended"}, {"name": "plain"}]
     refused = client.post("/v1/completions", json={"model": "default", "prompt": "a", "adapters": weights})
     assert refused.status_code == 400 and "have different added tokens" in refused.text
+
+
+def test_an_adapter_brings_rows_behind_those_of_the_base_model(
+    server: Served, key: str, client: httpx.Client, base: Path, tmp_path: Path
+) -> None:
+    """PEFT saves whole copies of the resized matrices beside the adapter."""
+    theirs, model = AutoTokenizer.from_pretrained(base), AutoModelForCausalLM.from_pretrained(base)
+    theirs.add_tokens([f"<extra {number}>" for number in range(140)])
+    theirs.add_special_tokens({"eos_token": "<|end|>"})
+    model.resize_token_embeddings(len(theirs), mean_resizing=False)
+    for matrix in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+        matrix.data[512:] = 2 * matrix.data[: len(theirs) - 512]
+    directory = tmp_path / "resized"
+    with quiet_peft():
+        trained = get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM"))
+        trained.save_pretrained(directory)
+    theirs.save_pretrained(directory)
+    shown = push(server, key, directory)
+    end = theirs.convert_tokens_to_ids("<|end|>")
+    assert end == 516 and "5 rows behind the base model's, for added tokens" in shown
+
+    text = "The <extra 139>fox<extra 3> jumps<extra 137>"
+    ids = theirs(text)["input_ids"]
+    expected = (
+        trained.eval()
+        .generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, eos_token_id=None)[0, len(ids) :]
+        .tolist()
+    )
+    body = {"model": "resized", "temperature": 0, "max_tokens": 6, "ignore_eos": True, "logprobs": 2}
+    for prompt in (text, ids):
+        answer = client.post("/v1/completions", json=body | {"prompt": prompt, "return_token_ids": True})
+        (choice,) = answer.raise_for_status().json()["choices"]
+        assert choice["token_ids"] == expected
+        assert choice["text"] == theirs.decode(expected, skip_special_tokens=True)
+    biased = {"logit_bias": {"515": 100}, "max_tokens": 2}
+    (choice,) = client.post("/v1/completions", json=body | biased | {"prompt": text}).json()["choices"]
+    assert choice["text"] == 2 * theirs.decode([515])
+    form = {"structured_outputs": {"choice": ["fox", "jumps"]}, "ignore_eos": False, "logprobs": None}
+    (choice,) = client.post(
+        "/v1/completions", json=body | form | {"prompt": text, "logit_bias": {str(end): 100}}
+    ).json()["choices"]
+    assert choice["text"] in ("fox", "jumps") and choice["finish_reason"] == "stop"
+    counted = client.post("/detokenize", json={"model": "resized", "tokens": [515, 516]})
+    assert counted.json()["prompt"] == theirs.decode([515, 516])
+    for wrong in ({"model": "default"}, {"model": "resized", "prompt": [517]}):
+        refused = client.post("/v1/completions", json={"prompt": [516]} | wrong)
+        assert refused.status_code == 400 and "which is out of vocabulary" in refused.text
