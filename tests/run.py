@@ -8,7 +8,9 @@ a group is printed at its end, and the exit status is 0 only if all groups passe
 import gc
 import importlib
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,13 +68,18 @@ def _import_packages() -> None:
     gc.freeze()
 
 
-def _run_groups(options: list[str]) -> Iterator[int]:
-    """Yields the exit code of each group."""
+def _run_groups(options: list[str], folder: Path) -> Iterator[int]:
+    """Yields the exit code of each group. folder: for the files of the tests.
+
+    Each group has a folder of its own. In pytest's common one, each run removes folders of earlier runs at its end, and
+    runs that end at the same time disturb each other.
+    """
     waiting, running = list(_GROUPS), dict[int, tuple[str, int, float]]()
     while waiting or running:
         while waiting and len(running) < _NUM_AT_ONCE:
             group, output = waiting.pop(0), os.memfd_create("output")
-            running[_start([*group.split(), *options], output)] = group, output, time.monotonic()
+            arguments = [*group.split(), f"--basetemp={folder / str(len(waiting))}", *options]
+            running[_start(arguments, output)] = group, output, time.monotonic()
         pid, status, used = os.wait4(-1, 0)
         group, output, started_at = running.pop(pid)
         code = os.waitstatus_to_exitcode(status)
@@ -87,7 +94,10 @@ def _run_groups(options: list[str]) -> Iterator[int]:
 def main(options: list[str]) -> int:
     os.chdir(_ROOT)
     _import_packages()
-    codes = set(_run_groups(options))
+    folder = Path(tempfile.mkdtemp(prefix="slora-tests-"))
+    codes = set(_run_groups(options, folder))
+    # Forked processes leave `_run_groups` by an exception, so this is the process that started them.
+    shutil.rmtree(folder, ignore_errors=True)
     # Otherwise, packages with extensions report that they leak.
     gc.unfreeze()
     # The options may select no test of a group.
