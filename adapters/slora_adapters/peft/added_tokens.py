@@ -18,6 +18,8 @@ from slora_kernels.layout import MAX_ADDED_ROWS
 _TOKENS_FIELD, _ROWS_FIELD = "added_tokens", "added_rows"
 MAX_ADDED_TOKENS = 1_024
 MAX_ADDED_CHARS = 128
+# Building the tokenizer holds the interpreter lock for a time that grows with the characters of all tokens.
+MAX_TOTAL_CHARS = 16_384
 _SETTINGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 # `uses` of an upload names this many added tokens.
 _NUM_NAMED = 32
@@ -139,15 +141,11 @@ def extend_tokenizer(base: FastTokenizer, tokens: Iterable[AddedToken]) -> FastT
     table = {token.token_id: token for token in list_added_tokens(base)}
     own = {token.token_id: token for token in tokens}
     table |= own
-    # Ids are given in order. Each call adds tokens of one kind, because it decides whether they are special.
-    group: list[AddedToken] = []
-    for token_id in sorted(table):
-        token = table[token_id]
-        if group and group[0].special != token.special:
-            _add_group(extended, group)
-            group = []
-        group.append(token)
-    _add_group(extended, group)
+    # The library gives ids in order, and each call builds its search automata anew. So one call adds all tokens, and a
+    # second marks the special ones, which keep their ids.
+    ordered = [table[token_id] for token_id in sorted(table)]
+    extended.add_tokens([token.to_library() for token in ordered])
+    extended.add_special_tokens([token.to_library() for token in ordered if token.special])
     given = {token.token_id: token for token in list_added_tokens(extended)}
     wrong = next((token for token in table.values() if given.get(token.token_id) != token), None)
     if wrong is not None or len(given) != len(table):
@@ -158,10 +156,3 @@ def extend_tokenizer(base: FastTokenizer, tokens: Iterable[AddedToken]) -> FastT
             "base's tokenizer without a gap, and each token must have one id"
         )
     return extended
-
-
-def _add_group(tokenizer: FastTokenizer, group: Sequence[AddedToken]) -> None:
-    if not group:
-        return
-    add = tokenizer.add_special_tokens if group[0].special else tokenizer.add_tokens
-    add([token.to_library() for token in group])

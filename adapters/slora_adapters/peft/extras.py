@@ -20,6 +20,7 @@ from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
 from slora_adapters.peft.added_tokens import (
     MAX_ADDED_CHARS,
     MAX_ADDED_TOKENS,
+    MAX_TOTAL_CHARS,
     AddedToken,
     describe_added,
     extend_tokenizer,
@@ -456,6 +457,12 @@ class _AddedTokens:
                 "added_tokens",
                 f"the adapter's tokenizer has {len(own)} added tokens that differ from the base's; accepted are at "
                 f"most {MAX_ADDED_TOKENS}; {_REMEDY}",
+            )
+        elif (num_chars := sum(len(token.content) for token in own)) > MAX_TOTAL_CHARS:
+            yield Reason(
+                "added_tokens",
+                f"the {len(own)} added tokens of the adapter's tokenizer that differ from the base's have {num_chars} "
+                f"characters in all; accepted are at most {MAX_TOTAL_CHARS}; shorten them, or {_REMEDY}",
             )
         elif self.contradiction is not None:
             yield Reason(

@@ -12,8 +12,9 @@ from transformers import AutoTokenizer
 from slora.text.chat_template import render_chat
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
+from slora_adapters.peft import added_tokens
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
-from slora_adapters.peft.added_tokens import read_added_tokens
+from slora_adapters.peft.added_tokens import extend_tokenizer, list_added_tokens, read_added_tokens
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, make_members, reason_codes
 from tests.support.tiny_tokenizers import byte_fallback, byte_level, metaspace, write_tokenizer
@@ -295,25 +296,67 @@ def test_the_added_tokens_of_an_adapter_split_and_spell_texts_as_transformers_do
             {"<|reserved_0|>": "<x>", "<|reserved_1|>": "<|reserved_0|>"},
             r"which is id 376 in the base's tokenizer",
         ),
-        (None, r"has 1025 added tokens that differ from the base's; accepted are at most 1024"),
+        (
+            [f"<{number}>" for number in range(1025)],
+            r"has 1025 added tokens that differ from the base's; accepted are at most 1024",
+        ),
+        (
+            [f"<{number:126}>" for number in range(129)],
+            r"the 129 added tokens .* have 16512 characters in all; accepted are at most 16384; shorten them",
+        ),
     ],
 )
 def test_added_tokens_that_cannot_be_served_are_refused_by_name(
-    tmp_path: Path, change: dict[str, str] | None, message: str
+    tmp_path: Path, change: dict[str, str] | list[str], message: str
 ) -> None:
     fast = byte_level()
     fast.add_special_tokens(["<|reserved_0|>", "<|reserved_1|>"])
     write_tokenizer(tmp_path, fast)
     own = FastTokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    if change is None:
-        own.add_tokens([f"<{number}>" for number in range(1025)])
+    if isinstance(change, list):
+        own.add_tokens(change)
     saved = own.to_str()
-    for before, after in (change or {}).items():
+    for before, after in change.items() if isinstance(change, dict) else ():
         saved = saved.replace(f'"{before}"', f'"{after}"')
     limits = replace(_limits(tmp_path), vocab_size=2000)
     members = make_members() | {"tokenizer.json": saved.encode()}
     with pytest.raises(AdapterInvalid, match=message):
         parse_adapter({name: memoryview(raw) for name, raw in members.items()}, SHAPE, limits)
+
+
+class CountedLibrary:
+    """A tokenizer of the library that counts the calls that add tokens, each of which builds its automata anew."""
+
+    calls = 0
+
+    def __init__(self, model: Any) -> None:
+        object.__setattr__(self, "fast", FastTokenizer(model))
+
+    def __getattr__(self, name: str) -> Any:
+        CountedLibrary.calls += name in ("add_tokens", "add_special_tokens")
+        return getattr(self.fast, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.fast, name, value)
+
+
+def test_special_and_plain_tokens_in_turn_are_added_in_as_few_calls_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Born from a bug: an upload of 250 KB took a minute of CPU time."""
+    monkeypatch.setattr(added_tokens, "FastTokenizer", CountedLibrary)
+    fast = byte_level()
+    fast.add_tokens(["<tool>"])
+    size = fast.get_vocab_size()
+    tokens = [
+        added_tokens.AddedToken(
+            size + number, f"<{number}>", special=number % 2 == 1, normalized=number % 3 == 1
+        )
+        for number in range(40)
+    ]
+    extended = extend_tokenizer(fast, tokens)
+    assert list_added_tokens(extended) == [*list_added_tokens(fast), *tokens]
+    assert CountedLibrary.calls == 2
 
 
 def test_the_field_of_added_tokens_is_written_by_the_server_alone(base: Path) -> None:
