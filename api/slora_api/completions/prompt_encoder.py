@@ -6,6 +6,7 @@ tokenizer cannot be interrupted. So the tokens of a long text are first counted 
 the context or the request is cancelled. Only a text that may fit is tokenized as a whole.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -40,6 +41,8 @@ class PromptEncoder:
         # The encoders of adapters with added tokens, the last used one at the end. Tenants share an encoder only if
         # all of its tokens are equal.
         self._extended: OrderedDict[tuple[AddedToken, ...], PromptEncoder] = OrderedDict()
+        # Those that a thread builds now. A build begins with a slot, so who joins it never waits in another's queue.
+        self._builds: dict[tuple[AddedToken, ...], asyncio.Task[PromptEncoder]] = {}
 
     async def with_added_tokens(self, tenant: str, tokens: tuple[AddedToken, ...]) -> "PromptEncoder":
         """Returns the encoder for an adapter's added tokens. Raises ValueError if the tokenizer cannot have them, and
@@ -49,12 +52,28 @@ class PromptEncoder:
             return self
         encoder = self._extended.get(tokens)
         if encoder is None:
-            async with self._slots.hold(tenant):
-                extended = await tenant_thread(tenant, self.tokenizer.with_added_tokens, tokens)
-            encoder = self._extended[tokens] = PromptEncoder(extended, self._slots)
-            if len(self._extended) > _MAX_EXTENDED:
-                self._extended.popitem(last=False)
-        self._extended.move_to_end(tokens)
+            if tokens in self._builds:
+                encoder = await self._build_once(tenant, tokens)
+            else:
+                async with self._slots.hold(tenant):
+                    encoder = self._extended.get(tokens) or await self._build_once(tenant, tokens)
+        if tokens in self._extended:
+            self._extended.move_to_end(tokens)
+        return encoder
+
+    async def _build_once(self, tenant: str, tokens: tuple[AddedToken, ...]) -> "PromptEncoder":
+        """Joins the build of the encoder that runs, or begins it. A caller that is cancelled does not end it."""
+        building = self._builds.get(tokens)
+        if building is None:
+            building = self._builds[tokens] = asyncio.create_task(self._build(tenant, tokens))
+            building.add_done_callback(lambda _: self._builds.pop(tokens))
+        return await asyncio.shield(building)
+
+    async def _build(self, tenant: str, tokens: tuple[AddedToken, ...]) -> "PromptEncoder":
+        extended = await tenant_thread(tenant, self.tokenizer.with_added_tokens, tokens)
+        encoder = self._extended[tokens] = PromptEncoder(extended, self._slots)
+        if len(self._extended) > _MAX_EXTENDED:
+            self._extended.popitem(last=False)
         return encoder
 
     @staticmethod

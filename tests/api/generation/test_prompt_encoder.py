@@ -5,6 +5,7 @@ import pytest
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
+from slora_adapters.peft.added_tokens import AddedToken
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.core.errors import TenantBusy
 from slora_api.core.fair_slots import cpu_slots
@@ -20,6 +21,7 @@ class CountedTokenizer:
         self.encoded: list[int] = []
         self.counted: list[int] = []
         self.threads: set[int] = set()
+        self.num_built = 0
         self.go = threading.Event()
         self.go.set()
 
@@ -30,6 +32,11 @@ class CountedTokenizer:
     def count_tokens(self, text: str) -> int:
         self._note(self.counted, text)
         return self._inner.count_tokens(text)
+
+    def with_added_tokens(self, tokens: tuple[AddedToken, ...]) -> Tokenizer:
+        self.num_built += 1
+        self.go.wait()
+        return self._inner.with_added_tokens(tokens)
 
     def _note(self, calls: list[int], text: str) -> None:
         self.go.wait()
@@ -105,3 +112,35 @@ def test_long_token_ids_are_decoded_as_short_ones() -> None:
     encoder = PromptEncoder(tokenizer, cpu_slots(8))
     assert asyncio.run(encoder.decode("acme", list(b"ab" * 5000))) == "ab" * 5000
     assert asyncio.run(encoder.decode("acme", list(b"ab"))) == "ab"
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_requests_at_once_share_one_build_of_an_adapters_tokenizer(is_refused: bool) -> None:
+    """The first of them is cancelled, which does not end the build. One that comes later waits for no slot."""
+    tokenizer = CountedTokenizer()
+    tokenizer.go.clear()
+    tokens = (AddedToken(byte_tokenizer().vocab_size + is_refused, "<own>"),)
+
+    async def crowd() -> list[PromptEncoder | BaseException]:
+        encoder = PromptEncoder(tokenizer, cpu_slots(4))  # type: ignore[arg-type]
+        tasks = []
+        for tenant in ("acme", "acme", "acme", "acme", "other"):
+            tasks.append(asyncio.create_task(encoder.with_added_tokens(tenant, tokens)))
+            await asyncio.sleep(0)
+        tasks += [asyncio.create_task(encoder.with_added_tokens("acme", tokens)) for _ in range(10)]
+        await asyncio.sleep(0.01)
+        tasks[0].cancel()
+        await asyncio.sleep(0)
+        tokenizer.go.set()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    first, *others = asyncio.run(crowd())
+    assert isinstance(first, asyncio.CancelledError)
+    if is_refused:
+        assert {type(error) for error in others} == {ValueError}
+    else:
+        (encoder,) = set(others)
+        assert isinstance(encoder, PromptEncoder) and encoder.tokenizer.encode("<own>") == [
+            tokens[0].token_id
+        ]
+        assert tokenizer.num_built == 1
