@@ -194,7 +194,7 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         invocation=reader.invocation(),
         target_parameters=reader.target_parameters(),
     )
-    reasons += _refuse_bad_combination(config)
+    reasons += refuse_bad_combination(config)
     return (None if reader.broken else config), reasons
 
 
@@ -237,7 +237,11 @@ def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
             )
 
 
-def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
+def refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
+    """Yields a reason for each pair of fields that cannot be set together.
+
+    What the tensors of an adapter add to its config, such as the rows of added tokens, must be checked again.
+    """
     others = {
         "use_dora": config.use_dora,
         "bias": config.bias != "none",
@@ -247,9 +251,14 @@ def _refuse_bad_combination(config: PeftConfig) -> Iterable[Reason]:
     }
     for field, is_set in others.items():
         if config.invocation and is_set:
+            also = (
+                " (copies of a matrix with added tokens are such rows, too)"
+                if field == "trainable_token_indices"
+                else ""
+            )
             yield Reason(
                 field,
-                f"{field} and alora_invocation_tokens are both set, which PEFT does not define; set one",
+                f"{field}{also} and alora_invocation_tokens are both set, which PEFT does not define; set one",
             )
     for field, is_set in (("use_dora", config.use_dora), ("lora_bias", config.lora_bias)):
         if config.target_parameters and is_set:

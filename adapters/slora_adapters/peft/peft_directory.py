@@ -20,7 +20,7 @@ from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
 from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, AdapterLimits, adapter_digest
 from slora_adapters.peft.experts import find_spelling, join_experts
 from slora_adapters.peft.extras import EXTRA_NAMES, add_labels, read_extras
-from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config
+from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config, refuse_bad_combination
 from slora_adapters.peft.targeting import resolve_targets, save_tied_head, spell_out
 from slora_adapters.peft.tensor_file import (
     MAX_HEADER_BYTES,
@@ -425,6 +425,7 @@ def _assemble(
     if spelling is not None:
         extras = replace(extras, uses=(*extras.uses, "the linears of single experts, joined to one of all"))
     reasons += [*target_reasons, *resize_reasons, *pair_reasons, *length_reasons]
+    reasons += [reason for reason in refuse_bad_combination(config) if reason not in reasons]
     reasons += check_values(own.values(), limits)
     reasons += refuse_other_copies(
         (tensors[name] for name in sorted(copies)), shape, limits.base_directory, limits.served_dtype

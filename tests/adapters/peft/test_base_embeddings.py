@@ -148,6 +148,27 @@ def test_resized_embeddings_are_refused_with_both_shapes(tmp_path: Path, base: P
     assert "shape [62, 48], but the base model's has [64, 48]" in refusal(tmp_path, base)
 
 
+def test_rows_behind_those_of_the_base_are_refused_in_an_activated_adapter(
+    tmp_path: Path, base: Path
+) -> None:
+    """Born from wrong answers: copies became rows after the config's fields had been checked together."""
+    for invocation in (None, [3, 4]):
+        make_adapter(tmp_path, target_modules=["q_proj"], alora_invocation_tokens=invocation)
+        tensors = tensors_of(tmp_path)
+        for module in ("model.embed_tokens", "lm_head"):
+            name, values = (
+                f"base_model.model.{module}.weight",
+                tensors_of_base(base)[f"{module}.weight"].values,
+            )
+            tensors[name] = StoredTensor(name, "F32", np.concatenate([values, values[:2]]))
+        rewrite(tmp_path, tensors)
+        if invocation is None:
+            assert read(tmp_path, base).tensors.num_added == 2
+        else:
+            refused = refusal(tmp_path, base, "trainable_token_indices")
+            assert "alora_invocation_tokens" in refused and "added tokens" in refused
+
+
 HEAD_BIAS = "base_model.model.lm_head.base_layer.bias"
 
 
