@@ -145,9 +145,8 @@ class RedisCounters:
         self._open: set[_Handle] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self._host_use = _HostUse()
-        # Reservations that Redis may make although their request was served by the host, because no answer came.
-        self._unwanted: list[_Handle] = []
-        # Reservations that ended while Redis did not answer: at most those that were open when that began.
+        # Reservations that ended while Redis did not answer: at most those that were open when that began. So are those
+        # that Redis may have made although their request was served by the host, because no answer came.
         self._unsettled: list[_Settlement] = []
 
     async def reserve(
@@ -182,7 +181,7 @@ class RedisCounters:
             found, unseeded, uses = await self._run("reserve", subjects, values)
         except redis.RedisError as error:
             self._leave(error)
-            self._unwanted.append(handle)
+            self._unsettled.append(_Settlement(handle, charge, 0, counts=False, was_sent=True))
             return await self._reserve_on_host(subjects, charge)
         if unseeded:
             return NotSeeded(tuple(subjects[position - 1] for position in unseeded))
@@ -280,13 +279,14 @@ class RedisCounters:
             for tenant, ids in by_tenant.items():
                 for start in range(0, len(ids), 1000):
                     await self._run("renew", (Subject(tenant, "", NO_QUOTA),), ids[start : start + 1000])
-            while self._unwanted:
-                unwanted = _Settlement(self._unwanted[-1], Charge(0, 0), 0, counts=False, was_sent=True)
-                await self._run_settle(unwanted)
-                self._unwanted.pop()
             while self._unsettled:
-                await self._run_settle(self._unsettled[-1])
-                self._unsettled.pop()
+                # Others may be appended during the call.
+                settlement = self._unsettled.pop()
+                try:
+                    await self._run_settle(settlement)
+                except redis.RedisError:
+                    self._unsettled.append(replace(settlement, was_sent=True))
+                    raise
             for account in self._host_use.accounts():
                 await self._run("carry", (Subject(*account, NO_QUOTA),), self._host_use.take(account))
         except redis.RedisError as error:

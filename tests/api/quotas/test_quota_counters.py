@@ -1,7 +1,7 @@
 """The contract of quota counters: a plain model decides what each of them must answer."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -370,12 +370,28 @@ def test_the_use_of_a_host_while_redis_hung_counts_for_all_hosts_afterwards(
         assert await count_admitted(first, 2) == 2
         long, never_sent = [await first.reserve(subjects, Charge(10, 1)) for _ in range(2)]
         assert isinstance(long, Reservation) and isinstance(never_sent, Reservation)
+        busy = (Subject("busy", "", Quota()),)
+
+        def settle_busy(reservations: Iterable[Reservation]) -> None:
+            for reservation in reservations:
+                first.settle(reservation, reservation.charge.tokens)
+
+        others = [await first.reserve(busy, Charge(tokens, 1)) for tokens in range(1, 801)]
         with redis_server.hanging():
             assert await count_admitted(first, 30) == 20, "the host counts for itself"
             first.settle(long, 5)
             first.settle(never_sent, 0, counts=False)
+            settle_busy(others[:100])
+        # Some requests end while the settlements of others are sent.
+        rest = others[100:]
         while first.is_away:
+            if rest and (await second.read(busy))[0].answers < len(others):
+                settle_busy([rest.pop()])
+            await asyncio.sleep(0)
+        settle_busy(rest)
+        while (of_busy := (await second.read(busy))[0]).answers:
             await asyncio.sleep(0.05)
+        assert (of_busy.requests, of_busy.tokens, of_busy.reserved_tokens) == (800, 800 * 801 // 2, 0)
         assert await count_admitted(second, 30) == 0
         (use, of_key) = await second.read(subjects)
         assert (use.requests, use.tokens, use.tokens_today, use.answers) == (23, 71, 71, 0)
