@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any, SupportsIndex
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -152,7 +153,8 @@ class RequestBuilder:
         # A branch of the hub is resolved once; later requests use the same download.
         self._downloaded: dict[HubReference, Path] = {}
         self._num_discarded = 0
-        self._extended: dict[tuple[AddedToken, ...], Tokenizer] = {}
+        # Kept as long as an adapter or an answer uses them.
+        self._extended: WeakValueDictionary[tuple[AddedToken, ...], Tokenizer] = WeakValueDictionary()
         self._lock = Lock()
         self._numbers = itertools.count(1)
 
@@ -316,10 +318,15 @@ class RequestBuilder:
         if self._tokenizer is None or not tokens:
             return self._tokenizer
         with self._lock:
-            try:
-                return self._extended.setdefault(tokens, self._tokenizer.with_added_tokens(tokens))
-            except ValueError as error:
-                raise AdapterInvalid((Reason("added_tokens", str(error)),)) from None
+            known = self._extended.get(tokens)
+        if known is not None:
+            return known
+        try:
+            built = self._tokenizer.with_added_tokens(tokens)
+        except ValueError as error:
+            raise AdapterInvalid((Reason("added_tokens", str(error)),)) from None
+        with self._lock:  # Another thread may have built an equal one.
+            return self._extended.setdefault(tokens, built)
 
     def _find_known(self, key: _AdapterKey, state: DirectoryState | None) -> _ServedModel | None:
         """Returns the adapter if it was read before and has not changed, otherwise None.

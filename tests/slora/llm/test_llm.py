@@ -1,6 +1,8 @@
+import gc
 import json
 import os
 import shutil
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,6 +251,33 @@ def test_an_adapters_added_tokens_are_those_of_its_prompts_and_answers(
         llm.generate(text, replace(GREEDY, structured_output=StructuredOutput.choice([hidden])), own)
     with pytest.raises(RequestRefused, match="different added tokens"):
         llm.generate("fox", GREEDY, [[own, kit.adapters["rslora"]]])
+
+
+def test_adapters_with_equal_added_tokens_share_a_tokenizer_until_they_are_discarded(
+    llm: LLM, kit: ModelKit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(kit.directory)
+    tokenizer.add_tokens(["<think>"])
+    for name in ("odd_rank", "rslora"):
+        shutil.copytree(kit.adapters[name], tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    built: list[weakref.ref[Tokenizer]] = []
+    build = Tokenizer.with_added_tokens
+
+    def build_noted(base: Tokenizer, tokens: Any) -> Tokenizer:
+        extended = build(base, tokens)
+        built.append(weakref.ref(extended))
+        return extended
+
+    monkeypatch.setattr(Tokenizer, "with_added_tokens", build_noted)
+    adapters = [tmp_path / "odd_rank", tmp_path / "rslora"]
+    for _ in range(2):
+        llm.generate(["<think>"] * 2, GREEDY, adapters)
+    assert len(built) == 1 and built[0]() is not None
+    for adapter in adapters:
+        llm.remove_adapter(adapter)
+    gc.collect()
+    assert built[0]() is None
 
 
 def test_default_max_tokens_are_cut_to_the_room_in_the_pool(kit: ModelKit, tmp_path: Path) -> None:
