@@ -65,8 +65,18 @@ MAX_LABELS = 4096
 # Where transformers puts a decoder: alone, as a part of a model that also reads images or sound, and in earlier
 # releases. The same weights have other names there, and so have adapters on them.
 _ROOTS = ("model", "model.language_model", "model.text_model", "language_model.model")
-# The modules of a model that also reads images or sound which text passes through. All others beside them read these.
-_TEXT_PARTS = ("language_model", "text_model", "lm_head", CLASSIFIER_PATH)
+# The modules beside a decoder that read or write images or sound, in the classes of transformers and in InternVL's own.
+# Text does not pass through them. A module that is not known may be a misspelt part of the decoder, so its tensors are
+# refused.
+_OTHER_PARTS = frozenset(
+    {
+        *("vision_tower", "vision_model", "vision_encoder", "vision_tokenizer", "visual", "image_tower"),
+        *("vision_projection", "vision_adapter", "vision_resampler", "vision_embed_tokens", "embed_vision"),
+        *("visual_embeddings_table", "video_tower", "audio_tower", "audio_tokenizer", "embed_audio", "mlp1"),
+        *("multi_modal_projector", "mm_projector", "projector", "aligner", "connector", "merger"),
+        *("perception_emb_norm", "vqmodel", "generation_embeddings", "generation_aligner", "generation_head"),
+    }
+)
 # The part of Qwen2-VL and Qwen2.5-VL that reads images lay beside `model` before transformers 4.52.
 _EARLY_PART = "visual"
 _EARLY_HEAD = "language_model.lm_head"
@@ -167,7 +177,7 @@ def parse_norm_name(tensor_name: str, shape: ModelShape) -> tuple[int, str] | No
 
 def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
     """Returns the part beside the decoder that a tensor belongs to, such as the one that reads images. None if the
-    tensor does not belong to such a part.
+    tensor does not belong to a known part.
 
     shape: with the module names that the adapter has. They tell whether it was trained in a model with other parts.
     """
@@ -180,7 +190,7 @@ def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
         return part if part == _EARLY_PART else None
     if part == "model":
         part, _, rest = rest.partition(".")
-    return part if rest and part not in _TEXT_PARTS else None
+    return part if rest and part in _OTHER_PARTS else None
 
 
 def ignore_saved_parts(config: PeftConfig, others: Collection[str], shape: ModelShape) -> PeftConfig:

@@ -1,5 +1,6 @@
 """Adapters of models whose modules have other names than Llama's. Only the base's shape defines the names."""
 
+import json
 import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -263,6 +264,33 @@ def test_of_an_adapter_on_all_linears_the_part_that_reads_images_is_named_and_le
     again = read_adapter(tmp_path / "adapter", shape, limits)
     assert again.extras.uses == use
     assert [pair.path for pair in again.pairs.values()] == [pair.path for pair in adapter.pairs.values()]
+
+
+def test_a_tensor_that_may_be_a_misspelt_part_of_the_decoder_is_not_left_out(tmp_path: Path) -> None:
+    """Born from wrong answers: every name beside the decoder was taken for a part that reads images."""
+    base = write_model(tmp_path / "base", "qwen3_vl", num_hidden_layers=1)
+    make_adapter(tmp_path / "adapter", base, r=3, target_modules=r".*language_model.*q_proj")
+    shape = read_model_spec(tmp_path / "base").shape("float32")
+    limits = AdapterLimits(base_directory=tmp_path / "base")
+    file = tmp_path / "adapter" / ADAPTER
+    config_file = file.with_name("adapter_config.json")
+    config = json.loads(config_file.read_text(encoding="utf-8"))
+    tensors = load_file(file)
+    factor = next(iter(tensors.values()))
+    for path in (
+        *("embed_tokens", "model.norm", "model.lm_head", "mtp.fc", "v_head.summary", "classifier"),
+        *(
+            f"{root}.0.mlp.up_proj.lora_A"
+            for root in ("layers", "model.layers", "model.languagemodel.layers")
+        ),
+    ):
+        name = f"base_model.model.{path}.weight"
+        saved = {"modules_to_save": ["classifier", "score"], "task_type": "SEQ_CLS"}
+        fields = saved if path == "classifier" else {}
+        config_file.write_text(json.dumps({**config, **fields}), encoding="utf-8")
+        save_file({**tensors, name: factor.clone()}, file)
+        with pytest.raises(AdapterInvalid, match=f"'{re.escape(name)}' does not belong to any module"):
+            read_adapter(file.parent, shape, limits)
 
 
 @pytest.mark.parametrize("wrapper", ["_orig_mod.", "module."])
