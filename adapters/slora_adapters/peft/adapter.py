@@ -159,7 +159,7 @@ class AdapterTensors(NamedTuple, Generic[AnyFactor]):
         return replace(layout, invocation=self.invocation, num_added=self.num_added)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterExtras:
     """Texts of an adapter that do not change its arithmetic: a Jinja chat template, and sampling defaults as JSON."""
 

@@ -7,7 +7,6 @@ them. A tokenizer with them shares the vocabulary of the base's tokenizer, so th
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 
 from tokenizers import AddedToken as LibraryToken
 from tokenizers import Tokenizer as FastTokenizer
@@ -102,7 +101,6 @@ def read_added_rows(generation_config: str | None) -> int:
     return num_rows if type(num_rows) is int and 0 < num_rows <= MAX_ADDED_ROWS else 0
 
 
-@lru_cache(maxsize=128)
 def read_added_tokens(generation_config: str | None) -> tuple[AddedToken, ...]:
     """Reads the tokens that `read_extras` has written into an adapter's generation config.
 

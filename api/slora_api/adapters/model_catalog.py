@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 from typing_extensions import TypedDict
 
@@ -21,10 +22,15 @@ from slora.client.client import EngineClient
 from slora.core.engine_state import AdapterPlace
 from slora.core.errors import EngineUnavailable
 from slora.core.request import WeightedAdapter
-from slora.text.generation_defaults import read_classifier, read_generation_defaults
+from slora.text.generation_defaults import (
+    Classifier,
+    GenerationDefaults,
+    read_classifier,
+    read_generation_defaults,
+)
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
-from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
+from slora_adapters.peft.added_tokens import AddedToken, read_added_rows, read_added_tokens
 from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import LATEST, AdapterRecord, Rollout, Targets, parse_reference
 from slora_api.adapters.adapter_json import (
@@ -83,6 +89,25 @@ class PrewarmObject(TypedDict):
     versions: list[VersionPlace]
 
 
+class _GenerationConfig(NamedTuple):
+    """What the generation config of an adapter says."""
+
+    defaults: GenerationDefaults
+    classifier: Classifier | None
+    added_tokens: tuple[AddedToken, ...]
+    num_added_rows: int
+
+    @staticmethod
+    def read(text: str | None) -> "_GenerationConfig":
+        """Raises ValueError; see `read_generation_defaults`."""
+        return _GenerationConfig(
+            read_generation_defaults(text),
+            read_classifier(text),
+            read_added_tokens(text),
+            read_added_rows(text),
+        )
+
+
 class ModelCatalog:
     """The models of all tenants. Each call sees only the models of one tenant."""
 
@@ -94,6 +119,9 @@ class ModelCatalog:
         self._client = client
         self._pinning = pinning
         self._num_suggesting = 0
+        # A config with many added tokens takes milliseconds to read. What it says is kept as long as the registry
+        # keeps the text.
+        self._generation: WeakKeyDictionary[AdapterExtras, _GenerationConfig] = WeakKeyDictionary()
 
     def check_key_adapter(self, reference: str) -> None:
         """Checks a reference to the default adapter of a new API key. The adapter need not exist yet.
@@ -168,8 +196,11 @@ class ModelCatalog:
             record, extras = self._serve_version(key.tenant, wanted, user)
         else:
             record, extras = await tenant_thread(key.tenant, self._serve_version, key.tenant, wanted, user)
+        generation = self._generation.get(extras)
         try:
-            own = read_generation_defaults(extras.generation_config)
+            if generation is None:
+                generation = await tenant_thread(key.tenant, _GenerationConfig.read, extras.generation_config)
+                self._generation[extras] = generation
         except ValueError as error:
             # An earlier release with fewer checks accepted this generation config.
             raise BadRequest(
@@ -182,10 +213,10 @@ class ModelCatalog:
             (WeightedAdapter(record.version),),
             (record.label,),
             frozenset([extras.chat_template]),
-            own.override(self._base.defaults),
-            read_classifier(extras.generation_config),
-            frozenset([read_added_tokens(extras.generation_config)]),
-            read_added_rows(extras.generation_config),
+            generation.defaults.override(self._base.defaults),
+            generation.classifier,
+            frozenset([generation.added_tokens]),
+            generation.num_added_rows,
         )
 
     async def find_answering_model(

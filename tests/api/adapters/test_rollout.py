@@ -1,5 +1,6 @@
 """Versions and aliases from the tenants' view, over a scripted engine."""
 
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from slora_api.adapters import model_catalog
 from tests.adapters.hand_made import make_config, make_members, make_tensors, write_directory
 from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
@@ -50,6 +52,27 @@ def served(platform: Platform, key: str, model: str, **fields: Any) -> str:
     answer = post(platform, key, COMPLETIONS, {"model": model, "prompt": "x", **fields})
     assert answer.status_code == 200 and answer.json()["model"] == model, answer.text
     return answer.headers["x-slora-adapter"]
+
+
+def test_the_generation_config_of_a_version_is_read_once_and_not_on_the_event_loop(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, reads = platform.key("reads-once"), list[str]()
+    texts = [f'{{"top_p": 0.{number}, "added_tokens": []}}' for number in (5, 6)]
+    for name, text in zip(("one", "other"), texts, strict=True):
+        raw = make_members(generation_config_dot_json=text)
+        assert platform.upload(key, name, raw).status_code == 201
+    original = model_catalog.read_generation_defaults
+
+    def read_noted(text: str | None) -> Any:
+        reads.append(threading.current_thread().name)
+        return original(text)
+
+    monkeypatch.setattr(model_catalog, "read_generation_defaults", read_noted)
+    for name, top_p in [("one", 0.5), ("other", 0.6)] * 3:
+        served(platform, key, name)
+        assert platform.engine.requests[-1].sampling.top_p == top_p
+    assert len(reads) == 2 and all(name.startswith("tenants") for name in reads)
 
 
 def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_version(
