@@ -8,7 +8,7 @@ base's tokens, or special tokens of the base under another name. The special tok
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -260,7 +260,7 @@ class _BaseTokenizer:
         does. None if there is none, and if the two split texts without these tokens differently anyway, because
         transformers changes the base's tokenizer when it loads it.
         """
-        if digest_tokenizer(self._vocabulary) != digest_tokenizer(other):
+        if digest_tokenizer(self._vocabulary) not in self.list_digests(other):
             return None
         try:
             extended = extend_tokenizer(self._vocabulary, own)
@@ -272,7 +272,16 @@ class _BaseTokenizer:
             for text in (f"a {token.content} b\n{token.content}c", f"{token.content}{token.content} d"):
                 if extended.encode(text).ids != other.encode(text).ids:
                     return text
-        return None
+        return next((text for text in _TEXTS if extended.encode(text).ids != other.encode(text).ids), None)
+
+    def list_digests(self, other: FastTokenizer) -> Iterator[str]:
+        """Yields the digest of a tokenizer, and the one without the added tokens that this tokenizer lacks."""
+        yield digest_tokenizer(other)
+        if self.exists:
+            own = {token.content for token in list_added_tokens(other)}
+            own -= {token.content for token in self._added.values()}
+            if own:
+                yield digest_tokenizer(other, own)
 
     @cached_property
     def templates(self) -> dict[str, str]:
@@ -519,7 +528,7 @@ def _read_vocabulary(
     except Exception as error:  # For any damage, the library raises bare Exception.
         reasons.append(Reason("extra_malformed", f"{VOCABULARY_NAME} is not a tokenizer: {str(error)[:300]}"))
         return None
-    if digest_tokenizer(tokenizer) not in limits.tokenizer_digests:
+    if not any(digest in limits.tokenizer_digests for digest in base.list_digests(tokenizer)):
         message = (
             f"{VOCABULARY_NAME} splits texts into other tokens than the base model's tokenizer; {_REMEDY}"
         )
@@ -629,10 +638,18 @@ _TEXTS = (
 )
 
 
-def digest_tokenizer(tokenizer: FastTokenizer) -> str:
-    """Returns a digest that is equal for tokenizers that split texts into the same tokens. Added tokens are not part of
-    it.
+def digest_tokenizer(tokenizer: FastTokenizer, without: Collection[str] = ()) -> str:
+    """Returns a digest that is equal for tokenizers that split texts into the same tokens. Of added tokens, those that
+    occur in the texts of the comparison are part of it.
+
+    without: the texts of added tokens that are left out.
     """
+    if without:
+        fields = json.loads(tokenizer.to_str())
+        fields["added_tokens"] = [
+            token for token in fields["added_tokens"] if token["content"] not in without
+        ]
+        tokenizer = FastTokenizer.from_str(json.dumps(fields))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     hashed = hashlib.sha256()

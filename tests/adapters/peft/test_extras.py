@@ -243,7 +243,15 @@ def _rename(tokenizer: Any) -> None:
     """What people do to the tokens that a base model reserves."""
 
 
-WAYS = {"plain": _add_plain, "chat": _add_chat, "mixed": _add_mixed, "renamed": _rename}
+def _add_usual(tokenizer: Any) -> None:
+    """Tokens that occur in the texts by which tokenizers are compared. Born from a refusal of such uploads."""
+    tokenizer.add_tokens(["fox", "the", AddedToken("\n", normalized=False), "a"])
+
+
+WAYS = {
+    **{"plain": _add_plain, "chat": _add_chat, "mixed": _add_mixed, "usual": _add_usual},
+    "renamed": _rename,
+}
 OWN_TEXTS = [
     "a <think> b </think>  c<|im_start|>user\nhello<|im_end|>\n <pad>",
     "<think></think><think>  </think>word wordy <tool> x<tool>",
