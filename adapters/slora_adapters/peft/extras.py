@@ -489,24 +489,42 @@ class _AddedTokens:
             )
 
 
-def _mark_named(tokens: Mapping[int, AddedToken], *configs: Mapping[str, object]) -> dict[int, AddedToken]:
-    """Marks the tokens as special that the files name, as transformers 5 does when it loads a tokenizer."""
-    named = frozenset(_list_named(*configs))
+def _mark_named(
+    tokens: Mapping[int, AddedToken], config: Mapping[str, object], special: Mapping[str, object]
+) -> dict[int, AddedToken]:
+    """Marks the tokens as special that the files name, as transformers 5 does when it loads a tokenizer.
+
+    It reads special_tokens_map.json (`special`) only if tokenizer_config.json has no table of added tokens, and marks
+    only tokens of that table if there is one. A token in a list of special tokens stays as the tokenizer has it.
+    """
+    table = config.get("added_tokens_decoder")
+    if table is None:
+        named = {*_list_named(config, without=special), *_list_named(special)}
+    else:
+        named = {*_list_named(config)} & {content for _, content in _list_tokens(table)}
     return {
         token_id: replace(token, special=token.special or token.content in named)
         for token_id, token in tokens.items()
     }
 
 
-def _list_named(*configs: Mapping[str, object]) -> Iterator[str]:
-    for config in configs:
-        for name in (*_SPECIAL_NAMES, "additional_special_tokens", "extra_special_tokens"):
-            value = config.get(name)
-            items = [*value.values()] if isinstance(value, dict) and "content" not in value else value
-            for item in items if isinstance(items, list) else [items]:
-                content = _content(item)
-                if content is not None:
-                    yield content
+# Each may also be a list in a file.
+_TABLES_OF_NAMES = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+
+
+def _list_named(config: Mapping[str, object], without: Collection[str] = ()) -> Iterator[str]:
+    """Yields the tokens of fields such as `eos_token` or `image_token`, except `without`, and those of tables of such
+    fields.
+    """
+    for name, value in config.items():
+        if name in _TABLES_OF_NAMES:
+            items = [*value.values()] if isinstance(value, dict) else []
+        else:
+            items = [value] if name.endswith("_token") and name not in without else []
+        for item in items:
+            content = _content(item)
+            if content is not None:
+                yield content
 
 
 def _read_vocabulary(

@@ -295,6 +295,51 @@ def test_the_added_tokens_of_an_adapter_split_and_spell_texts_as_transformers_do
         assert ours.token_text(token.token_id) == theirs.decode([token.token_id])
 
 
+def _as_decoder(tokenizer: Any, names: list[str]) -> dict[str, object]:
+    added = (
+        (str(number), json.loads(json.dumps(token.__getstate__()))) for number, token in tokenizer.items()
+    )
+    return {number: token for number, token in added if token["content"] in names}
+
+
+NAMED = {
+    "list": {"extra_special_tokens": ["<a>"]},
+    "list of earlier releases": {"additional_special_tokens": ["<a>", "<b>"]},
+    "table": {"extra_special_tokens": {"image_token": "<a>"}},
+    "field": {"pad_token": "<b>"},
+    "field of a class": {"image_token": "<b>"},
+    "field, in the table of added tokens": {"eos_token": "<b>", "added": ["<a>", "<b>"]},
+    "field, not in the table of added tokens": {"eos_token": "<b>", "added": ["<a>"]},
+    "list of the map": {"map": {"additional_special_tokens": ["<a>"], "bos_token": "<s>"}},
+    "field of the map": {"map": {"eos_token": "<a>"}, "pad_token": "<b>"},
+    "field of the map in place of another": {"map": {"pad_token": "<a>"}, "pad_token": "<b>"},
+    "map that is not read": {"map": {"eos_token": "<a>"}, "added": ["<a>", "<b>"]},
+}
+
+
+@pytest.mark.parametrize("way", NAMED)
+def test_tokens_are_hidden_where_transformers_hides_them(base: Path, tmp_path: Path, way: str) -> None:
+    """Tokens that tokenizer.json has as plain ones, and that other files name as special ones."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_tokens([AddedToken("<a>", normalized=False), AddedToken("<b>")])
+    tokenizer.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8")) | NAMED[way]
+    special, in_table = config.pop("map", None), config.pop("added", None)
+    if in_table is not None:
+        config["added_tokens_decoder"] = _as_decoder(tokenizer.added_tokens_decoder, in_table)
+    if special is not None:
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps(special), encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    files = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.iterdir()}
+    tokens = read_added_tokens(_read(base, files).generation_config)
+    ours = Tokenizer.from_directory(base).with_added_tokens(tokens)
+    for text in ("x<a>y", "x<b>y", "a <a> </s><b>"):
+        ids = theirs(text)["input_ids"]
+        assert ours.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
