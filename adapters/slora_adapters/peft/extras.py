@@ -61,6 +61,8 @@ MAX_VOCABULARY_BYTES = 64 << 20
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Padding is not served, so a token that the adapter's tokenizer added for it is never needed.
 _PADDING = "pad_token"
+# A field of tokenizer_config.json: whether special tokens in a text are split like other text.
+_SPLITTING = "split_special_tokens"
 _REMEDY = (
     "train with tokens that the base model's tokenizer has, such as its reserved ones, or leave the tokenizer's files "
     "out of the upload if the training used the base model's tokenizer"
@@ -94,6 +96,8 @@ def read_extras(
         uses.append(GENERATION_NAME)
     base = _BaseTokenizer(limits.base_directory)
     named = _named_tokens(config, special) if base.exists else {}
+    if base.exists and TOKENIZER_NAME in members:
+        reasons += _refuse_other_split(config, base)
     listed = [*_list_tokens(config.get("added_tokens_decoder")), *_list_tokens(_by_id(added))]
     reasons += _refuse_ids_beyond(listed, limits)
     vocabulary = _read_vocabulary(members, base, limits, reasons)
@@ -203,6 +207,10 @@ class _BaseTokenizer:
     @cached_property
     def _config(self) -> dict[str, object]:
         return self._read_object(TOKENIZER_NAME)
+
+    @cached_property
+    def splits_special(self) -> bool:
+        return bool(self._config.get(_SPLITTING))
 
     @cached_property
     def named(self) -> dict[str, str]:
@@ -487,6 +495,17 @@ class _AddedTokens:
                 f"{VOCABULARY_NAME} splits {text!r:.120} into other tokens than the base model's tokenizer does with "
                 f"the adapter's added tokens; {_REMEDY}",
             )
+
+
+def _refuse_other_split(config: Mapping[str, object], base: _BaseTokenizer) -> Iterable[Reason]:
+    splits = bool(config.get(_SPLITTING))
+    if splits != base.splits_special:
+        yield Reason(
+            "tokenizer_differs",
+            f"{TOKENIZER_NAME} has {_SPLITTING}: {str(splits).lower()}, and the base model's tokenizer has "
+            f"{str(base.splits_special).lower()}, so the two split special tokens in texts differently; train with the "
+            f"base's setting, or set {_SPLITTING} to it if the texts of the training had no special tokens",
+        )
 
 
 def _mark_named(

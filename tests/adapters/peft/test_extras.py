@@ -223,6 +223,22 @@ def test_another_tokenizer_is_refused(base: Path, tmp_path: Path) -> None:
         _read(base, {"special_tokens_map.json": '{"eos_token": "<eos>"}'})
 
 
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_tokenizer_that_splits_special_tokens_otherwise_is_refused(tmp_path: Path, splits: bool) -> None:
+    """Born from a bug: the setting was ignored. transformers splits texts by it."""
+    write_tokenizer(tmp_path, byte_level())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=not splits)
+    tokenizer.save_pretrained(tmp_path)
+    assert _read(tmp_path, _saved(tmp_path, tmp_path / "same")).generation_config is None
+    files = _saved(tmp_path, tmp_path / "other")
+    config = json.loads(files["tokenizer_config.json"]) | {"split_special_tokens": splits}
+    other = AutoTokenizer.from_pretrained(tmp_path, split_special_tokens=splits)
+    assert other("a</s>")["input_ids"] != Tokenizer.from_directory(tmp_path).encode("a</s>")
+    named = f"has split_special_tokens: {str(splits).lower()}, and the base model's tokenizer has "
+    with pytest.raises(AdapterInvalid, match=named):
+        _read(tmp_path, files | {"tokenizer_config.json": json.dumps(config)})
+
+
 def _add_plain(tokenizer: Any) -> None:
     tokenizer.add_tokens(["<think>", AddedToken("</think>", lstrip=True, rstrip=True, normalized=False)])
 
