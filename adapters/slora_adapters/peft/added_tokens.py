@@ -115,7 +115,10 @@ def read_added_tokens(generation_config: str | None) -> tuple[AddedToken, ...]:
         tokens = tuple(AddedToken(**fields) for fields in listed)
     except TypeError:
         return ()
-    return tokens if all(map(_is_valid, tokens)) else ()
+    is_written = (
+        all(map(_is_valid, tokens)) and sum(len(token.content) for token in tokens) <= MAX_TOTAL_CHARS
+    )
+    return tokens if is_written else ()
 
 
 def _is_valid(token: AddedToken) -> bool:
@@ -136,9 +139,7 @@ def extend_tokenizer(base: FastTokenizer, tokens: Iterable[AddedToken]) -> FastT
     extended.post_processor = base.post_processor
     extended.decoder = base.decoder
     extended.encode_special_tokens = base.encode_special_tokens
-    table = {token.token_id: token for token in list_added_tokens(base)}
-    own = {token.token_id: token for token in tokens}
-    table |= own
+    table = {token.token_id: token for token in [*list_added_tokens(base), *tokens]}
     # The library gives ids in order, and each call builds its search automata anew. So one call adds all tokens, and a
     # second marks the special ones, which keep their ids.
     ordered = [table[token_id] for token_id in sorted(table)]

@@ -272,9 +272,8 @@ class _BaseTokenizer:
             return None
         try:
             extended = extend_tokenizer(self._vocabulary, own)
-        except (
-            ValueError
-        ):  # The server, which has the tokenizer as transformers loads it, refuses the adapter.
+        except ValueError:
+            # The server, which has the tokenizer as transformers loads it, refuses the adapter.
             return None
         for token in own:
             for text in (f"a {token.content} b\n{token.content}c", f"{token.content}{token.content} d"):
