@@ -73,6 +73,8 @@ class Database:
     reserve: the disk reserve on the disk of a SQLite file; None if there is no reserve.
     on_change: called after the commit of each transaction that held the lock CHANGES, on the same thread. Not called if
         the transaction has `is_cached=False`.
+    is_behind: whether another process has committed a change that this process's caches may lack. Caches of the
+        database then find nothing.
     clock: monotonic seconds.
 
     Methods raise StoreUnavailable if the database does not answer, cannot be opened, read or written, or stays locked.
@@ -85,6 +87,7 @@ class Database:
         place: Path | str,
         reserve: DiskReserve | None = None,
         on_change: Callable[[], None] = lambda: None,
+        is_behind: Callable[[], bool] = lambda: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         url = parse_database_url(str(place))
@@ -93,6 +96,7 @@ class Database:
         self.label = label_database(url)
         self._reserve = reserve if self._path else None
         self._on_change = on_change
+        self.is_behind = is_behind
         self._clock = clock
         self._engine = make_sqlite_engine(self._path) if self._path else make_postgresql_engine(url)
         # Transactions of this process queue here for CHANGES, without a connection. Only one transaction at a time

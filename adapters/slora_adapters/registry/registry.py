@@ -79,17 +79,11 @@ class Registry:
     blobs: the references to blobs in the same database.
     """
 
-    def __init__(
-        self,
-        database: Database,
-        clock: Callable[[], float] = time.time,
-        is_behind: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """is_behind: returns whether the cache may miss a change by another process. Lookups then bypass the cache."""
+    def __init__(self, database: Database, clock: Callable[[], float] = time.time) -> None:
         self.blobs = BlobReferences(database, clock)
         self._database = database
         self._clock = clock
-        self._cache = NameCache(is_behind=is_behind)
+        self._cache = NameCache(is_behind=database.is_behind)
 
     @property
     def registry(self) -> str:

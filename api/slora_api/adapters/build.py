@@ -48,7 +48,7 @@ def build_adapters(foundation: Foundation, needs: AdapterNeeds) -> Adapters:
     settings, data, client, model = foundation.settings, foundation.data, foundation.client, needs.model
     store = open_store(store_url(settings, data), settings.redis or None)
     foundation.stack.callback(store.close)
-    registry = Registry(foundation.database, is_behind=foundation.changes.is_behind)
+    registry = Registry(foundation.database)
     stored = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     pinning = Pinning(registry, needs.tenant_store, client)
     # Each process empties its own folder when it starts. The folders of the workers are in the main process's folder.

@@ -40,7 +40,7 @@ from slora_api.cluster.replica_registry import ANNOUNCE_S, ReplicaRegistry
 from slora_api.core.data_dir import DataDir, store_url
 from slora_api.core.settings import Settings, read_settings
 from slora_api.core.threads import control_thread
-from slora_api.processes.children import Sockets, engine, loader
+from slora_api.processes.children import EnginePlace, Sockets, engine, loader
 from slora_api.processes.replica_list import ListedReplica
 from slora_api.processes.supervisor import Child, Supervisor
 from slora_api.usage.usage_ledger import UsageLedger
@@ -140,11 +140,11 @@ class ReplicaHost:
     def _make_children(self, directory: Path, data: DataDir) -> list[Child]:
         settings, model = self._settings, BaseModelFiles(self._settings)
         sockets, descriptors = Sockets(directory), (self._listener.fileno(), self._secret)
-        place = dict(zip(("listener", "secret"), descriptors, strict=True))
-        environment = pass_on(os.environ, ENGINE_VARIABLES)
+        listens = dict(zip(("listener", "secret"), descriptors, strict=True))
+        place = EnginePlace("engine", listens, pass_on(os.environ, ENGINE_VARIABLES), descriptors)
         return [
             loader(settings, model, sockets, store_url(settings, data)),
-            engine(settings, model, sockets, data, "engine", place, environment, descriptors=descriptors),
+            engine(settings, model, sockets, data, place),
         ]
 
     async def _ship_usage(self, data: DataDir) -> None:

@@ -354,7 +354,7 @@ class ChatFormat:
         first = encode_ascii({"role": "assistant", "content": "" if self._parts is None else None})
         prompts = [self._prompt if self._has_ids else None] + [None] * (self._num_choices - 1)
         for index, prompt in enumerate(prompts):
-            yield self._event(index, first, usage, prompt_token_ids=prompt)
+            yield self._envelope.event(_encode_delta(index, first, _encode_rest()), usage, prompt)
 
     def events(self, delta: CompletionDelta, usage: Usage) -> Iterator[bytes]:
         token_ids = delta.token_ids if self._has_ids else ()
@@ -421,19 +421,25 @@ class ChatFormat:
         tokens: Sequence[AlignedToken] = (),
         reason: str | None = None,
         token_ids: Sequence[int] = (),
-        prompt_token_ids: Sequence[int] | None = None,
     ) -> bytes:
         """Returns the event of one delta. delta: the value of the field `delta`, as JSON."""
         logprobs = self._logprobs.content(tokens, _list_now) if tokens else None
         rest = _encode_rest(logprobs, reason, token_ids or None)
-        return self._envelope.event(f'{{"index":{index},"delta":{delta},{rest}}}', usage, prompt_token_ids)
+        return self._envelope.event(_encode_delta(index, delta, rest), usage)
 
 
 def _text_choice(index: int, text: str, logprobs: Json | None, reason: FinishReason | None) -> Json:
     return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _encode_rest(logprobs: Json | None, reason: str | None, token_ids: Sequence[int] | None) -> str:
+def _encode_delta(index: int, delta: str, rest: str) -> str:
+    """Returns the choice of a streamed chat, as JSON. delta, rest: as JSON."""
+    return f'{{"index":{index},"delta":{delta},{rest}}}'
+
+
+def _encode_rest(
+    logprobs: Json | None = None, reason: str | None = None, token_ids: Sequence[int] | None = None
+) -> str:
     """Returns, as JSON, the fields of a streamed choice that follow the text. token_ids: None leaves the field out."""
     if logprobs is None and reason is None and token_ids is None:  # This is nearly always the case.
         return '"logprobs":null,"finish_reason":null'

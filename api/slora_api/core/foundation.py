@@ -34,6 +34,6 @@ def lay_foundation(
 ) -> Foundation:
     changes = HostChanges(board)
     reserve = DiskReserve(data.reserve, is_keeper=board.process == 0)
-    database = Database(settings.database or data.database, reserve, changes.announce)
+    database = Database(settings.database or data.database, reserve, changes.announce, changes.is_behind)
     stack.callback(database.close)
     return Foundation(stack, settings, data, board, changes, reserve, database, client)

@@ -67,7 +67,6 @@ class KeyStore:
     max_stale_s: how long cached keys are used after the last `apply_changes`. After this time, keys are read from the
     database.
     clock: monotonic seconds. wall_clock: Unix time.
-    is_behind: whether the cache may lack a change of another process. Lookups then do not use the cache.
 
     The constructor raises StoreUnfit if the keys in the database were made with another pepper.
     """
@@ -80,7 +79,6 @@ class KeyStore:
         max_stale_s: float = 300.0,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
-        is_behind: Callable[[], bool] = lambda: False,
     ) -> None:
         self.database = database
         self.pepper = pepper
@@ -88,7 +86,7 @@ class KeyStore:
         self.wall_clock = wall_clock
         self._max_stale_s = max_stale_s
         self._clock = clock
-        self._cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, is_behind=is_behind)
+        self._cache = KeyCache[_StoredKey](lambda stored: stored.record.tenant, is_behind=database.is_behind)
         self._current_at = clock()
         # A key with an unknown id is compared with this digest, so that refusing it takes as long as refusing a wrong
         # secret.

@@ -268,6 +268,5 @@ def build_keys(foundation: Foundation) -> Keys:
         Pepper.from_file(foundation.data.pepper),
         journal,
         foundation.settings.auth_stale_seconds,
-        is_behind=foundation.changes.is_behind,
     )
     return Keys(store, KeyAdmin(store), KeyUse(foundation.database), RunningRequests(store))

@@ -19,10 +19,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from slora.client.replica_group import ReplicaGroup
 from slora.core.engine_state import EngineStats
 from slora.core.errors import EngineUnavailable
-from slora_adapters.process.full_disk import DiskReserve
+from slora_api.core.foundation import Foundation
 from slora_api.core.threads import control_thread
 from slora_api.metrics.metrics import Metrics
 from slora_api.usage.usage_shipper import UsageShipper
@@ -157,22 +156,20 @@ class HealthRecorder:
 
     def __init__(
         self,
-        file: HistoryFile,
+        foundation: Foundation,
         metrics: Metrics,
         restarts: Mapping[str, int],
         is_ready: Callable[[], bool],
-        client: ReplicaGroup,
-        reserve: DiskReserve,
         shipper: UsageShipper,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._file = file
+        self._file = HistoryFile(foundation.data.history)
         self._metrics = metrics
         self._restarts = restarts
         self._known_restarts = Counter(restarts)
         self._is_ready = is_ready
-        self._client = client
-        self._reserve = reserve
+        self._client = foundation.client
+        self._reserve = foundation.reserve
         self._shipper = shipper
         self._clock = clock
         self._trouble = ""

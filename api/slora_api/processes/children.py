@@ -113,12 +113,14 @@ def engines_and_loader(
                 model,
                 sockets,
                 data,
-                path.stem,
-                {"socket": str(path)},
-                choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
-                if settings.engine.device != "cpu"
-                else environment,
-                cores=choose_cores(limits.cores, number, settings.replicas),
+                EnginePlace(
+                    path.stem,
+                    {"socket": str(path)},
+                    choose_gpus(environment, number, settings.replicas, settings.engine.tensor_parallel_size)
+                    if settings.engine.device != "cpu"
+                    else environment,
+                    cores=choose_cores(limits.cores, number, settings.replicas),
+                ),
             )
             for number, path in enumerate(sockets.engines)
         ),
@@ -147,32 +149,33 @@ def loader(settings: Settings, model: BaseModelFiles, sockets: Sockets, store: s
     )
 
 
+@dataclass(frozen=True, slots=True)
+class EnginePlace:
+    """Where one engine runs and listens."""
+
+    name: str  # of the engine process in logs and metrics
+    listens: Mapping[str, Any]  # as fields of its `ProcessConfig`
+    environment: Mapping[str, str]
+    descriptors: tuple[int, ...] = ()  # those that it inherits
+    cores: Collection[int] = ()  # those that it may use; empty: all
+
+
 def engine(
-    settings: Settings,
-    model: BaseModelFiles,
-    sockets: Sockets,
-    data: DataDir,
-    name: str,
-    place: Mapping[str, Any],
-    environment: Mapping[str, str],
-    *,
-    cores: Collection[int] = (),
-    descriptors: tuple[int, ...] = (),
+    settings: Settings, model: BaseModelFiles, sockets: Sockets, data: DataDir, place: EnginePlace
 ) -> Child:
-    """place: where the engine listens, as fields of its `ProcessConfig`."""
     config = {
-        **place,
+        **place.listens,
         "loader_socket": str(sockets.loader),
         "usage_directory": str(data.usage),
         "engine": asdict(settings.engine) | {"model": str(model.directory), "model_name": model.name},
     }
     return Child(
-        name,
+        place.name,
         "slora.engine.process",
         ["--log-format", settings.log_format, "--config", json.dumps(config)],
-        {**environment, FALLBACK_VARIABLE: str(data.kernels)},
-        descriptors=descriptors,
-        cores=cores,
+        {**place.environment, FALLBACK_VARIABLE: str(data.kernels)},
+        descriptors=place.descriptors,
+        cores=place.cores,
     )
 
 

@@ -48,15 +48,12 @@ class QuotaStore:
     """The quotas of all tenants and keys. It may be used by several threads. Methods raise StoreUnavailable.
 
     default: the default limits, which apply to tenants whose quota does not set them.
-    is_behind: whether the cache may lack a change of another process. Lookups then do not use the cache.
     """
 
-    def __init__(
-        self, database: Database, default: Quota, is_behind: Callable[[], bool] = lambda: False
-    ) -> None:
+    def __init__(self, database: Database, default: Quota) -> None:
         self._database = database
         self._default = default
-        self._cache = KeyCache[KeyQuotas](lambda quotas: quotas.tenant, is_behind=is_behind)
+        self._cache = KeyCache[KeyQuotas](lambda quotas: quotas.tenant, is_behind=database.is_behind)
 
     def find_cached(self, key_id: str) -> KeyQuotas | None:
         """Returns the quotas of a key if they are cached. Does not block."""

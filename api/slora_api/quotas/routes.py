@@ -202,7 +202,7 @@ def build_quotas(
 ) -> Quotas:
     """limiter, refused: see `QuotaMeter`."""
     settings, database = foundation.settings, foundation.database
-    store = QuotaStore(database, default_quota(settings), foundation.changes.is_behind)
+    store = QuotaStore(database, default_quota(settings))
     counters = open_counters(foundation.data, settings.quota_redis, foundation.board.process)
     if foundation.is_main and database.path is None and not settings.quota_redis:
         logger.warning(

@@ -21,7 +21,7 @@ from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
 from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.routes import KeyServices, build_keys
-from slora_api.metrics.history import HealthRecorder, HistoryFile
+from slora_api.metrics.history import HealthRecorder
 from slora_api.metrics.metrics import Metrics
 from slora_api.operations.routes import build_operations
 from slora_api.operations.tenant_purge import TenantPurges
@@ -139,14 +139,12 @@ def make_batch_runner(services: Services) -> BatchRunner:
 
 def record_health(services: Services, metrics: Metrics) -> Work:
     """Returns the task that records the health of the host. metrics: has the counts of all API processes."""
-    foundation, generator = services.foundation, services.generator
+    generator = services.generator
     recorder = HealthRecorder(
-        HistoryFile(foundation.data.history),
+        services.foundation,
         metrics,
         generator.metrics.restarts,
         lambda: generator.missing() is None,
-        foundation.client,
-        foundation.reserve,
         services.shipper,
     )
     return recorder.run

@@ -178,12 +178,10 @@ def test_a_recorded_minute_has_what_happened_in_it(
 ) -> None:
     services, foundation = platform.services, platform.services.foundation
     recorder = HealthRecorder(
-        HistoryFile(foundation.data.history),
+        foundation,
         services.generator.metrics,
         services.generator.metrics.restarts,
         lambda: True,
-        foundation.client,
-        foundation.reserve,
         services.shipper,
         clock=lambda: NOW + 0.0,
     )
