@@ -74,7 +74,7 @@ class Depot:
 
     @property
     def full_page_bytes(self) -> int:
-        return self._shape.num_layers * self._shape.page_bytes(BLOCK_TOKENS)
+        return self._shape.num_layers * self._shape.layer_page_bytes(BLOCK_TOKENS)
 
     def pages(self, num_bytes: int) -> int:
         return -(-num_bytes // self.full_page_bytes)

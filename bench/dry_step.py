@@ -88,7 +88,7 @@ class MetaModel:
     def count(self, step: StepShape) -> StepCount:
         launches: list[Launch] = []
         kernels = TritonKernels(launches.append)
-        page_bytes = self.shape.page_bytes(_BLOCK_TOKENS) * self.shape.num_layers
+        page_bytes = self.shape.layer_page_bytes(_BLOCK_TOKENS) * self.shape.num_layers
         linears = self.shape.num_modules - 2
         layout = lay_out_adapter(self.shape, [step.rank] * linears + [0, 0])
         memory = DeviceMemory(

@@ -42,7 +42,7 @@ def footprint_row(model: Path, dtype: str, threads: int, folder: Path) -> Row:
         dtype=dtype,
         host_cache_bytes=_CACHE_BYTES,
     )
-    token_bytes = shape.num_layers * shape.page_bytes(16) // 16
+    token_bytes = shape.num_layers * shape.layer_page_bytes(16) // 16
     pool_bytes = _BATCH * (2 * _TOKENS + 16) * token_bytes
     engine = {"model": str(model), "dtype": dtype, "device": "cpu", "pool_bytes": pool_bytes, "swap_bytes": 0}
     config = json.dumps({name: str(folder / path) for name, path in paths.items()} | {"engine": engine})

@@ -27,7 +27,7 @@ class RandomAdapters:
     ) -> "RandomAdapters":
         linears = shape.num_modules - 2
         layouts = [lay_out_adapter(shape, [rank] * linears + [0, 0]) for rank in ranks]
-        page_bytes = shape.page_bytes(BLOCK_TOKENS) * shape.num_layers
+        page_bytes = shape.layer_page_bytes(BLOCK_TOKENS) * shape.num_layers
         most_pages = max(-(-layout.num_bytes // page_bytes) for layout in layouts)
         pages = torch.empty(count * most_pages, page_bytes, dtype=torch.uint8, device=device)
         pages.view(dtype).normal_(std=0.02)

@@ -284,7 +284,9 @@ def write_choice(path: Path, architecture: str, entry: dict[str, Any]) -> None:
 
 def compile_candidates(scope: Scope, target: str, every: int) -> Iterator[CompiledKernel]:
     """Every n-th candidate and the last at each width, for decode and chunks; what is the same machine code once."""
-    pages = torch.zeros(2, max(shape.page_bytes(BLOCK_TOKENS) for shape in scope.shapes), dtype=torch.uint8)
+    pages = torch.zeros(
+        2, max(shape.layer_page_bytes(BLOCK_TOKENS) for shape in scope.shapes), dtype=torch.uint8
+    )
     known: set[str] = set()
     for kernel, candidates in (("shrink", scope.shrinks), ("expand", scope.expands)):
         for index, site in _distinct(scope.shapes, kernel):

@@ -30,7 +30,7 @@ class Machine:
     @property
     def full_page_bytes(self) -> int:
         """Bytes of one page over all layers."""
-        return self.shape.page_bytes(self.block_tokens) * self.shape.num_layers
+        return self.shape.layer_page_bytes(self.block_tokens) * self.shape.num_layers
 
     @property
     def token_bytes(self) -> int:

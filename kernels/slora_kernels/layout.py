@@ -1,7 +1,7 @@
 """The byte layout of the page pool, shared by the loader that fills pages and the kernels that read them.
 
-The pool is one allocation `[num_pages, num_kv_layers * page_bytes]`. Only layers with attention have a part of a page.
-A page holds one of three things:
+The pool is one allocation `[num_pages, num_kv_layers * layer_page_bytes]`. Only layers with attention have a part of a
+page. A page holds one of three things:
 
 - A KV block: for each layer with attention, K and V of `block_tokens` tokens as
   `[2, num_kv_heads, block_tokens, head_dim]`. The elements are of the model's dtype, or 8-bit floats followed by their
@@ -346,7 +346,7 @@ class ModelShape:
         first = _find_first_ids(self)[layer][1]
         return self.sites[first : first + len(self.layer_groups(layer))]
 
-    def page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
+    def layer_page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
         """Bytes of one page in one layer (K and V of one block).
 
         Raises ValueError if the page is not a whole number of segments.

@@ -9,8 +9,8 @@ from slora.core.request import MAX_COMPOSED_ADAPTERS
 from slora.core.setting import (
     Auto,
     ByteSize,
-    Choice,
     Directory,
+    OneOf,
     OnOff,
     Whole,
     check_settings,
@@ -48,11 +48,11 @@ class EngineConfig:
         "name of the base model for clients (default: the name of its directory, or ORG/NAME)",
         metavar="NAME",
     )
-    device: str = setting("auto", "where the model runs: auto, cpu or cuda", Choice(("auto", "cpu", "cuda")))
+    device: str = setting("auto", "where the model runs: auto, cpu or cuda", OneOf(("auto", "cpu", "cuda")))
     dtype: str = setting(
         "auto",
         "dtype of the model: auto (the dtype of the checkpoint), float32, bfloat16 or float16",
-        Choice(("auto", "float32", "bfloat16", "float16")),
+        OneOf(("auto", "float32", "bfloat16", "float16")),
     )
     tensor_parallel_size: int = setting(
         1,
@@ -64,14 +64,14 @@ class EngineConfig:
     kernels: str = setting(
         "auto",
         "kernels that compute the model: auto, triton, cpu or torch",
-        Choice(("auto", "triton", "cpu", "torch")),
+        OneOf(("auto", "triton", "cpu", "torch")),
         metavar="NAME",
     )
     model_impl: str = setting(
         "auto",
         "implementation of the model: slora's own, for the model families that it supports, or "
         "transformers', for any",
-        Choice(("auto", "slora", "transformers")),
+        OneOf(("auto", "slora", "transformers")),
         metavar="NAME",
     )
     quantization: str = setting(
@@ -79,7 +79,7 @@ class EngineConfig:
         "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
         "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 32 "
         "columns (experts on CPUs only); auto uses the format of the checkpoint",
-        Choice(("auto", *QUANTIZED_BITS)),
+        OneOf(("auto", *QUANTIZED_BITS)),
         metavar="FORM",
     )
     kv_cache_dtype: str = setting(
@@ -87,7 +87,7 @@ class EngineConfig:
         "format of K and V in the pool: auto is the model's dtype; fp8 (e4m3, with a scale for each "
         "token and head) fits nearly twice as many tokens, and needs a CPU or a GPU of compute "
         "capability 8.9 or later",
-        Choice(tuple(KVFormat)),
+        OneOf(tuple(KVFormat)),
         metavar="FORM",
     )
     pool_bytes: int | None = setting(
@@ -116,7 +116,7 @@ class EngineConfig:
         "which cached prefixes a request may reuse: tenant: only prefixes of its own tenant; public: "
         "also prefixes of all tenants on the base model, so that timing may reveal the prompts of "
         "other tenants; off: none",
-        Choice(("off", "tenant", "public")),
+        OneOf(("off", "tenant", "public")),
         metavar="NAME",
     )
     swap_bytes: int | None = setting(
@@ -137,9 +137,9 @@ class EngineConfig:
     )
     max_lora_rank: int = setting(128, "highest accepted rank of an adapter", Whole(1), metavar="N")
     # fair divides the engine between tenants by weight; fcfs serves requests in order of arrival.
-    scheduling: str = parameter("fair", Choice(("fair", "fcfs")))
+    scheduling: str = parameter("fair", OneOf(("fair", "fcfs")))
     # swap copies the KV of a preempted sequence to the host; recompute computes it again; auto takes what is faster.
-    preemption: str = parameter("auto", Choice(("auto", "swap", "recompute")))
+    preemption: str = parameter("auto", OneOf(("auto", "swap", "recompute")))
     # The most adapter bytes that are copied into the pool during one step. auto (None) allows steps to take a tenth
     # longer, and more while many requests wait for adapters.
     load_bytes_per_step: int | None = parameter(None, Auto(ByteSize(1)))

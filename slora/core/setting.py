@@ -125,7 +125,7 @@ class Seconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OneOf:
     """One of the given names."""
 
     names: Sequence[str]

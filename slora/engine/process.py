@@ -61,8 +61,8 @@ from slora.engine.usage_relay import UsageRelay
 from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.host_memory import PageLockedMemory
 from slora.models.model_spec import read_model_spec
+from slora.runner.model_part import resolve_device
 from slora.runner.process_group import RankGroup, start_group
-from slora.runner.served_model import resolve_device
 from slora_adapters.loader.loader_client import LoaderClient
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.process.heartbeat import Heartbeat

@@ -84,7 +84,7 @@ class AdapterSlice:
 class DeviceMemory:
     """The pool's pages and the adapters' tables on one device.
 
-    pages: uint8 [num_pages, num_layers * page_bytes]. tables: one row per adapter slot.
+    pages: uint8 [num_pages, num_layers * layer_page_bytes]. tables: one row per adapter slot.
     num_state_pages: number of pages with the recurrent state of a sequence. 0 if the model has none.
     continues_states: whether a chunk of several tokens continues from this state in one call of a layer.
     host_pages: `num_host_pages` pages of the same size in host memory, page-locked if `device` is a GPU.

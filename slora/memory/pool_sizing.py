@@ -14,7 +14,7 @@ MAX_SLOTS = 1024
 def find_full_page_bytes(shape: ModelShape, config: EngineConfig) -> int:
     """Bytes of one page over all layers. Raises ConfigError if block_tokens is too small for this model."""
     try:
-        return shape.num_kv_layers * shape.page_bytes(config.block_tokens, config.kv_format)
+        return shape.num_kv_layers * shape.layer_page_bytes(config.block_tokens, config.kv_format)
     except ValueError as error:
         raise ConfigError(str(error)) from error
 

@@ -47,7 +47,7 @@ _NUM_ROUNDS = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class PlannedAdapters:
     """The adapters of a plan."""
 
     count: int
@@ -57,7 +57,7 @@ class Adapters:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class PlannedLoad:
     """The requests of a plan."""
 
     rate: float  # requests per second
@@ -72,8 +72,8 @@ class Question:
     spec: ModelSpec
     config: EngineConfig
     device: Device  # a GPU, or one of `count` slices that share the load
-    adapters: Adapters
-    load: Load
+    adapters: PlannedAdapters
+    load: PlannedLoad
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class AdapterSize:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PlannedMemory:
     """The memory of one engine. With tensor parallelism, the memory of one of its ranks."""
 
     device_bytes: int
@@ -127,7 +127,7 @@ class Plan:
     device: str
     engines: int  # that share the load
     config: EngineConfig  # with the planned sizes
-    memory: Memory
+    memory: PlannedMemory
     rate: float  # requests per second that arrive at the busiest engine
     problem: str | None = None  # why the load does not fit
     service: Service | None = None  # None if the memory does not suffice
@@ -332,7 +332,7 @@ class _Planner:
             config.tensor_parallel_size,
         )
 
-    def _measure_memory(self) -> Memory:
+    def _measure_memory(self) -> PlannedMemory:
         count = self._num_adapters
         ranks = self._question.adapters.ranks[:count]
         layouts = [self._adapter_bytes(rank) for rank in ranks]
@@ -346,7 +346,7 @@ class _Planner:
         beside_all = (self._num_pages - all_pages) // self._request_pages
         swap_pages = count_swap_pages(self.config, self._num_pages, self._page_bytes, 1 << 62)
         host_bytes = int(_HOST_CACHE_MARGIN * self._num_ranks * all_bytes)
-        return Memory(
+        return PlannedMemory(
             device_bytes=self._question.device.memory_bytes,
             reserved_bytes=_RESERVED_BYTES,
             weight_bytes=self._size.weight_bytes,

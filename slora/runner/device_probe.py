@@ -17,7 +17,7 @@ import torch
 from slora.core.errors import ConfigError
 from slora.models.float8_support import check_float8_kv
 from slora.runner.device_facts import DeviceFacts
-from slora.runner.served_model import limit_torch_threads, load_kernels, resolve_device
+from slora.runner.model_part import limit_torch_threads, load_kernels, resolve_device
 from slora_kernels.cpu.machine_code import has_workers
 
 

@@ -26,9 +26,9 @@ from slora.core.errors import ConfigError, DeviceFailed
 from slora.models.collectives import ALONE, Collectives
 from slora.models.model_spec import ModelSpec
 from slora.runner.device_facts import explain_few_gpus
+from slora.runner.model_part import find_device, limit_torch_threads
 from slora.runner.rank import Command, FinishLoads
 from slora.runner.rank_channel import CommandChannel, RankSettings
-from slora.runner.served_model import find_device, limit_torch_threads
 from slora_adapters.peft.packing import ByteArray
 
 _log = logging.getLogger(__name__)

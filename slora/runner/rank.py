@@ -17,7 +17,7 @@ from slora.models.lora_deltas import LoraDeltas
 from slora.models.model import load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import LayerArrays, StepArrays, StepBatch
-from slora.runner.served_model import ServedModel
+from slora.runner.model_part import ModelPart
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import LoraTiles
 
@@ -87,8 +87,8 @@ class Rank:
     """Loads the rank's part of the model. Raises ConfigError if it can't be served."""
 
     def __init__(self, config: EngineConfig, spec: ModelSpec, collectives: Collectives) -> None:
-        self._served = ServedModel(config, spec, load_model, collectives)
-        self._served.kernels.warm_up(self._served.geometry)
+        self._part = ModelPart(config, spec, load_model, collectives)
+        self._part.kernels.warm_up(self._part.geometry)
         self._memory: DeviceMemory | None = None
         self._step: tuple[StepBatch, Tensor, int] | None = None
 
@@ -97,19 +97,19 @@ class Rank:
         """Runs one command. Raises the error of the computation."""
         if isinstance(command, Allocate):
             self._memory = None
-            self._memory = self._served.make_memory(command.num_pages, command.num_host_pages)
+            self._memory = self._part.make_memory(command.num_pages, command.num_host_pages)
             return
         assert self._memory is not None, "the first command allocates the pool"
         match command:
             case Transfer():
                 self._transfer(command, self._memory)
             case Compute(arrays, num_sampled):
-                batch = arrays.upload(self._served.device)
-                self._served.finish_adapters(self._memory, arrays)
-                hidden = self._served.model.forward(batch, self._memory, self._served.kernels)
+                batch = arrays.upload(self._part.device)
+                self._part.finish_adapters(self._memory, arrays)
+                hidden = self._part.model.forward(batch, self._memory, self._part.kernels)
                 self._step = batch, hidden, num_sampled
             case ScoreRows(first_row, num_rows, layers):
-                tiles = [layer.upload(self._served.device) for layer in layers]
+                tiles = [layer.upload(self._part.device) for layer in layers]
                 self._compute_logits(self._memory, first_row, num_rows, tiles)
             case ComputeLogits():
                 assert self._step is not None, "a step precedes its logits"
@@ -137,4 +137,4 @@ class Rank:
     ) -> None:
         assert self._step is not None, "a step precedes its logits"
         hidden = self._step[1][first_row : first_row + num_rows]
-        self._served.model.logits(hidden, LoraDeltas(tiles, memory, self._served.kernels))
+        self._part.model.logits(hidden, LoraDeltas(tiles, memory, self._part.kernels))

@@ -17,9 +17,9 @@ import torch
 from slora.core.errors import ConfigError
 from slora.memory.host_memory import PageLockedMemory
 from slora.models.collectives import Collectives
+from slora.runner.model_part import find_device
 from slora.runner.rank import FinishLoads, Rank
 from slora.runner.rank_channel import CommandChannel, RankSettings
-from slora.runner.served_model import find_device
 from slora_adapters.peft.packing import ByteArray
 from slora_adapters.process.children import end_with_stdin
 from slora_adapters.process.logs import LOG_FORMATS, set_up_logging

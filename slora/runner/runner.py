@@ -34,9 +34,9 @@ from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
 from slora.runner.learned_costs import LearnedCosts, bound_costs
+from slora.runner.model_part import ModelPart
 from slora.runner.process_group import NO_GROUP, RankGroup
 from slora.runner.rank import Allocate, Compute, ComputeLogits, ScoreRows, Transfer, Zero
-from slora.runner.served_model import ServedModel
 from slora.runner.step_graphs import StepGraphs, capture_cuda
 from slora.sampling.prompt_rows import compute_prompt_logprobs, pool_hidden_states
 from slora.sampling.sampler import sample
@@ -150,10 +150,10 @@ class Runner:
         self._group = group
         # Whether this rank is within a computation of the group. It stays True if the computation fails.
         self._is_computing = False
-        served = self._served = ServedModel(config, model, load, group.collectives)
-        self.device, self.dtype_name, self.kernels = served.device, served.dtype_name, served.kernels
-        self.decoder, self._shape, self._geometry = served.model, served.shape, served.geometry
-        self.full_page_bytes = served.full_page_bytes
+        part = self._part = ModelPart(config, model, load, group.collectives)
+        self.device, self.dtype_name, self.kernels = part.device, part.dtype_name, part.kernels
+        self.decoder, self._shape, self._geometry = part.model, part.shape, part.geometry
+        self.full_page_bytes = part.full_page_bytes
         _warm_up(self.kernels, self._geometry)
         self.decoder.check(self._geometry, self.kernels)
         self.num_slots = MAX_SLOTS
@@ -170,9 +170,9 @@ class Runner:
         free_bytes = machine_limits().free_memory_bytes() // group.collectives.size
         self.num_swap_pages = count_swap_pages(config, num_pages, self.full_page_bytes, free_bytes)
         self.memory = self._memory(num_pages, self.num_swap_pages)
-        self.footprint = served.footprint
+        self.footprint = part.footprint
         self.max_model_len = find_max_model_len(
-            config, num_pages, self.full_page_bytes, model.max_positions, served.footprint
+            config, num_pages, self.full_page_bytes, model.max_positions, part.footprint
         )
         self._largest_step = budget, config.max_num_seqs
         self._graphs = self._make_graphs(config)
@@ -257,7 +257,7 @@ class Runner:
                 raise DeviceFailed("a step of the tensor-parallel group failed: all ranks must start again")
             return
         try:
-            memory = self._served.make_memory(2, num_slots=1)
+            memory = self._part.make_memory(2, num_slots=1)
             memory.pages.zero_()
             batch = StepBatch.build(
                 StepPlan(chunks=[_scratch_chunk(memory)]),
@@ -277,7 +277,7 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return None
-        arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._served.long_rows)
+        arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._part.long_rows)
         batch = arrays.upload(self.device)
         if arrays.has_pending:
             ids = batch.token_ids
@@ -285,7 +285,7 @@ class Runner:
             batch = replace(batch, token_ids=known)
         with self._computing_together(lambda: Compute(arrays.without_sequences(), len(batch.sampling))):
             started_s = time.perf_counter()
-            self._served.finish_adapters(self.memory, arrays)
+            self._part.finish_adapters(self.memory, arrays)
             step.finish_s = time.perf_counter() - started_s
             return batch, self._forward(batch)
 
@@ -439,7 +439,7 @@ class Runner:
 
     def _memory(self, num_pages: int, num_host_pages: int = 0) -> DeviceMemory:
         self._group.send(lambda rank: Allocate(num_pages, num_host_pages))
-        return self._served.make_memory(num_pages, num_host_pages)
+        return self._part.make_memory(num_pages, num_host_pages)
 
     def _num_pages(self, config: EngineConfig) -> int:
         free, on_gpu = 0, self.device.type == "cuda"

@@ -207,7 +207,7 @@ def probe_adapter(
 
 def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: torch.device) -> DeviceMemory:
     """Creates pages for this adapter alone, and one slot that points to them."""
-    page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
+    page_bytes = shape.num_layers * shape.layer_page_bytes(_BLOCK_TOKENS)
     num_pages = -(-packed.layout.num_bytes // page_bytes)
     geometry = KVGeometry(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype

@@ -49,7 +49,7 @@ def build_adapters(
     affine: the modules with scales and offsets, in all slots but slot 0.
     """
     random = torch.Generator().manual_seed(seed)
-    page_bytes = shape.page_bytes(block_tokens) * shape.num_layers
+    page_bytes = shape.layer_page_bytes(block_tokens) * shape.num_layers
     kinds = dict.fromkeys(affine, Affine(has_magnitude=True, replaces_bias=False))
     layouts = [lay_out_adapter(shape, adapter, kinds if slot else {}) for slot, adapter in enumerate(ranks)]
     needed = [-(-layout.num_bytes // page_bytes) for layout in layouts]

@@ -242,9 +242,9 @@ def test_a_sequence_over_fp8_pages_gets_the_same_bits_alone_and_in_a_batch(
 
 def test_a_page_of_fp8_holds_almost_twice_the_tokens() -> None:
     llama = llama_shape(32, 4096, 32, 8, 128, 14336, 128256, 2)
-    assert llama.page_bytes(16) == 65536
-    assert llama.page_bytes(16, KVFormat.FP8) == 32768 + 2 * 8 * 16 * 2
+    assert llama.layer_page_bytes(16) == 65536
+    assert llama.layer_page_bytes(16, KVFormat.FP8) == 32768 + 2 * 8 * 16 * 2
     # 4096 numbers and 32 scales, padded to whole segments for any number of heads.
     narrow = llama_shape(1, 128, 2, 1, 128, 256, 100, 2)
-    assert narrow.page_bytes(16, KVFormat.FP8) == 4096 + 256
-    assert llama_shape(1, 48, 4, 1, 12, 72, 100, 4).page_bytes(2, KVFormat.FP8) == 256
+    assert narrow.layer_page_bytes(16, KVFormat.FP8) == 4096 + 256
+    assert llama_shape(1, 48, 4, 1, 12, 72, 100, 4).layer_page_bytes(2, KVFormat.FP8) == 256

@@ -145,7 +145,7 @@ for path in sys.argv[1:]:
     with open(f"{path}/cgroup.procs", "w") as file:
         file.write(str(os.getpid()))
 import torch
-from slora.runner.served_model import limit_torch_threads
+from slora.runner.model_part import limit_torch_threads
 from slora_kernels.machine_limits import machine_limits
 limit_torch_threads()
 limits = machine_limits()

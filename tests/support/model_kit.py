@@ -55,7 +55,7 @@ class ModelKit:
         kv_format: KVFormat = KVFormat.MODEL,
     ) -> int:
         shape = self.spec.shape(dtype)
-        return num_pages * shape.num_kv_layers * shape.page_bytes(block_tokens, kv_format)
+        return num_pages * shape.num_kv_layers * shape.layer_page_bytes(block_tokens, kv_format)
 
 
 # Returns the kit of a model by name.

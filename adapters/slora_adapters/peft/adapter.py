@@ -11,7 +11,7 @@ cover provenance, file names, safetensors metadata or the chat template. Two upl
 same digest.
 
 Untrusted tensors are opened only in a separate process (`inspection_process.py`), which returns a `CheckedAdapter`:
-the adapter without its tensors, as `Catalog.store_blob` and `Catalog.commit` need it.
+the adapter without its tensors, as `StoredAdapters.store_blob` and `StoredAdapters.commit` need it.
 """
 
 import hashlib
@@ -87,7 +87,7 @@ class LoraPair(Generic[AnyFactor]):
 
 
 @dataclass(frozen=True, slots=True)
-class TokenRows(Generic[AnyFactor]):
+class TrainedRows(Generic[AnyFactor]):
     """Trained rows [n, hidden] that replace those of the embedding or of the head."""
 
     tensor: AnyFactor
@@ -97,10 +97,10 @@ class TokenRows(Generic[AnyFactor]):
 class Vocabulary(NamedTuple, Generic[AnyFactor]):
     """The rows of an adapter. With a tied head, those of embedding and head may be of one tensor."""
 
-    embedding: TokenRows[AnyFactor] | None = None
-    head: TokenRows[AnyFactor] | None = None
+    embedding: TrainedRows[AnyFactor] | None = None
+    head: TrainedRows[AnyFactor] | None = None
     # The adapter's own head that classifies texts, with a row [hidden] for each label.
-    classifier: TokenRows[AnyFactor] | None = None
+    classifier: TrainedRows[AnyFactor] | None = None
 
     @property
     def tensors(self) -> list[AnyFactor]:

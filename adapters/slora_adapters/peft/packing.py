@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterInvalid, Reason
-from slora_adapters.peft.adapter import Adapter, AdapterTensors, LoraPair, ModuleId, NormTensors, TokenRows
+from slora_adapters.peft.adapter import Adapter, AdapterTensors, LoraPair, ModuleId, NormTensors, TrainedRows
 from slora_adapters.peft.tensor_file import (
     STORAGE,
     STORED_NAMES,
@@ -155,7 +155,7 @@ class Packer:
 
     def _place_rows(
         self,
-        token_rows: TokenRows[Any],
+        token_rows: TrainedRows[Any],
         place: list[int],
         partition: Partition,
         layout: AdapterLayout,

@@ -23,7 +23,7 @@ from slora_adapters.peft.adapter import (
     LoraPair,
     ModuleId,
     NormTensors,
-    TokenRows,
+    TrainedRows,
     Vocabulary,
 )
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
@@ -400,7 +400,7 @@ def _find_vocabulary(
                 )
                 reasons.append(Reason("duplicate_tensor", message))
             found[path] = tensor
-    by_path: dict[str, TokenRows[AnyFactor]] = {}
+    by_path: dict[str, TrainedRows[AnyFactor]] = {}
     for path, module_id in paths.items():
         rows, ids = found.get(path), trained.get(path)
         if path == shape.head_path and is_tied_rows(trained, shape):
@@ -411,7 +411,7 @@ def _find_vocabulary(
         faults = [*_check_rows(path, rows, ids, config, shape, is_target=module_id in targets)]
         reasons += faults
         if rows is not None and not faults:
-            by_path[path] = TokenRows(rows, ids)
+            by_path[path] = TrainedRows(rows, ids)
     embedding, head = by_path.get(shape.embedding_path), by_path.get(shape.head_path)
     if is_tied_rows(trained, shape):
         head = embedding
@@ -421,7 +421,7 @@ def _find_vocabulary(
 
 
 def _check_added(
-    embedding: TokenRows[AnyFactor] | None, head: TokenRows[AnyFactor] | None, shape: ModelShape
+    embedding: TrainedRows[AnyFactor] | None, head: TrainedRows[AnyFactor] | None, shape: ModelShape
 ) -> Iterable[Reason]:
     """Yields reasons to refuse rows behind those of the base model."""
     size = shape.vocab_size
@@ -449,7 +449,7 @@ def _check_added(
 
 def _find_classifier(
     config: PeftConfig, tensors: Mapping[str, AnyFactor], shape: ModelShape
-) -> tuple[TokenRows[AnyFactor] | None, set[str], list[Reason]]:
+) -> tuple[TrainedRows[AnyFactor] | None, set[str], list[Reason]]:
     """Returns the head that classifies texts, the names of its tensors, and reasons to refuse them."""
     named = {
         name: match["parameter"]
@@ -489,7 +489,7 @@ def _find_classifier(
     elif not 1 <= weight.shape[0] <= MAX_LABELS:
         message = f"the head has {weight.shape[0]} labels; accepted are 1 to {MAX_LABELS}"
         reasons.append(Reason("shape_mismatch", message))
-    return TokenRows(weight, None), {*named}, reasons
+    return TrainedRows(weight, None), {*named}, reasons
 
 
 def _refuse_other_modules(config: PeftConfig, shape: ModelShape) -> Iterable[Reason]:

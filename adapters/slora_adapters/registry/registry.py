@@ -16,8 +16,8 @@ A pin belongs to an alias (to `latest` if a bare name is pinned). Every version 
 the page pool of every engine, even before a request needs it. When the alias moves, the pin applies to its new
 versions. The pin ends when the alias is deleted.
 
-This module does not access the store or any tensors; `catalog.py` combines registry and store. It does not know whether
-a tenant exists.
+This module does not access the store or any tensors; `stored_adapters.py` combines registry and store. It does not
+know whether a tenant exists.
 """
 
 import re

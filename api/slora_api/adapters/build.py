@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.registry.catalog import SHARED_GRACE_S, Catalog
 from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.stored_adapters import SHARED_GRACE_S, StoredAdapters
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.model_catalog import ModelCatalog
@@ -23,7 +23,7 @@ from slora_api.tenants.tenant_store import TenantStore
 @dataclass(frozen=True, slots=True)
 class Adapters:
     services: AdapterServices
-    stored: Catalog
+    stored: StoredAdapters
     pinning: Pinning
     quarantine: Quarantine
 
@@ -49,7 +49,7 @@ def build_adapters(foundation: Foundation, needs: AdapterNeeds) -> Adapters:
     store = open_store(store_url(settings, data), settings.redis or None)
     foundation.stack.callback(store.close)
     registry = Registry(foundation.database)
-    stored = Catalog(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
+    stored = StoredAdapters(registry, store, grace_s=SHARED_GRACE_S if settings.store else 0.0)
     pinning = Pinning(registry, needs.tenant_store, client)
     # Each process empties its own folder when it starts. The folders of the workers are in the main process's folder.
     folder = data.quarantine if foundation.is_main else data.quarantine / str(foundation.board.process)

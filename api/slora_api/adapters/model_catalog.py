@@ -31,8 +31,8 @@ from slora.text.generation_defaults import (
 from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.added_tokens import AddedToken, read_added_rows, read_added_tokens
-from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import LATEST, AdapterRecord, Rollout, Targets, parse_reference
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_api.adapters.adapter_json import (
     AdapterObject,
     AliasObject,
@@ -112,7 +112,7 @@ class ModelCatalog:
     """The models of all tenants. Each call sees only the models of one tenant."""
 
     def __init__(
-        self, base: BaseModelInfo, adapters: Catalog, client: EngineClient, pinning: Pinning
+        self, base: BaseModelInfo, adapters: StoredAdapters, client: EngineClient, pinning: Pinning
     ) -> None:
         self._base = base
         self._adapters = adapters

@@ -3,9 +3,8 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from fastapi import APIRouter, Query, Request, status
+from fastapi import APIRouter, Request, status
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
@@ -23,7 +22,7 @@ from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.routes import UPLOAD_ERRORS, AdapterServices, UploadForm, receive_upload
 from slora_api.core.errors import BadRequest, NotFound, PinsFull
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
-from slora_api.http.field_types import Limit
+from slora_api.http.field_types import Limit, NamePart
 from slora_api.http.openapi import errors, form_body
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
@@ -35,8 +34,6 @@ router = APIRouter(prefix="/admin", tags=["operator"])
 # None of the three names may contain a slash or an at sign.
 _PIN_ID = re.compile("([^/@]+)/([^/@]+)@([^/@]+)")
 _ADAPTER_ID = re.compile("([^/@]+)/([^/@]+)")
-# A name of an adapter or a tenant has at most 128 characters.
-_NamePart = Annotated[str, Query(max_length=128)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +92,7 @@ class OwnedAdapterObject(AdapterObject):
 def find_adapters(
     _operator: Operator,
     services: Wired[PinServices],
-    contains: _NamePart = "",
+    contains: NamePart = "",
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[OwnedAdapterObject]:

@@ -54,8 +54,8 @@ from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAda
 from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
 from slora_adapters.registry.blobs import RESERVATION_S
-from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
@@ -368,7 +368,7 @@ class Publisher:
         templates: ChatTemplates,
         check_quota: CheckQuota,
         tenant_store: TenantStore,
-        adapters: Catalog,
+        adapters: StoredAdapters,
         canary: Canary,
         client: EngineClient,
         pinning: Pinning,

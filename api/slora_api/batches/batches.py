@@ -32,7 +32,7 @@ from sqlalchemy.engine import Connection
 from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
-from slora_api.batches.files import UNFINISHED, Files, Piece, StoredFile, files_lock, new_blob, new_id
+from slora_api.batches.files import UNFINISHED, FilePiece, Files, StoredFile, files_lock, new_blob, new_id
 from slora_api.core.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
 
 WINDOW_S = 86_400.0
@@ -288,7 +288,7 @@ class Batches:
                 pieces, start = [], 0
                 for one in answers:
                     if one.number not in present:
-                        pieces.append(Piece(one.number, blob, start, len(one.content)))
+                        pieces.append(FilePiece(one.number, blob, start, len(one.content)))
                     start += len(one.content)
                 if pieces:
                     self.files.add_pieces(connection, stored, pieces)

@@ -8,8 +8,8 @@ stored.
     2. The blob is stored.
     3. A transaction adds the rows that refer to the blob, and ends the reservation.
 
-If step 2 or 3 fails, the charge is given back. A crash leaves a blob that no row refers to. `Catalog.sweep` drops it
-when the reservation has expired.
+If step 2 or 3 fails, the charge is given back. A crash leaves a blob that no row refers to. `StoredAdapters.sweep`
+drops it when the reservation has expired.
 
 Every call blocks, so an event loop should make it on a thread.
 """
@@ -30,7 +30,7 @@ from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit, TryAgain
 from slora_adapters.registry.blobs import RESERVATION_S
-from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.store.store import Blob, Store
 from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
 from slora_api.core.settings import Settings
@@ -81,7 +81,7 @@ class StoredFile:
     expires_at: float | None
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Bytes [start, start + num_bytes) of a blob, which are a part of a file. number: see `schema.file_pieces`."""
 
     number: int
@@ -108,7 +108,7 @@ class Files:
     def __init__(
         self,
         database: Database,
-        blobs: Catalog,
+        blobs: StoredAdapters,
         limits: FileLimits,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -131,7 +131,7 @@ class Files:
                 done = update(schema.files).where(_f.file_id == stored.file_id, _HAS_OWNER)
                 if not connection.execute(done.values(is_complete=True)).rowcount:
                     raise NotFound.of_tenant(tenant)  # The tenant was purged meanwhile.
-                self.add_pieces(connection, stored, [Piece(0, blob, 0, num_bytes)])
+                self.add_pieces(connection, stored, [FilePiece(0, blob, 0, num_bytes)])
                 record_change(connection, "file.create", tenant, stored.file_id, {"bytes": num_bytes})
         except BaseException:
             self.give_back(stored, blob)
@@ -159,7 +159,7 @@ class Files:
     def put(self, blob: str, content: Path | bytes) -> None:
         self._blobs.durable.put(blob, {_CONTENT: content})
 
-    def add_pieces(self, connection: Connection, stored: StoredFile, pieces: Sequence[Piece]) -> None:
+    def add_pieces(self, connection: Connection, stored: StoredFile, pieces: Sequence[FilePiece]) -> None:
         """Adds pieces of one blob to a file, and ends the reservation of the blob. Charged bytes in no piece are given
         back. Raises TryAgain if the reservation has expired.
         """
@@ -195,7 +195,7 @@ class Files:
 
         The pieces stay, in other places. So the numbers of the answered lines are known at all times.
         """
-        pieces: list[Piece] = []
+        pieces: list[FilePiece] = []
         num_bytes = 0
         for piece in self._find_pieces(file_id, after):
             num_bytes += piece.num_bytes
@@ -210,7 +210,7 @@ class Files:
             self._blobs.drop_unreferenced(old)
         return pieces[-1].number
 
-    def _move(self, file_id: str, pieces: Sequence[Piece]) -> None:
+    def _move(self, file_id: str, pieces: Sequence[FilePiece]) -> None:
         """Copies the pieces into a blob of their own."""
         blob, start = new_blob(), 0
         with self._database.transaction() as connection:
@@ -303,14 +303,14 @@ class Files:
                 yield from _read_pieces(pieces, opened)
                 after = pieces[-1].number
 
-    def _find_pieces(self, file_id: str, after: int) -> Sequence[Piece]:
+    def _find_pieces(self, file_id: str, after: int) -> Sequence[FilePiece]:
         query = (
             select(_p.number, _p.blob, _p.start, _p.num_bytes)
             .where(_p.file_id == file_id, _p.number > after)
             .order_by(_p.number)
             .limit(_ROWS_READ)
         )
-        return [Piece(*row) for row in self._database.read(query)]
+        return [FilePiece(*row) for row in self._database.read(query)]
 
     def delete_expired(self) -> bool:
         """Deletes some expired and abandoned files. Returns whether more such files may be left."""
@@ -419,7 +419,7 @@ class _OpenBlobs:
             blob.close()
 
 
-def _read_pieces(pieces: Iterable[Piece], opened: _OpenBlobs) -> Iterator[bytes]:
+def _read_pieces(pieces: Iterable[FilePiece], opened: _OpenBlobs) -> Iterator[bytes]:
     parts: list[bytearray] = []
     num_bytes = 0
     for blob, start, end in _join(pieces):
@@ -433,7 +433,7 @@ def _read_pieces(pieces: Iterable[Piece], opened: _OpenBlobs) -> Iterator[bytes]
     yield b"".join(parts)
 
 
-def _join(pieces: Iterable[Piece]) -> Iterator[tuple[str, int, int]]:
+def _join(pieces: Iterable[FilePiece]) -> Iterator[tuple[str, int, int]]:
     """Yields blob, start and end of each run of pieces that follow one another in a blob."""
     blob, start, end = "", 0, 0
     for piece in pieces:

@@ -14,7 +14,16 @@ from slora.core.errors import ConfigError
 from slora.core.setting import ByteSize, SettingRefused, setting_specs
 from slora.models.model_spec import ModelSpec, find_model, read_model_spec
 from slora.planning.devices import Device, cut_device, find_device
-from slora.planning.plan import Adapters, Load, Memory, Plan, Question, Service, compare_slices, make_plan
+from slora.planning.plan import (
+    Plan,
+    PlannedAdapters,
+    PlannedLoad,
+    PlannedMemory,
+    Question,
+    Service,
+    compare_slices,
+    make_plan,
+)
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import EFFICIENCIES
 from slora_api.cli.declaration import argument, command
@@ -134,13 +143,13 @@ def _read_question(arguments: argparse.Namespace) -> Question:
     if arguments.slice is not None:
         # Plan one slice. With --compare, the plan covers all slices of a device.
         device = replace(cut_device(device, arguments.slice), count=1)
-    adapters = Adapters(
+    adapters = PlannedAdapters(
         arguments.adapters,
         _read_ranks(arguments.rank),
         tuple(arguments.targets.split(",")),
         _read_alpha(arguments),
     )
-    load = Load(arguments.rate, arguments.prompt_tokens, arguments.output_tokens)
+    load = PlannedLoad(arguments.rate, arguments.prompt_tokens, arguments.output_tokens)
     return Question(spec, config, device, adapters, load)
 
 
@@ -298,7 +307,7 @@ def _describe_memory(spec: ModelSpec, device: Device, found: Plan) -> str:
     )
 
 
-def _describe_room(question: Question, memory: Memory) -> str:
+def _describe_room(question: Question, memory: PlannedMemory) -> str:
     sizes = {
         f"adapter of rank {one.rank}": f"{format_bytes(one.num_bytes)}: {one.pages:,} pages, the KV of "
         f"{one.pages * memory.block_tokens:,} tokens"
@@ -328,7 +337,7 @@ def _describe_room(question: Question, memory: Memory) -> str:
     )
 
 
-def _describe_traffic(load: Load, found: Plan, service: Service) -> str:
+def _describe_traffic(load: PlannedLoad, found: Plan, service: Service) -> str:
     rows = {
         "capacity": f"{service.requests_per_s:.3g} requests/s, {service.output_tokens_per_s:,.0f} tokens/s of "
         f"answers, {service.most_running:.0f} sequences at once",

@@ -34,7 +34,7 @@ _Lister = Callable[[Callable[[], Iterable[Any]]], Any]
 
 
 @dataclass(slots=True)
-class Usage:
+class AnswerUsage:
     """The token counts to charge.
 
     reasoning: counts the tokens of reasoning; None if the answers have no reasoning.
@@ -89,22 +89,22 @@ class AnswerFormat(Protocol):
     @property
     def reads_text(self) -> bool: ...
 
-    def opening(self, usage: Usage) -> Iterable[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterable[bytes]:
         """Returns the events that come before any text."""
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterable[bytes]:
         """Returns the events that contain the delta; none if the delta has nothing to show.
 
         usage: the usage so far, which includes the delta.
         """
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterable[bytes]:
         """Returns the events that end a complete stream."""
 
     def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
         """Returns the events that end a stream with an error."""
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> Json:
         """Returns the body of an answer that is not streamed. Lists that may be long are `LongList`s."""
 
 
@@ -141,13 +141,13 @@ class _Envelope:
         # With include_usage, every chunk has the field `usage`. It is null in all chunks but the last.
         self._usage_field = ',"usage":null' if fields.include_usage else ""
 
-    def event(self, choice: str, usage: Usage, prompt_token_ids: Sequence[int] | None = None) -> bytes:
+    def event(self, choice: str, usage: AnswerUsage, prompt_token_ids: Sequence[int] | None = None) -> bytes:
         """Returns the event of one chunk. choice: the only choice of the chunk, as JSON."""
         usage_field = _encode_usage(usage) if self._is_usage_continuous else self._usage_field
         prompt = "" if prompt_token_ids is None else f',"prompt_token_ids":{encode_ascii(prompt_token_ids)}'
         return f"{self._chunk_start}{choice}]{usage_field}{prompt}}}\n\n".encode("ascii")
 
-    def closing(self, usage: Usage) -> Iterator[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterator[bytes]:
         if self._includes_usage:
             metrics = ""
             if self._includes_timing and usage.timing is not None:
@@ -284,10 +284,10 @@ class CompletionFormat:
     def reads_text(self) -> bool:
         return False
 
-    def opening(self, usage: Usage) -> Iterable[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterable[bytes]:
         return ()
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterable[bytes]:
         has_ids = self._has_ids and bool(delta.token_ids)
         if not delta.text and not delta.tokens and delta.finish_reason is None and not has_ids:
             return ()
@@ -302,13 +302,13 @@ class CompletionFormat:
         choice = f'{{"index":{index},"text":{encode_ascii(delta.text)},{rest}}}'
         return (self._envelope.event(choice, usage),)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterable[bytes]:
         return self._envelope.closing(usage)
 
     def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
         return self._envelope.failure(error)
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> Json:
         choices: list[Json] = []
         for completion in completions:
             prompt = self._logprobs.prompt(completion)
@@ -350,13 +350,13 @@ class ChatFormat:
     def reads_text(self) -> bool:
         return self._parts is not None
 
-    def opening(self, usage: Usage) -> Iterator[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterator[bytes]:
         first = encode_ascii({"role": "assistant", "content": "" if self._parts is None else None})
         prompts = [self._prompt if self._has_ids else None] + [None] * (self._num_choices - 1)
         for index, prompt in enumerate(prompts):
             yield self._envelope.event(_encode_delta(index, first, _encode_rest()), usage, prompt)
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterator[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterator[bytes]:
         token_ids = delta.token_ids if self._has_ids else ()
         if self._parts is not None:
             yield from self._part_events(self._parts, delta, token_ids, usage)
@@ -368,7 +368,7 @@ class ChatFormat:
             yield self._event(delta.choice, "{}", usage, (), delta.finish_reason)
 
     def _part_events(
-        self, parts: ChatParts, delta: CompletionDelta, token_ids: Sequence[int], usage: Usage
+        self, parts: ChatParts, delta: CompletionDelta, token_ids: Sequence[int], usage: AnswerUsage
     ) -> Iterator[bytes]:
         """Yields the events of a delta with tool calls or reasoning. The first event has all tokens of the delta, even
         if their text is held back for later events.
@@ -384,13 +384,13 @@ class ChatFormat:
         if reason is not None:
             yield self._event(choice, "{}", usage, (), parts.finish_reason(choice, reason))
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterable[bytes]:
         return self._envelope.closing(usage)
 
     def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
         return self._envelope.failure(error)
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> Json:
         (completion,) = completions
         choices: list[Json] = []
         for choice in completion.choices:
@@ -417,7 +417,7 @@ class ChatFormat:
         self,
         index: int,
         delta: str,
-        usage: Usage,
+        usage: AnswerUsage,
         tokens: Sequence[AlignedToken] = (),
         reason: str | None = None,
         token_ids: Sequence[int] = (),
@@ -447,7 +447,7 @@ def _encode_rest(
     return encode_ascii({"logprobs": logprobs, "finish_reason": reason, **ids})[1:-1]
 
 
-def _encode_usage(usage: Usage) -> str:
+def _encode_usage(usage: AnswerUsage) -> str:
     return f',"usage":{encode_ascii(usage.to_json())}'
 
 

@@ -17,7 +17,7 @@ from slora.client.client import EngineClient
 from slora.core.request import TokenDelta
 from slora.text.answer import Answer, Completion, CompletionDelta
 from slora_api.chat.answer_reader import ReasoningCounter
-from slora_api.completions.answer_format import AnswerFormat, Usage
+from slora_api.completions.answer_format import AnswerFormat, AnswerUsage
 from slora_api.completions.answer_objects import timing_headers, timing_object
 from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import TOKENS_AT_ONCE, PromptEchoes
@@ -57,7 +57,7 @@ async def answer_call(
     async def answer() -> AnswerResponse:
         shape = await call.until_gone(prepare())
         is_read = call.syntax is not None and not call.answers[0].request.sampling.use_beam_search
-        usage = Usage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
+        usage = AnswerUsage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
         deltas = compute_answers(call)
         if not body.stream:
             completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
@@ -85,7 +85,7 @@ async def count_chat_tokens(call: InferenceCall, body: ConversationFields) -> in
 
 
 async def write_answer(
-    shape: AnswerFormat, completions: Sequence[Completion], usage: Usage, tenant: str, slots: FairSlots
+    shape: AnswerFormat, completions: Sequence[Completion], usage: AnswerUsage, tenant: str, slots: FairSlots
 ) -> list[bytes]:
     """Returns the body of the answer in parts. A long text is searched for tool calls on a thread, because 530 KB of
     short calls take 0.7 s. The search takes a slot of the tenant.
@@ -100,7 +100,7 @@ async def write_answer(
 
 
 async def _complete(
-    deltas: _Deltas, answers: Sequence[Answer], echoes: PromptEchoes | None, usage: Usage
+    deltas: _Deltas, answers: Sequence[Answer], echoes: PromptEchoes | None, usage: AnswerUsage
 ) -> list[Completion]:
     """Returns the completions in the order of the prompts. All computed tokens are added to `usage`."""
     async with aclosing(deltas):
@@ -114,7 +114,7 @@ async def _complete(
 async def write_events(
     deltas: _Deltas,
     shape: AnswerFormat,
-    usage: Usage,
+    usage: AnswerUsage,
     answers: Sequence[Answer],
     echoes: PromptEchoes | None = None,
 ) -> _Events:
@@ -149,13 +149,13 @@ async def write_events(
         await asyncio.sleep(0)
 
 
-def _make_closing(shape: AnswerFormat, usage: Usage, answers: Sequence[Answer]) -> Iterator[bytes]:
+def _make_closing(shape: AnswerFormat, usage: AnswerUsage, answers: Sequence[Answer]) -> Iterator[bytes]:
     usage.timing = timing_object(answers)
     yield from shape.closing(usage)
 
 
 def _make_events(
-    arrived: Sequence[CompletionDelta], shape: AnswerFormat, usage: Usage, *, opens: bool
+    arrived: Sequence[CompletionDelta], shape: AnswerFormat, usage: AnswerUsage, *, opens: bool
 ) -> Iterator[bytes]:
     if opens:
         yield from shape.opening(usage)

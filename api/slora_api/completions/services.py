@@ -21,7 +21,7 @@ from slora_api.usage.usage_recorder import UsageRecorder
 
 
 @dataclass(slots=True)
-class Readiness:
+class Obstacles:
     """The current reasons why this server cannot answer, by name.
 
     stalls: child process -> a sentence for the client, for each child that makes no progress. While a child is listed,
@@ -57,7 +57,7 @@ class Generator:
     limiter: RequestLimiter
     metrics: Metrics
     usage: UsageRecorder
-    readiness: Readiness = field(default_factory=Readiness)
+    obstacles: Obstacles = field(default_factory=Obstacles)
 
     def engine_info(self) -> EngineInfo:
         """Returns the limits of the engine. Raises Starting while the engine is not connected or a child process is
@@ -65,8 +65,8 @@ class Generator:
         """
         if not self.client.ready:
             raise Starting("The engine is starting; try again shortly.")
-        if self.readiness.stall is not None:
-            raise Starting(f"The server cannot answer now: {self.readiness.stall}. Try again shortly.")
+        if self.obstacles.stall is not None:
+            raise Starting(f"The server cannot answer now: {self.obstacles.stall}. Try again shortly.")
         return self.client.info
 
     def find_max_model_len(self) -> int | None:
@@ -77,7 +77,7 @@ class Generator:
         """The reason why this server cannot answer now; None if it can."""
         if self.limiter.stopping:
             return "the server is shutting down"
-        return self.readiness.missing if self.client.ready else "the engine or its loader is not connected"
+        return self.obstacles.missing if self.client.ready else "the engine or its loader is not connected"
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from slora.core.request import PoolingKind
 from slora.core.setting import (
     Auto,
     ByteSize,
-    Choice,
+    OneOf,
     OnOff,
     Seconds,
     SettingRefused,
@@ -114,22 +114,22 @@ class Settings:
     )  # fmt: skip
     tool_call_parser: str = setting(
         "auto", "format in which the base model writes tool calls; auto recognizes it by the chat template. A template "
-        "of an adapter is always recognized first", Choice(TOOL_CALL_PARSERS), metavar="FORMAT",
+        "of an adapter is always recognized first", OneOf(TOOL_CALL_PARSERS), metavar="FORMAT",
     )  # fmt: skip
     reasoning_parser: str = setting(
         "auto", "whether answers begin with reasoning between <think> and </think>, which then becomes a field of its "
-        "own; auto recognizes it by the chat template", Choice(("auto", "think", "none")), metavar="FORMAT",
+        "own; auto recognizes it by the chat template", OneOf(("auto", "think", "none")), metavar="FORMAT",
     )  # fmt: skip
     embedding_pooling: str = setting(
         "last", "which hidden states make an embedding if the request does not say: last, that of the last token; "
-        "mean, the mean over all tokens", Choice((PoolingKind.LAST, PoolingKind.MEAN)), metavar="KIND",
+        "mean, the mean over all tokens", OneOf((PoolingKind.LAST, PoolingKind.MEAN)), metavar="KIND",
     )  # fmt: skip
     lora_root: str = setting(
         "", "directory below which the operator may load adapters with POST /v1/load_lora_adapter (default: none)",
         metavar="DIR",
     )  # fmt: skip
     log_format: str = setting(
-        "text", "format of the log on standard error: text, or json with one object for each line", Choice(LOG_FORMATS),
+        "text", "format of the log on standard error: text, or json with one object for each line", OneOf(LOG_FORMATS),
         metavar="FORMAT",
     )  # fmt: skip
     redis: str = setting("", "redis://HOST:PORT/DB of a warm tier in front of the store", metavar="URL")
@@ -144,7 +144,7 @@ class Settings:
     unknown_fields: str = setting(
         "refuse", "what happens to fields of a request that the server does not know: refuse answers 400 and names the "
         "nearest field; ignore is for gateways that add fields of their own. The header x-slora-ignored of an answer "
-        "names the fields that had no effect", Choice(("refuse", "ignore")), metavar="CHOICE",
+        "names the fields that had no effect", OneOf(("refuse", "ignore")), metavar="CHOICE",
     )  # fmt: skip
     max_upload_bytes: int = setting(2**29, "largest adapter upload", ByteSize(), metavar="SIZE")
     max_body_bytes: int = setting(

@@ -62,7 +62,7 @@ _NETWORK = (
 )
 
 
-class Status(StrEnum):
+class Severity(StrEnum):
     """The severity of a finding. FAILS: a server with these settings does not start, or does not work."""
 
     FAILS = "fails"
@@ -72,21 +72,21 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    status: Status
+    status: Severity
     detail: str
     remedy: str = ""  # empty if `detail` already says what to do
 
 
 def fine(detail: str) -> Finding:
-    return Finding(Status.OK, detail)
+    return Finding(Severity.OK, detail)
 
 
 def warning(detail: str, remedy: str = "") -> Finding:
-    return Finding(Status.WARNING, detail, remedy)
+    return Finding(Severity.WARNING, detail, remedy)
 
 
 def failure(detail: str, remedy: str = "") -> Finding:
-    return Finding(Status.FAILS, detail, remedy)
+    return Finding(Severity.FAILS, detail, remedy)
 
 
 # -- settings, server and port ----------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def check_device(device: Future[DeviceFacts], num_ranks: int = 1) -> Iterator[Fi
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class ModelFacts:
     """Facts about the base model. missing_bytes: the size of the weights that a server downloads first."""
 
     files: BaseModelFiles
@@ -185,7 +185,7 @@ class Model:
     missing_bytes: int = 0
 
 
-def find_model(settings: Settings) -> Model:
+def find_model(settings: Settings) -> ModelFacts:
     """Reads the files of the base model that a server reads before it starts its engine. The weights of a model of the
     hub are not downloaded. Raises ConfigError.
     """
@@ -207,7 +207,7 @@ def find_model(settings: Settings) -> Model:
                     f"{reference} has {format_bytes(missing)} and is not in the cache of this machine; its metadata is "
                     "in the file, so a server has to download it before the doctor can check it"
                 )
-            return Model(BaseModelFiles(settings), 0, missing, missing)
+            return ModelFacts(BaseModelFiles(settings), 0, missing, missing)
         if reference.is_gguf:
             directory = prepare_gguf_model(download_gguf(reference, None))
             settings = replace(settings, engine=replace(engine, model=directory))
@@ -227,10 +227,10 @@ def find_model(settings: Settings) -> Model:
             num_bytes += math.prod(tensor.shape) * QUANTIZED_BITS[settings.engine.quantization] // 8
         else:
             num_bytes += math.prod(tensor.shape) * element_bytes
-    return Model(files, num_tensors, num_bytes)
+    return ModelFacts(files, num_tensors, num_bytes)
 
 
-def check_model(model: Future[Model]) -> Iterator[Finding]:
+def check_model(model: Future[ModelFacts]) -> Iterator[Finding]:
     found = model.result()
     spec = found.files.config
     decoder = "slora's decoder" if spec.decoder else "transformers' classes"
@@ -244,7 +244,9 @@ def explain_no_model() -> Iterator[Finding]:
     yield failure("--model (SLORA_MODEL) is missing", GIVE_MODEL)
 
 
-def check_memory(settings: Settings, device: Future[DeviceFacts], model: Future[Model]) -> Iterator[Finding]:
+def check_memory(
+    settings: Settings, device: Future[DeviceFacts], model: Future[ModelFacts]
+) -> Iterator[Finding]:
     """Compares free memory with weights, page pool, swap space and host cache. If the model or the device has a check
     that fails, this check does without it.
     """

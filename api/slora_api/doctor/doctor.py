@@ -23,13 +23,13 @@ from slora_api.cli.declaration import VARIABLES, command, setting_flags
 from slora_api.core.key_masking import mask_keys, mask_passwords
 from slora_api.core.package_version import find_package_version
 from slora_api.core.settings import Settings, read_settings, server_setting_specs
-from slora_api.doctor.checks import Finding, Status, failure
+from slora_api.doctor.checks import Finding, Severity, failure
 from slora_api.processes.device import DEVICE_LIMIT_S, find_device
 
 logger = logging.getLogger(__name__)
 
-_COLORS = {Status.OK: "32", Status.WARNING: "33", Status.FAILS: "31"}
-_ORDER = list(Status)
+_COLORS = {Severity.OK: "32", Severity.WARNING: "33", Severity.FAILS: "31"}
+_ORDER = list(Severity)
 # Reading a model takes longer if slora's decoder does not support its family. The model is then built once with torch
 # to find its structure.
 _MODEL_LIMIT_S = 120.0
@@ -52,8 +52,8 @@ class Result:
     findings: Sequence[Finding]  # the worst one first
 
     @property
-    def status(self) -> Status:
-        return self.findings[0].status if self.findings else Status.OK
+    def status(self) -> Severity:
+        return self.findings[0].status if self.findings else Severity.OK
 
     @property
     def detail(self) -> str:
@@ -98,7 +98,7 @@ def diagnose(arguments: argparse.Namespace) -> int:
         print(json.dumps(_as_json(results), indent=2), flush=True)
     else:
         print(_summarize(counts), flush=True)
-    code = 1 if counts[Status.FAILS] else 0
+    code = 1 if counts[Severity.FAILS] else 0
     if has_hung:
         # Do not wait for threads that hang in libraries.
         os._exit(code)
@@ -192,7 +192,7 @@ def _masked(result: Result, secrets: Sequence[str]) -> Result:
 
 
 def format_line(result: Result) -> str:
-    status = result.status.ljust(max(map(len, Status)))
+    status = result.status.ljust(max(map(len, Severity)))
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR"):
         status = f"\x1b[{_COLORS[result.status]}m{status}\x1b[0m"
     remedy = f". Remedy: {result.remedy}" if result.remedy else ""
@@ -201,15 +201,15 @@ def format_line(result: Result) -> str:
     return f"{status}  {result.name.ljust(14)}  {text}"
 
 
-def _summarize(counts: Mapping[Status, int]) -> str:
-    if not counts[Status.FAILS] and not counts[Status.WARNING]:
+def _summarize(counts: Mapping[Severity, int]) -> str:
+    if not counts[Severity.FAILS] and not counts[Severity.WARNING]:
         return "slora: everything is in order"
-    return f"slora: failed checks: {counts[Status.FAILS]}, warnings: {counts[Status.WARNING]}"
+    return f"slora: failed checks: {counts[Severity.FAILS]}, warnings: {counts[Severity.WARNING]}"
 
 
 def _as_json(results: list[Result]) -> dict[str, object]:
     return {
-        "ok": all(result.status != Status.FAILS for result in results),
+        "ok": all(result.status != Severity.FAILS for result in results),
         "version": find_package_version(),
         "checks": [
             {"name": result.name, "status": result.status, "detail": result.detail, "remedy": result.remedy}

@@ -223,5 +223,8 @@ def _check_name(value: str) -> str:
 Text = Annotated[str, AfterValidator(_check_text)]
 Name = Annotated[str, AfterValidator(_check_name)]
 
+# A part of a name of a tenant or an adapter, in a query. Such names have at most 128 characters.
+NamePart = Annotated[str, Field(max_length=128)]
+
 # The number of items per page.
 Limit = Annotated[int, Field(ge=1, le=MAX_LIMIT)]

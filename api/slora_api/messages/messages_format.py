@@ -14,7 +14,7 @@ from slora.core.request import FinishReason
 from slora.text.answer import Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.text_reader import Piece, PieceKind
-from slora_api.completions.answer_format import Usage
+from slora_api.completions.answer_format import AnswerUsage
 from slora_api.core.errors import ErrorAnswer, describe_for_messages
 from slora_api.http.json_slices import Written, encode_ascii
 from slora_api.messages.messages_request import MessagesChat
@@ -134,11 +134,11 @@ class MessagesFormat:
     def reads_text(self) -> bool:
         return self._reader is not None
 
-    def opening(self, usage: Usage) -> Iterable[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterable[bytes]:
         """Returns no events: the first event has the number of cached tokens, which comes with the first delta."""
         return ()
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterator[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterator[bytes]:
         if not self._has_begun:
             self._has_begun = True
             message = {**self._about, "content": [], **self._end, "usage": _usage_json(usage)}
@@ -149,14 +149,14 @@ class MessagesFormat:
             yield from self._close_block()
             self._end = self._describe_end(delta.finish_reason, delta.stop, usage)
 
-    def closing(self, usage: Usage) -> Iterator[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterator[bytes]:
         yield _event("message_delta", {"delta": self._end, "usage": _usage_json(usage)})
         yield _event("message_stop", {})
 
     def failure(self, error: ErrorAnswer) -> Iterator[bytes]:
         yield _event("error", describe_for_messages(error))
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> Json:
         ((choice,),) = (completion.choices for completion in completions)
         content: list[Json] = []
         for piece in self._read(choice.text, is_last=True):
@@ -206,7 +206,7 @@ class MessagesFormat:
             self._open = None
             self._num_closed += 1
 
-    def _describe_end(self, reason: FinishReason, stop: str | None, usage: Usage) -> Json:
+    def _describe_end(self, reason: FinishReason, stop: str | None, usage: AnswerUsage) -> Json:
         if reason is FinishReason.LENGTH:
             is_cut = self._max_tokens is not None and usage.completion_tokens < self._max_tokens
             shown = "model_context_window_exceeded" if is_cut else "max_tokens"
@@ -244,7 +244,7 @@ def _event(kind: str, content: Json) -> bytes:
     return f"event: {kind}\ndata: {encode_ascii({'type': kind, **content})}\n\n".encode("ascii")
 
 
-def _usage_json(usage: Usage) -> Json:
+def _usage_json(usage: AnswerUsage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,

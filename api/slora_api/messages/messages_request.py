@@ -385,7 +385,7 @@ class Metadata(RequestModel):
     user_id: Text | None = None
 
 
-class ConversationFields(RequestModel):
+class MessagesFields(RequestModel):
     """The fields that both routes share.
 
     system: a text, or a list of blocks.
@@ -482,11 +482,11 @@ def _join_turn(turn: Sequence[ChatMessage]) -> ChatMessage:
     return turn[-1].model_copy(update={"content": content, "reasoning": reasoning})
 
 
-class CountTokensRequest(ConversationFields):
+class CountTokensRequest(MessagesFields):
     """POST /v1/messages/count_tokens."""
 
 
-class MessagesRequest(ConversationFields):
+class MessagesRequest(MessagesFields):
     """POST /v1/messages.
 
     max_tokens: the maximum number of tokens of the answer. An answer that the context cuts off has the stop reason

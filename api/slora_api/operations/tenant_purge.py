@@ -25,7 +25,7 @@ from slora.client.client import EngineClient
 from slora.core.engine_state import TenantPurge as EnginePurge
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
-from slora_adapters.registry.catalog import Catalog, PurgedBlobs
+from slora_adapters.registry.stored_adapters import PurgedBlobs, StoredAdapters
 from slora_api.core.errors import BadRequest, NotFound
 from slora_api.core.threads import HOUSEKEEPING, control_thread, tenant_thread
 from slora_api.http.field_types import STRICT
@@ -60,7 +60,7 @@ class TenantPurges:
     """Purges tenants. Runs on one event loop."""
 
     def __init__(
-        self, tenant_store: TenantStore, ledger: UsageLedger, adapters: Catalog, client: EngineClient
+        self, tenant_store: TenantStore, ledger: UsageLedger, adapters: StoredAdapters, client: EngineClient
     ) -> None:
         self._tenant_store = tenant_store
         self._ledger = ledger

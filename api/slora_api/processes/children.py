@@ -86,7 +86,7 @@ _SANDBOX_MODULES = (
     "slora_api.sandbox.grammar_process",
     "slora_adapters.inspection.inspection_process",
 )
-# The name of this part of the start in `Readiness.unfinished`.
+# The name of this part of the start in `Obstacles.unfinished`.
 SANDBOXES = "sandboxes"
 _GRAMMAR_LIBRARY = "llguidance"
 _SANDBOX_START_S = 120.0

@@ -21,7 +21,7 @@ from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.chat_parts import make_call_id
 from slora_api.chat.text_reader import Piece, PieceKind
 from slora_api.chat.tool_schemas import read_custom_input
-from slora_api.completions.answer_format import LogprobsFormat, Usage
+from slora_api.completions.answer_format import AnswerUsage, LogprobsFormat
 from slora_api.core.errors import ErrorAnswer
 from slora_api.http.json_slices import LongList, Once, Written, encode_ascii, slice_ascii
 from slora_api.http.sse import KEEP_ALIVE
@@ -137,11 +137,11 @@ class ResponsesFormat:
     def reads_text(self) -> bool:
         return self._reader is not None
 
-    def opening(self, usage: Usage) -> Iterator[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterator[bytes]:
         for kind in ("response.created", "response.in_progress"):
             yield from self._event(kind, {"response": self._response("in_progress")})
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterator[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterator[bytes]:
         is_last = delta.finish_reason is not None
         for piece, tokens in self._read(delta.text, delta.tokens, is_last=is_last):
             if piece.kind is not PieceKind.ARGUMENTS and self._begins_item(piece):
@@ -158,7 +158,7 @@ class ResponsesFormat:
             self._is_cut = delta.finish_reason is FinishReason.LENGTH
             yield from self._end_item("incomplete" if self._is_cut else "completed")
 
-    def closing(self, usage: Usage) -> Iterator[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterator[bytes]:
         status = self._final_status
         yield from self._event(f"response.{status}", {"response": self._response(status, usage)})
 
@@ -172,7 +172,7 @@ class ResponsesFormat:
         failed = self._response("failed") | {"error": {"code": code, "message": about["message"]}}
         yield from self._event("response.failed", {"response": failed})
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> Json:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> Json:
         ((choice,),) = (completion.choices for completion in completions)
         for piece, tokens in self._read(choice.text, choice.tokens, is_last=True):
             if piece.kind is not PieceKind.ARGUMENTS and self._begins_item(piece):
@@ -293,7 +293,7 @@ class ResponsesFormat:
         made = {"output_index": item.index, "item": item.to_json(text, logprobs)}
         yield from self._event("response.output_item.done", made)
 
-    def _response(self, status: str, usage: Usage | None = None) -> Json:
+    def _response(self, status: str, usage: AnswerUsage | None = None) -> Json:
         """Returns the response object, with the items that have been streamed so far."""
         is_over = status in ("completed", "incomplete")
         return self._about | {
@@ -324,7 +324,7 @@ def _written(item: _Item) -> tuple[Written, Written]:
     return Written(item.texts, '""'), Written(item.logprobs, "[]")
 
 
-def _usage_json(usage: Usage) -> Json:
+def _usage_json(usage: AnswerUsage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
         # Nothing is charged for writing to the prefix cache.

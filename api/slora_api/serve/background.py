@@ -27,13 +27,13 @@ _STATE_PERIOD_S, _DISK_PERIOD_S = 0.1, 2.0
 
 
 class HostState:
-    """Passes the state of the host from the main process to the API workers, between the board and the `Readiness` and
+    """Passes the state of the host from the main process to the API workers, between the board and the `Obstacles` and
     `Metrics` of `generator`: the stalled processes, the unfinished parts of the start, and the restarts of
     each process.
     """
 
     def __init__(self, generator: Generator, engines: Engines, board: HostBoard) -> None:
-        self._readiness = generator.readiness
+        self._obstacles = generator.obstacles
         self._metrics = generator.metrics
         self._engines = engines
         self._board = board
@@ -43,8 +43,8 @@ class HostState:
         written: dict[str, Any] = {}
         while True:
             state: dict[str, Any] = {
-                "stalls": dict(self._readiness.stalls),
-                "unfinished": dict(self._readiness.unfinished),
+                "stalls": dict(self._obstacles.stalls),
+                "unfinished": dict(self._obstacles.unfinished),
                 "restarts": dict(self._metrics.restarts),
             }
             if state != written:
@@ -58,8 +58,8 @@ class HostState:
         """
         while True:
             if (state := self._board.read_state()) is not None:
-                self._readiness.stalls = state["stalls"]
-                self._readiness.unfinished = state["unfinished"]
+                self._obstacles.stalls = state["stalls"]
+                self._obstacles.unfinished = state["unfinished"]
                 self._metrics.restarts = Counter(state["restarts"])
             self._engines.publish()
             await asyncio.sleep(_STATE_PERIOD_S)

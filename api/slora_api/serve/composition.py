@@ -15,7 +15,7 @@ from slora_api.adapters.build import AdapterNeeds, build_adapters
 from slora_api.adapters.pin_routes import PinServices
 from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.routes import build_batches
-from slora_api.completions.services import Generator, Readiness, build_answers, open_templates
+from slora_api.completions.services import Generator, Obstacles, build_answers, open_templates
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
 from slora_api.http.request_bounds import ServerBounds
@@ -53,14 +53,14 @@ def build_services(
         board=foundation.board,
     )
     counted = Metrics(model.name, metrics)
-    readiness = Readiness(engines=frozenset(client.health))
+    obstacles = Obstacles(engines=frozenset(client.health))
     client.is_stalled = lambda name: (
-        name in readiness.stalls or (replicas is not None and name in replicas.stalled)
+        name in obstacles.stalls or (replicas is not None and name in replicas.stalled)
     )
     keys = build_keys(foundation)
     tenant_store = TenantStore(foundation.database, keys.store)
     usage = build_usage(foundation, counted.requests.count)
-    generator = Generator(client, model.tokenizer, limiter, counted, usage.recorder, readiness)
+    generator = Generator(client, model.tokenizer, limiter, counted, usage.recorder, obstacles)
     quotas = build_quotas(foundation, usage.ledger, limiter, counted.quota_refused)
     bounds = ServerBounds(settings, generator.engine_info, model.tokenizer.longest_token_chars)
     adapters = build_adapters(

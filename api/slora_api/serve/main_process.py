@@ -72,7 +72,7 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     settings, client = services.settings, services.generator.client
     # Check the demo first, so that a demo without adapters fails before the engine has started.
     demo = Demo.read(Path(settings.demo)) if settings.demo else None
-    unfinished = services.generator.readiness.unfinished
+    unfinished = services.generator.obstacles.unfinished
     while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
         await asyncio.sleep(_POLL_S)
     tenants: Sequence[DemoTenant] = ()
@@ -157,22 +157,22 @@ async def run_main_process(
     services = build_services(foundation, model, replicas=replicas)
     generator = services.generator
     if cluster is None:
-        generator.readiness.stalls = host.stalls
+        generator.obstacles.stalls = host.stalls
     host.restarts.update(generator.metrics.restarts)  # Its names have series from the start.
     restarts = generator.metrics.restarts = host.restarts
     if settings.demo:
-        generator.readiness.unfinished[_DEMO] = "the demo's adapters are being published"
+        generator.obstacles.unfinished[_DEMO] = "the demo's adapters are being published"
     # The key is created after the steps that may fail: a new key is shown only once, so a failed start would lose it.
     is_needed = not services.keys.admin.has_operator_key()
     admin_key = open_admin_key(settings.admin_key, data.path, services.keys.store.pepper, is_needed=is_needed)
     await control_thread(keep_until_seen, data, admin_key)
     url = _url(host.listener)
     data.advertise(url)
-    generator.readiness.unfinished[SANDBOXES] = "the processes for uploads and templates are being tried"
+    generator.obstacles.unfinished[SANDBOXES] = "the processes for uploads and templates are being tried"
     work: list[Work] = [
         host.supervise,
         *background_work(services, services.pinning.refresh),
-        partial(await_sandboxes, generator.readiness.unfinished),
+        partial(await_sandboxes, generator.obstacles.unfinished),
         services.pinning.run,
         services.publisher.sweep,
         partial(_announce_ready, services, data, board, url),

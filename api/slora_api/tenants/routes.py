@@ -13,7 +13,7 @@ from slora_adapters.errors import DiskFull
 from slora_api.core.errors import BadRequest, Conflict, NotFound, PinsFull, PurgeBegun
 from slora_api.core.listing import DEFAULT_LIMIT, PageObject, list_json
 from slora_api.core.threads import control_thread
-from slora_api.http.field_types import STRICT, Limit, Name
+from slora_api.http.field_types import STRICT, Limit, Name, NamePart
 from slora_api.http.openapi import errors
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator
@@ -23,8 +23,6 @@ from slora_api.tenants.tenant_store import ShareChanges, Tenant, TenantStore
 
 router = APIRouter(prefix="/admin", tags=["operator"])
 
-# A name of a tenant has at most 128 characters.
-_NamePart = Annotated[str, Query(max_length=128)]
 _Names = Annotated[list[str] | None, Query(max_length=100)]
 
 
@@ -103,7 +101,7 @@ def create_tenant(
 def list_tenants(
     _operator: Operator,
     services: Wired[TenantServices],
-    contains: _NamePart | None = None,
+    contains: NamePart | None = None,
     name: _Names = None,
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,

@@ -32,7 +32,7 @@ Observer = Callable[[EngineRequest, RequestUsage, RequestTiming], None]
 _MAX_BATCH = 128
 
 
-class Recorded(Protocol):
+class ArrivedAnswer(Protocol):
     """The part of an answer that has arrived. num_cached: prompt tokens found in the prefix cache. num_generated:
     tokens of the answer so far. prompt_only: whether the answer is empty. The token that the engine samples for it is
     not billed.
@@ -63,7 +63,7 @@ class OpenRequest:
     span: the span of the HTTP request, if it is traced.
     """
 
-    answer: Recorded
+    answer: ArrivedAnswer
     on_report: Callable[[RequestUsage], None]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     failure: BaseException | None = None
@@ -111,7 +111,7 @@ class UsageRecorder:
         self._journal.check()
 
     def open(
-        self, answer: Recorded, on_report: Callable[[RequestUsage], None] = lambda usage: None
+        self, answer: ArrivedAnswer, on_report: Callable[[RequestUsage], None] = lambda usage: None
     ) -> OpenRequest:
         """Registers a request. Call this immediately before the request is sent to the engine, and pass the result to
         `wait`.
@@ -201,7 +201,7 @@ class UsageRecorder:
             asyncio.get_running_loop().call_soon(self._write)
 
 
-def _seen(answer: Recorded) -> RequestUsage:
+def _seen(answer: ArrivedAnswer) -> RequestUsage:
     """Returns the usage that is known from the tokens that have arrived. When the first token arrives, the engine has
     computed the whole prompt.
     """

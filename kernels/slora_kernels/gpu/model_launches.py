@@ -177,7 +177,7 @@ def _bind_sampling(logits: Tensor) -> list[Launch]:
 def _bind_llama(dtype: torch.dtype, sizes: LoraSizes) -> Launches:
     shape = llama_shape(1, 4096, 32, 8, 128, _INTERMEDIATE, 128256, dtype.itemsize)
     # Pages of all 32 layers, because the size of a page decides how kernels look up page ids.
-    pages = torch.zeros(2, 32 * shape.page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
+    pages = torch.zeros(2, 32 * shape.layer_page_bytes(_BLOCK_TOKENS), dtype=torch.uint8)
     for rank in RANKS:
         for index, site in enumerate(shape.sites):
             for tokens in (_TOKENS, TILE_TOKENS):

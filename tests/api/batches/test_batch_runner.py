@@ -20,8 +20,8 @@ from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
-from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.object_store import ObjectStore
 from slora_adapters.store.store import Store
@@ -50,7 +50,7 @@ class Desk:
     max_bytes: int = 1 << 30
 
     @property
-    def catalog(self) -> Catalog:
+    def catalog(self) -> StoredAdapters:
         """The catalog of another process that shares the store."""
         return open_catalog(self.database, self.directory)
 
@@ -75,8 +75,8 @@ class Desk:
         return batches.create("acme", "key", PATH, file_id, None)
 
 
-def open_catalog(database: Database, directory: Path) -> Catalog:
-    return Catalog(Registry(database), FileStore(directory / "adapters"))
+def open_catalog(database: Database, directory: Path) -> StoredAdapters:
+    return StoredAdapters(Registry(database), FileStore(directory / "adapters"))
 
 
 def add_tenant(database: Database) -> None:
@@ -320,7 +320,7 @@ def test_files_are_kept_in_every_kind_of_store(
         store.prepare()
     with closing(store), closing(Database(tmp_path / "slora.db")) as database:
         add_tenant(database)
-        catalog = Catalog(Registry(database), store)
+        catalog = StoredAdapters(Registry(database), store)
         files = Files(database, catalog, FileLimits(100, 1 << 30))
         batches = Batches(database, files, 10)
         batch = start(Desk(database, tmp_path), batches, 9)

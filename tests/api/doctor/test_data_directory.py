@@ -9,7 +9,7 @@ import pytest
 from slora_api.core.data_dir import find_lock_holder, open_data_dir
 from slora_api.core.settings import Settings
 from slora_api.doctor import checks
-from slora_api.doctor.checks import Finding, Status, check_data_directory, check_secrets, find_file_system
+from slora_api.doctor.checks import Finding, Severity, check_data_directory, check_secrets, find_file_system
 from tests.api.doctor.test_machine import SETTINGS, worst
 
 MOUNTS = """\
@@ -35,8 +35,8 @@ def test_a_directory_that_another_server_uses_fails_unless_it_answers_on_the_por
     assert find_lock_holder(path) is None
     with open_data_dir(path):
         status, text = worst(check(settings))
-        assert status is Status.FAILS and "another slora server uses it (process " in text
-        assert worst(check_data_directory(settings, is_in_use=True))[0] is not Status.FAILS
+        assert status is Severity.FAILS and "another slora server uses it (process " in text
+        assert worst(check_data_directory(settings, is_in_use=True))[0] is not Severity.FAILS
     assert find_lock_holder(path) is None
 
 
@@ -44,20 +44,20 @@ def test_a_file_in_place_of_the_directory_fails(settings: Settings, tmp_path: Pa
     (tmp_path / "file").touch()
     for place in (tmp_path / "file", tmp_path / "file" / "data"):
         status, text = worst(check(replace(settings, data_dir=str(place))))
-        assert status is Status.FAILS and "not a directory" in text
+        assert status is Severity.FAILS and "not a directory" in text
 
 
 @pytest.mark.parametrize(
     ("kind", "status", "words"),
     [
-        ("nfs4", Status.WARNING, "PostgreSQL"),
-        ("tmpfs", Status.WARNING, "it is on tmpfs"),
-        ("overlay", Status.WARNING, "mount a volume"),
-        ("xfs", Status.OK, "on xfs"),
+        ("nfs4", Severity.WARNING, "PostgreSQL"),
+        ("tmpfs", Severity.WARNING, "it is on tmpfs"),
+        ("overlay", Severity.WARNING, "mount a volume"),
+        ("xfs", Severity.OK, "on xfs"),
     ],
 )
 def test_a_file_system_that_may_lose_data_is_a_warning(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch, kind: str, status: Status, words: str
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, kind: str, status: Severity, words: str
 ) -> None:
     monkeypatch.setattr(checks, "find_file_system", lambda _: kind)
     found, text = worst(check(replace(settings, max_upload_bytes=1)))
@@ -68,9 +68,9 @@ def test_a_disk_with_little_room_is_a_warning_and_a_full_one_fails(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     status, text = worst(check(replace(settings, max_upload_bytes=1 << 60)))
-    assert status is Status.WARNING and "uploads" in text
+    assert status is Severity.WARNING and "uploads" in text
     monkeypatch.setattr(checks, "has_space", lambda *_: False)
-    assert worst(check(settings))[0] is Status.FAILS
+    assert worst(check(settings))[0] is Severity.FAILS
 
 
 def test_a_disk_that_does_not_sync_fails(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_disk_that_does_not_sync_fails(settings: Settings, monkeypatch: pytest
 
     monkeypatch.setattr("os.fsync", fail)
     status, text = worst(check(settings))
-    assert status is Status.FAILS and "Input/output error" in text
+    assert status is Severity.FAILS and "Input/output error" in text
     assert list(Path(settings.data_dir).iterdir()) == []
 
 
@@ -95,21 +95,21 @@ def test_secrets_that_others_may_read_are_a_warning(settings: Settings) -> None:
     pepper = Path(settings.data_dir) / "pepper"
     pepper.write_bytes(bytes(32))
     pepper.chmod(0o600)
-    assert worst(check_secrets(settings, {}))[0] is Status.OK
+    assert worst(check_secrets(settings, {}))[0] is Severity.OK
     pepper.chmod(0o640)
     status, text = worst(check_secrets(settings, {}))
-    assert status is Status.WARNING and f"chmod 600 {pepper}" in text
+    assert status is Severity.WARNING and f"chmod 600 {pepper}" in text
 
 
 def test_a_database_without_its_pepper_fails(settings: Settings) -> None:
     (Path(settings.data_dir) / "slora.db").touch()
     status, text = worst(check_secrets(settings, {}))
-    assert status is Status.FAILS and "restore the file from a backup" in text
+    assert status is Severity.FAILS and "restore the file from a backup" in text
     assert not (Path(settings.data_dir) / "pepper").exists()
 
 
 def test_secrets_in_flags_are_a_warning(settings: Settings) -> None:
     given = {"admin_key": "a-long-and-random-key", "redis": "redis://:pw@host/0", "store": "redis://host/0"}
     status, text = worst(check_secrets(settings, given))
-    assert status is Status.WARNING
+    assert status is Severity.WARNING
     assert "SLORA_ADMIN_KEY" in text and "SLORA_REDIS" in text and "SLORA_STORE" not in text

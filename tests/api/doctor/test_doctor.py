@@ -12,7 +12,7 @@ import pytest
 from slora.core.errors import ConfigError
 from slora.runner.device_facts import DeviceFacts
 from slora_api.doctor import doctor
-from slora_api.doctor.checks import Finding, Status, fine, warning
+from slora_api.doctor.checks import Finding, Severity, fine, warning
 from slora_api.doctor.doctor import Check, Result, run_checks
 from tests.api.command import Ended, run_command
 from tests.api.platform import running_platform
@@ -149,9 +149,9 @@ def test_a_check_that_hangs_fails_after_its_limit_and_keeps_what_it_found() -> N
             [Check("disk", hang, 0.05), Check("other", end, 600)], threads
         )
         released.set()
-    assert (late.status, has_late_ended) == (Status.FAILS, False)
+    assert (late.status, has_late_ended) == (Severity.FAILS, False)
     assert late.detail == "no result within 0.05 s; begun" and "hangs" in late.remedy
-    assert (prompt.status, prompt.detail, has_ended) == (Status.OK, "done", True)
+    assert (prompt.status, prompt.detail, has_ended) == (Severity.OK, "done", True)
 
 
 def test_an_error_ends_a_check_with_its_message() -> None:
@@ -167,4 +167,4 @@ def test_an_error_ends_a_check_with_its_message() -> None:
             [Check("a", refuse, 600), Check("b", break_down, 600)], threads
         )
     assert (refused.detail, refused.remedy) == ("it is wrong; do this; odd", "mend it")
-    assert broken.status is Status.FAILS and "ZeroDivisionError" in broken.detail
+    assert broken.status is Severity.FAILS and "ZeroDivisionError" in broken.detail

@@ -21,8 +21,8 @@ from slora_api.core.settings import Settings
 from slora_api.doctor import checks
 from slora_api.doctor.checks import (
     Finding,
-    Model,
-    Status,
+    ModelFacts,
+    Severity,
     check_device,
     check_port,
     check_server,
@@ -50,15 +50,17 @@ def known(value: T) -> Future[T]:
     return fact
 
 
-def worst(findings: Iterator[Finding]) -> tuple[Status, str]:
+def worst(findings: Iterator[Finding]) -> tuple[Severity, str]:
     found = list(findings)
-    order = list(Status)
+    order = list(Severity)
     status = min((one.status for one in found), key=order.index)
     return status, " ".join(f"{one.detail} {one.remedy}" for one in found)
 
 
-def check_memory(settings: Settings, device: DeviceFacts = CPU, *, weights: int = GIB) -> tuple[Status, str]:
-    model = Model(None, 1, weights)  # type: ignore[arg-type]
+def check_memory(
+    settings: Settings, device: DeviceFacts = CPU, *, weights: int = GIB
+) -> tuple[Severity, str]:
+    model = ModelFacts(None, 1, weights)  # type: ignore[arg-type]
     return worst(checks.check_memory(settings, known(device), known(model)))
 
 
@@ -70,37 +72,37 @@ def free_ram(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("free_ram")
 def test_settings_that_need_more_memory_than_is_free_fail_with_the_sum() -> None:
-    assert check_memory(SETTINGS)[0] is Status.OK
+    assert check_memory(SETTINGS)[0] is Severity.OK
     large = replace(SETTINGS, engine=replace(SETTINGS.engine, pool_bytes=6 * GIB))
     status, text = check_memory(large)
-    assert status is Status.FAILS
+    assert status is Severity.FAILS
     assert "8.0 GiB of host memory are free (this control group may use 9.0 GiB)" in text
     assert "page pool 6.0 GiB" in text and "--pool-bytes" in text
 
 
 @pytest.mark.usefixtures("free_ram")
 def test_memory_is_compared_without_the_weights_of_a_model_that_cannot_be_read() -> None:
-    unread: Future[Model] = Future()
+    unread: Future[ModelFacts] = Future()
     unread.set_exception(ConfigError("no model"))
     status, text = worst(checks.check_memory(SETTINGS, known(CPU), unread))
-    assert status is Status.OK and "page pool" in text and "weights" not in text
+    assert status is Severity.OK and "page pool" in text and "weights" not in text
 
 
 @pytest.mark.usefixtures("free_ram")
 def test_weights_and_pool_of_a_gpu_are_compared_with_its_own_memory() -> None:
     status, text = check_memory(SETTINGS, GPU, weights=2 * GIB)
-    assert status is Status.OK and "4.0 GiB of GPU memory are free" in text
-    assert check_memory(SETTINGS, GPU, weights=5 * GIB)[0] is Status.FAILS
+    assert status is Severity.OK and "4.0 GiB of GPU memory are free" in text
+    assert check_memory(SETTINGS, GPU, weights=5 * GIB)[0] is Severity.FAILS
 
 
 @pytest.mark.usefixtures("free_ram")
 def test_each_rank_holds_a_part_of_the_weights_and_a_pool_and_swap_space_of_its_own() -> None:
     divided = replace(SETTINGS, engine=replace(SETTINGS.engine, tensor_parallel_size=2, pool_bytes=GIB))
     status, text = check_memory(divided, GPU, weights=5 * GIB)
-    assert status is Status.OK and "weights take 2.5 GiB" in text
+    assert status is Severity.OK and "weights take 2.5 GiB" in text
     assert "swapped sequences 512 MiB" in text
     status, text = check_memory(divided, weights=5 * GIB)
-    assert status is Status.FAILS and "weights 5.0 GiB, page pool 2.0 GiB" in text
+    assert status is Severity.FAILS and "weights 5.0 GiB, page pool 2.0 GiB" in text
 
 
 def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
@@ -132,7 +134,7 @@ def test_weights_of_4_bits_are_measured_as_they_are_stored(tmp_path: Path, form:
 def test_too_few_open_files_are_a_warning_and_fail_if_answers_do_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for limit, status in ((20_000, Status.OK), (1024, Status.WARNING), (256, Status.FAILS)):
+    for limit, status in ((20_000, Severity.OK), (1024, Severity.WARNING), (256, Severity.FAILS)):
         monkeypatch.setattr("resource.getrlimit", lambda _, limit=limit: (100, limit))
         assert worst(checks.check_open_files(SETTINGS))[0] is status
 
@@ -142,33 +144,33 @@ def test_a_port_of_another_program_fails(monkeypatch: pytest.MonkeyPatch) -> Non
         other.bind(("127.0.0.1", 0))
         taken = replace(SETTINGS, port=other.getsockname()[1])
         assert find_server(taken) is None
-        assert worst(check_port(taken))[0] is Status.FAILS
+        assert worst(check_port(taken))[0] is Severity.FAILS
     free = replace(SETTINGS, port=0)
-    assert find_server(free) is None and worst(check_port(free))[0] is Status.OK
+    assert find_server(free) is None and worst(check_port(free))[0] is Severity.OK
 
 
 def test_a_server_that_runs_is_asked_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with running_platform(tmp_path, ScriptedEngine()) as platform:
         settings = replace(SETTINGS, port=int(platform.url.rpartition(":")[2]))
 
-        def check() -> tuple[Status, str]:
+        def check() -> tuple[Severity, str]:
             found = find_server(settings)
             assert found is not None
             return worst(check_server(settings, found))
 
         status, text = check()
-        assert status is Status.OK and f"slora {find_package_version()} answers" in text
+        assert status is Severity.OK and f"slora {find_package_version()} answers" in text
         platform.engine.ready = False
         status, text = check()
-        assert status is Status.WARNING and "Not ready" in text
+        assert status is Severity.WARNING and "Not ready" in text
         platform.engine.ready = True
         with monkeypatch.context() as patch:
             patch.setattr(type(platform.services.foundation.reserve), "is_full", True)
             status, text = check()
-        assert status is Status.WARNING and "disk of the data directory is full" in text
+        assert status is Severity.WARNING and "disk of the data directory is full" in text
         monkeypatch.setattr(checks, "find_package_version", lambda: "0.0.1")
         status, text = check()
-        assert status is Status.WARNING and "this command is of version 0.0.1" in text
+        assert status is Severity.WARNING and "this command is of version 0.0.1" in text
 
 
 def test_the_device_is_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,14 +188,14 @@ def test_the_device_is_what_the_program_prints(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_gpu_that_the_settings_leave_idle_is_a_warning() -> None:
-    assert worst(check_device(known(GPU)))[0] is Status.OK
-    assert worst(check_device(known(replace(CPU, num_gpus=1))))[0] is Status.WARNING
+    assert worst(check_device(known(GPU)))[0] is Severity.OK
+    assert worst(check_device(known(replace(CPU, num_gpus=1))))[0] is Severity.WARNING
     assert "of which the first is used" in worst(check_device(known(GPU)))[1]
     assert "GPUs, of which" not in worst(check_device(known(GPU), 2))[1]
     status, text = worst(check_device(known(GPU), 4))
-    assert status is Status.FAILS and "tensor_parallel_size is 4, but torch sees 2 GPUs" in text
+    assert status is Severity.FAILS and "tensor_parallel_size is 4, but torch sees 2 GPUs" in text
     status, text = worst(check_device(known(replace(CPU, kernels="torch", has_cpu_kernels=False))))
-    assert status is Status.WARNING and "pip install numba" in text
+    assert status is Severity.WARNING and "pip install numba" in text
 
 
 def test_a_server_with_more_ranks_than_gpus_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

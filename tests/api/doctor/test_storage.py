@@ -10,7 +10,7 @@ import pytest
 from slora_adapters.errors import StoreUnavailable
 from slora_adapters.store.file_store import FileStore
 from slora_api.core.settings import Settings
-from slora_api.doctor.checks import Status, check_database, check_redis, check_store
+from slora_api.doctor.checks import Severity, check_database, check_redis, check_store
 from tests.api.doctor.test_machine import SETTINGS, worst
 from tests.redis_server import RedisServer
 from tests.support.migrated_file import running_release, write_migrated_database, write_next_release
@@ -23,7 +23,7 @@ def settings(tmp_path: Path) -> Settings:
 
 def test_a_database_of_this_release_is_in_order(settings: Settings, database_place: str) -> None:
     status, text = worst(check_database(replace(settings, database=database_place)))
-    assert status is Status.OK and "has the schema of this release" in text
+    assert status is Severity.OK and "has the schema of this release" in text
 
 
 @pytest.mark.parametrize(
@@ -46,21 +46,21 @@ def test_a_database_of_an_older_release_is_read_and_not_migrated(settings: Setti
     before = file.read_bytes()
     with running_release(write_next_release(tmp_path)):
         found, text = worst(check_database(settings))
-    assert found is Status.WARNING and "migrates it to next" in text
+    assert found is Severity.WARNING and "migrates it to next" in text
     assert file.read_bytes() == before
 
 
 def test_a_database_that_does_not_exist_is_not_created(settings: Settings, tmp_path: Path) -> None:
-    assert worst(check_database(settings))[0] is Status.OK
+    assert worst(check_database(settings))[0] is Severity.OK
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_store_of_files_is_tried_and_keeps_nothing(settings: Settings, tmp_path: Path) -> None:
-    assert worst(check_store(settings))[0] is Status.OK
+    assert worst(check_store(settings))[0] is Severity.OK
     assert list(tmp_path.iterdir()) == []
     store = FileStore(tmp_path / "adapters")
     status, text = worst(check_store(settings))
-    assert status is Status.OK and "a blob was written, read and deleted" in text
+    assert status is Severity.OK and "a blob was written, read and deleted" in text
     assert list(store.digests()) == [] and not any((tmp_path / "adapters" / "tmp").iterdir())
 
 
@@ -84,9 +84,9 @@ def test_a_redis_that_is_the_store_is_tried_and_left_empty(
         before = set(client.keys())
         chosen = replace(settings, store=shared_redis.tcp_url, redis=shared_redis.tcp_url)
         chosen = replace(chosen, quota_redis=shared_redis.tcp_url)
-        assert worst(check_store(chosen))[0] is Status.OK
+        assert worst(check_store(chosen))[0] is Severity.OK
         status, text = worst(check_redis(chosen))
-        assert status is Status.OK
+        assert status is Severity.OK
         assert "maxmemory-policy noeviction, appendonly yes" in text
         assert set(client.keys()) == before
 
@@ -98,6 +98,6 @@ def test_a_redis_that_may_lose_data_is_refused_as_store_and_warned_about_for_quo
     with pytest.raises(StoreUnavailable, match="appendonly yes"):
         worst(check_store(replace(settings, store=server.tcp_url)))
     status, text = worst(check_redis(replace(settings, quota_redis=server.tcp_url)))
-    assert status is Status.WARNING and "set maxmemory-policy noeviction" in text
+    assert status is Severity.WARNING and "set maxmemory-policy noeviction" in text
     status, text = worst(check_redis(replace(settings, redis=server.tcp_url)))
-    assert status is Status.OK and "used of 100 MiB" in text
+    assert status is Severity.OK and "used of 100 MiB" in text

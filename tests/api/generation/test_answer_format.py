@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from slora.core.request import FinishReason
 from slora.text.answer import CompletionDelta
 from slora_api.completions import answer_format
-from slora_api.completions.answer_format import ChatFormat, CompletionFormat, LogprobsFormat, Usage
+from slora_api.completions.answer_format import AnswerUsage, ChatFormat, CompletionFormat, LogprobsFormat
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
 from tests.api.scripted_engine import byte_tokenizer
 
-USAGE = Usage(prompt_tokens=2, completion_tokens=1, cached_tokens=1)
+USAGE = AnswerUsage(prompt_tokens=2, completion_tokens=1, cached_tokens=1)
 PROMPT = [1, 2]
 
 # All characters but lone surrogates: quotes, backslashes, control characters and line separators included.

@@ -7,7 +7,7 @@ from typing import Any
 from slora.core.request import EngineRequest, FinishReason
 from slora.core.sampling_params import SamplingParams
 from slora.text.answer import Answer, Choice, Completion, CompletionDelta
-from slora_api.completions.answer_format import Usage
+from slora_api.completions.answer_format import AnswerUsage
 from slora_api.completions.answering import write_answer, write_events
 from slora_api.core.errors import ErrorAnswer
 from slora_api.core.fair_slots import FairSlots
@@ -24,19 +24,19 @@ class Shape:
         self.num_holders: list[int] = []
         self.slots = CountedSlots(1, 1, "answers to write")
 
-    def opening(self, usage: Usage) -> Iterable[bytes]:
+    def opening(self, usage: AnswerUsage) -> Iterable[bytes]:
         return ()
 
-    def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+    def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterable[bytes]:
         return (EVENT,)
 
-    def closing(self, usage: Usage) -> Iterable[bytes]:
+    def closing(self, usage: AnswerUsage) -> Iterable[bytes]:
         return ()
 
     def failure(self, error: ErrorAnswer) -> Iterable[bytes]:
         return ()
 
-    def whole(self, completions: Sequence[Completion], usage: Usage) -> dict[str, Any]:
+    def whole(self, completions: Sequence[Completion], usage: AnswerUsage) -> dict[str, Any]:
         self.num_holders.append(self.slots.num_held)
         return {"text": completions[0].choices[0].text}
 
@@ -56,7 +56,7 @@ def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
         yield [CompletionDelta(0, "a", (7,))] * 7
 
     async def collect() -> list[bytes]:
-        return [events async for events in write_events(arrive(), Shape(), Usage(1), [])]
+        return [events async for events in write_events(arrive(), Shape(), AnswerUsage(1), [])]
 
     sent = asyncio.run(collect())
     assert b"".join(sent) == EVENT * 7
@@ -65,10 +65,10 @@ def test_events_that_arrive_together_are_sent_in_bounded_writes() -> None:
 
 def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_ended() -> None:
     class ClosedShape(Shape):
-        def events(self, delta: CompletionDelta, usage: Usage) -> Iterable[bytes]:
+        def events(self, delta: CompletionDelta, usage: AnswerUsage) -> Iterable[bytes]:
             return (delta.text.encode(),)
 
-        def closing(self, usage: Usage) -> Iterable[bytes]:
+        def closing(self, usage: AnswerUsage) -> Iterable[bytes]:
             return (b"[DONE]",)
 
     log: list[bytes] = []
@@ -81,7 +81,7 @@ def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_
 
     async def collect() -> None:
         answer = Answer(EngineRequest("request", "acme", [1], (), SamplingParams(n=2)), None)
-        async for events in write_events(arrive(), ClosedShape(), Usage(1), [answer]):
+        async for events in write_events(arrive(), ClosedShape(), AnswerUsage(1), [answer]):
             log.append(events)
 
     asyncio.run(collect())
@@ -90,7 +90,7 @@ def test_the_last_deltas_leave_with_the_end_of_the_stream_after_the_request_has_
 
 def test_reading_a_long_text_takes_a_slot_of_the_tenant() -> None:
     async def write(shape: Shape, text: str) -> bytes:
-        parts = await write_answer(shape, [completion(text)], Usage(1), "acme", shape.slots)
+        parts = await write_answer(shape, [completion(text)], AnswerUsage(1), "acme", shape.slots)
         return b"".join(parts)
 
     shape = Shape()

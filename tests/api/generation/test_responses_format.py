@@ -16,7 +16,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.text.answer import AlignedToken, Choice, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerSyntax, ReasoningCounter
 from slora_api.chat.call_format import CALL_FORMATS
-from slora_api.completions.answer_format import LogprobsFormat, Usage
+from slora_api.completions.answer_format import AnswerUsage, LogprobsFormat
 from slora_api.core.errors import Stopping, TenantBusy, describe_error
 from slora_api.http.json_slices import slice_ascii
 from slora_api.responses.responses_format import ResponsesFormat
@@ -67,7 +67,7 @@ def read_events(events: Iterable[bytes]) -> list[Json]:
 def stream(
     shape: ResponsesFormat, text: str, cuts: Sequence[int], reason: FinishReason, *, with_tokens: bool
 ) -> list[Json]:
-    usage = Usage(3, ReasoningCounter(SYNTAX))
+    usage = AnswerUsage(3, ReasoningCounter(SYNTAX))
     tokens = tokens_of(text) if with_tokens else ()
     places = [0, *sorted(cut for cut in cuts if cut <= len(text)), len(text)]
     parts = [*shape.opening(usage)]
@@ -85,7 +85,7 @@ def stream(
 
 def whole(shape: ResponsesFormat, text: str, reason: FinishReason, *, with_tokens: bool) -> Json:
     choice = Choice(text, [7], reason, None, tokens_of(text) if with_tokens else ())
-    body: Json = json.loads(b"".join(slice_ascii(shape.whole([Completion([1], (choice,))], Usage(3)))))
+    body: Json = json.loads(b"".join(slice_ascii(shape.whole([Completion([1], (choice,))], AnswerUsage(3)))))
     return body
 
 
@@ -207,7 +207,7 @@ def test_an_empty_answer_is_an_empty_message() -> None:
     ("error", "code"), [(Stopping(), "server_error"), (TenantBusy("full"), "rate_limit_exceeded")]
 )
 def test_a_failed_stream_ends_with_the_error_and_what_was_made(error: Exception, code: str) -> None:
-    shape, usage = make_format(), Usage(3)
+    shape, usage = make_format(), AnswerUsage(3)
     delta = CompletionDelta(0, "<think>Hm.</think>So", (7,))
     parts = [*shape.opening(usage), *shape.events(delta, usage), *shape.failure(describe_error(error))]
     *_, told, failed = read_events(parts)
@@ -222,7 +222,7 @@ def test_the_events_that_repeat_a_long_text_are_made_in_short_parts() -> None:
     """Other requests are served between the parts."""
     instructions = "é" * 100_000
     shape = make_format(instructions=instructions, include=LOGPROBS)
-    usage = Usage(3)
+    usage = AnswerUsage(3)
     opening = [*shape.opening(usage)]
     assert max(map(len, opening)) < 1 << 18
     text = "ö" * 64

@@ -27,9 +27,9 @@ from sqlalchemy import text
 
 from slora_adapters.database.database import Database
 from slora_adapters.registry.blobs import RESERVATION_S
-from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.named_adapter import MAX_ALIASES
 from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for
@@ -175,7 +175,7 @@ class Crashes:
                     lambda: now.blobs.find_referenced(self.blobs()) == set(self.blobs()) or None, served.alive
                 )
             wait_for(lambda: self.files("adapters", "tmp") == [] or None, served.alive)
-            Catalog(later, FileStore(self.data / "adapters")).sweep()
+            StoredAdapters(later, FileStore(self.data / "adapters")).sweep()
             assert self.blobs() == wanted
 
 

@@ -18,7 +18,7 @@ import pytest
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora_api.adapters.base_model import BaseModelFiles
-from slora_api.completions.services import Readiness
+from slora_api.completions.services import Obstacles
 from slora_api.core.data_dir import open_data_dir
 from slora_api.core.settings import Settings
 from slora_api.processes.children import Sockets, choose_cores, choose_gpus, engines_and_loader
@@ -67,14 +67,14 @@ def test_the_engines_divide_the_cores() -> None:
 
 
 def test_a_stalled_engine_beside_a_working_one_does_not_stop_the_server() -> None:
-    readiness = Readiness(
+    obstacles = Obstacles(
         {"engine-0": "engine-0 makes no progress"}, engines=frozenset({"engine-0", "engine-1"})
     )
-    assert readiness.stall is None
-    readiness.stalls["engine-1"] = "engine-1 makes no progress"
-    assert readiness.stall == "engine-0 makes no progress"
-    readiness.stalls = {"loader": "the loader makes no progress"}
-    assert readiness.stall == "the loader makes no progress"
+    assert obstacles.stall is None
+    obstacles.stalls["engine-1"] = "engine-1 makes no progress"
+    assert obstacles.stall == "engine-0 makes no progress"
+    obstacles.stalls = {"loader": "the loader makes no progress"}
+    assert obstacles.stall == "the loader makes no progress"
 
 
 _COUNT_FROZEN = """

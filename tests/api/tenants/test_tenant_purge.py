@@ -232,7 +232,7 @@ from pathlib import Path
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from slora_adapters.database.database import Database
-from slora_adapters.registry.catalog import Catalog
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_api.keys.key_record import Pepper
@@ -247,7 +247,7 @@ def purge():
     database = Database(place)
     keys = KeyStore(database, Pepper.from_file(directory / "pepper"), RevocationJournal(directory / "revocations"))
     store, ledger = TenantStore(database, keys), UsageLedger(database)
-    catalog = Catalog(Registry(database), FileStore(directory / "store"))
+    catalog = StoredAdapters(Registry(database), FileStore(directory / "store"))
     left = [step]
 
     @event.listens_for(Engine, "after_cursor_execute")

@@ -42,7 +42,7 @@ def count_few_pages(kit: ModelKit) -> int:
     """The pages of all adapters and of two of the longest sequences."""
     spec = kit.spec
     shape = spec.shape("float32")
-    page_bytes = shape.num_kv_layers * shape.page_bytes(16)
+    page_bytes = shape.num_kv_layers * shape.layer_page_bytes(16)
     adapters = (read_once(path, shape, AdapterLimits()) for path in kit.adapters.values())
     num_bytes = [pack(adapter, shape, "float32").layout.num_bytes for adapter in adapters]
     sequence_pages = spec.footprint(16, "float32", page_bytes).pages(60)

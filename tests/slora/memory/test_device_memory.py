@@ -40,7 +40,7 @@ def make_memory(shape: ModelShape, num_pages: int = _NUM_PAGES, num_host_pages: 
     geometry = KVGeometry(
         shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, torch.float32
     )
-    page_bytes = shape.num_layers * shape.page_bytes(_BLOCK_TOKENS)
+    page_bytes = shape.num_layers * shape.layer_page_bytes(_BLOCK_TOKENS)
     memory = DeviceMemory(
         geometry, shape, page_bytes, num_pages, 4, num_pages, torch.device("cpu"), num_host_pages
     )

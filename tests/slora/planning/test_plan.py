@@ -15,7 +15,7 @@ from slora.engine.engine import Engine
 from slora.models.model_spec import read_model_spec
 from slora.planning.devices import DEVICES, Device, cut_device, find_device
 from slora.planning.model_size import measure_model
-from slora.planning.plan import Adapters, Load, Plan, Question, compare_slices, make_plan
+from slora.planning.plan import Plan, PlannedAdapters, PlannedLoad, Question, compare_slices, make_plan
 from slora.planning.remedies import find_remedies
 from slora.planning.roofline import Roofline
 from slora.runner.process_group import NO_GROUP, RankGroup
@@ -41,8 +41,8 @@ def make_question(directory: Path, device: Device = _SMALL, **changes: Any) -> Q
         read_model_spec(directory),
         replace(config, **changes),
         device,
-        Adapters(4, (8,), ("q_proj", "v_proj")),
-        Load(2.0, 20, 10),
+        PlannedAdapters(4, (8,), ("q_proj", "v_proj")),
+        PlannedLoad(2.0, 20, 10),
     )
 
 
@@ -61,7 +61,7 @@ def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def ask_8b(directory: Path, device: str, rate: float = 1.0, **changes: Any) -> Question:
-    adapters, load = Adapters(20, (16,)), Load(rate, 256, 16)
+    adapters, load = PlannedAdapters(20, (16,)), PlannedLoad(rate, 256, 16)
     return Question(
         read_model_spec(directory), EngineConfig(directory, **changes), DEVICES[device], adapters, load
     )
@@ -195,11 +195,11 @@ def test_an_engine_on_a_slice_gets_its_part_of_adapters_and_requests(llama_8b: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"adapters": Adapters(1, (0,))}, "rank is 0; it must be from 1 to"),
-        ({"adapters": Adapters(1, (8,), ("query",))}, "target 'query' matches no module"),
-        ({"adapters": Adapters(-1)}, "adapters is -1"),
-        ({"load": Load(0.0, 10, 10)}, "rate is 0; it must be above 0"),
-        ({"load": Load(1.0, 10**6, 10)}, "prompt_tokens is 1000000; it must be from 1 to"),
+        ({"adapters": PlannedAdapters(1, (0,))}, "rank is 0; it must be from 1 to"),
+        ({"adapters": PlannedAdapters(1, (8,), ("query",))}, "target 'query' matches no module"),
+        ({"adapters": PlannedAdapters(-1)}, "adapters is -1"),
+        ({"load": PlannedLoad(0.0, 10, 10)}, "rate is 0; it must be above 0"),
+        ({"load": PlannedLoad(1.0, 10**6, 10)}, "prompt_tokens is 1000000; it must be from 1 to"),
     ],
 )
 def test_a_value_that_cannot_be_planned_is_named_with_its_limit(
@@ -277,7 +277,7 @@ def test_linears_that_bitsandbytes_left_out_are_measured_in_16_bits(llama_8b: Pa
 def test_predicted_decode_steps_are_within_a_tenth_of_those_measured_on_an_h200(llama_8b: Path) -> None:
     spec = read_model_spec(llama_8b)
     shape = spec.shape("bfloat16")
-    page_bytes = shape.num_layers * shape.page_bytes(16)
+    page_bytes = shape.num_layers * shape.layer_page_bytes(16)
     config = EngineConfig(llama_8b)
     size = measure_model(spec, config)
     paths = tuple(linear.path for linear in shape.linears)
@@ -297,9 +297,9 @@ def test_the_predicted_capacity_is_within_a_tenth_of_that_measured_on_an_h200(ll
     """S-LoRA's setting S1: rank 8 on the linears of attention, prompts and answers of 260 tokens on average."""
     rows = read_json(_RESULTS)["tables"]["end to end d971222"]
     measured = max(row["requests/s"] for row in rows if row["kind"] == "serving")
-    adapters = Adapters(5, (8,), ("attention",), alpha=0.0)
+    adapters = PlannedAdapters(5, (8,), ("attention",), alpha=0.0)
     service = make_plan(
-        replace(ask_8b(llama_8b, "H200"), adapters=adapters, load=Load(5.0, 260, 260))
+        replace(ask_8b(llama_8b, "H200"), adapters=adapters, load=PlannedLoad(5.0, 260, 260))
     ).service
     assert service is not None
     assert service.requests_per_s == pytest.approx(measured, rel=0.1)
@@ -310,7 +310,8 @@ def test_an_engine_whose_adapters_do_not_fit_into_the_pool_copies_them_and_serve
 ) -> None:
     question = ask_8b(llama_8b, "L4", rate=0.5)
     few, many = (
-        make_plan(replace(question, adapters=Adapters(count, (64,), alpha=0.0))).service for count in (2, 500)
+        make_plan(replace(question, adapters=PlannedAdapters(count, (64,), alpha=0.0))).service
+        for count in (2, 500)
     )
     assert few is not None and many is not None
     assert few.hit_share == 1.0 and many.hit_share < 0.2
@@ -333,7 +334,7 @@ def test_the_busiest_of_two_engines_gets_whole_adapters(
 ) -> None:
     question = ask_8b(llama_8b, "H100")
     half = replace(question.device, count=2)
-    plan = make_plan(replace(question, device=half, adapters=Adapters(count, (16,), alpha=alpha)))
+    plan = make_plan(replace(question, device=half, adapters=PlannedAdapters(count, (16,), alpha=alpha)))
     assert plan.rate == pytest.approx(share, abs=0.01)
 
 

@@ -13,7 +13,7 @@ from slora_api.cli.output import print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_key, check, explained, open_client
 from slora_api.operations.isolation.audited_server import AuditedServer, audited_tenants, make_adapter
 from slora_api.operations.isolation.probes import (
-    Finding,
+    ProbeResult,
     compare_lookups,
     compare_prefixes,
     walk_routes,
@@ -54,7 +54,7 @@ def audit(arguments: argparse.Namespace) -> None:
         raise CommandFailed(f"{num_wrong} of {len(findings)} checks failed")
 
 
-def _probe(server: AuditedServer) -> Generator[Finding, None, None]:
+def _probe(server: AuditedServer) -> Generator[ProbeResult, None, None]:
     """Runs all probes and yields their findings. Two temporary tenants exist until the iterator is exhausted or
     closed.
     """

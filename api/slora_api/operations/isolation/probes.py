@@ -77,7 +77,7 @@ _MAX_PROMPT_CHARS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ProbeResult:
     """One check of the audit, which the output calls a cell.
 
     expected: what an isolated server answers. seen: what this server answered.
@@ -104,11 +104,11 @@ class _Operation(NamedTuple):
         return re.sub(r"\{.*?\}", "audit-nothing", self.path)
 
 
-def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Finding]:
+def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[ProbeResult]:
     operations = list(_operations(check(server.send("GET", "/openapi.json"))))
     closed = [one for one in operations if not one.is_public]
 
-    def refused(cell: str, status: int, key: str | None, which: Callable[[_Operation], bool]) -> Finding:
+    def refused(cell: str, status: int, key: str | None, which: Callable[[_Operation], bool]) -> ProbeResult:
         called = [one for one in closed if which(one)]
         return _expect_status(server, cell, status, key, called)
 
@@ -134,7 +134,7 @@ def walk_routes(server: AuditedServer, tenant: AuditedTenant) -> Iterator[Findin
     yield _hidden_paths(server)
     # Without this check, a server that refuses everything would pass.
     opened = server.send("GET", "/v1/models", tenant.key).status_code
-    yield Finding(_ROUTES, "a tenant's own route with its key", "200", str(opened), opened == 200)
+    yield ProbeResult(_ROUTES, "a tenant's own route with its key", "200", str(opened), opened == 200)
 
 
 @contextmanager
@@ -154,7 +154,7 @@ def _is_for_operators(operation: _Operation) -> bool:
     return not operation.scopes.isdisjoint(_OPERATOR_SCOPES)
 
 
-def walk_suspended(server: AuditedServer, tenant: AuditedTenant) -> Finding:
+def walk_suspended(server: AuditedServer, tenant: AuditedTenant) -> ProbeResult:
     """Suspends the tenant, and checks that its key is refused. The tenant stays suspended."""
     server.manage("POST", f"/admin/tenants/{tenant.name}/suspend")
     operations = _operations(check(server.send("GET", "/openapi.json")))
@@ -169,7 +169,7 @@ def _operations(document: Mapping[str, Any]) -> Iterator[_Operation]:
             yield _Operation(method.upper(), path, frozenset(needs))
 
 
-def _undeclared(operations: list[_Operation]) -> Finding:
+def _undeclared(operations: list[_Operation]) -> ProbeResult:
     """Compares the scopes that the OpenAPI document declares with the audit's own rules."""
     wrong = [
         f"{one.method} {one.path}"
@@ -177,7 +177,7 @@ def _undeclared(operations: list[_Operation]) -> Finding:
         if (not one.scopes) != (one.is_public or one.path in _ANY_KEY)
         or _is_for_operators(one) != bool(_OPERATORS.fullmatch(one.path))
     ]
-    return Finding(
+    return ProbeResult(
         _ROUTES, "declared scopes", "a scope on each of the routes that need a key",
         _summary(len(operations), wrong), not wrong,
     )  # fmt: skip
@@ -185,18 +185,18 @@ def _undeclared(operations: list[_Operation]) -> Finding:
 
 def _expect_status(
     server: AuditedServer, cell: str, status: int, key: str | None, called: list[_Operation]
-) -> Finding:
+) -> ProbeResult:
     wrong = []
     for one in called:
         answer = server.send(one.method, one.url(), key)
         if answer.status_code != status:
             wrong.append(f"{one.method} {one.path} answered {answer.status_code}")
-    return Finding(
+    return ProbeResult(
         _ROUTES, cell, f"{status} from all", _summary(len(called), wrong), bool(called) and not wrong
     )
 
 
-def _hidden_paths(server: AuditedServer) -> Finding:
+def _hidden_paths(server: AuditedServer) -> ProbeResult:
     wrong = []
     for path in _HIDDEN:
         for method in ("GET", "POST"):
@@ -204,7 +204,7 @@ def _hidden_paths(server: AuditedServer) -> Finding:
             if answer.status_code != 401:
                 wrong.append(f"{method} {path} answered {answer.status_code}")
     cell = "odd and undocumented paths without a key"
-    return Finding(_ROUTES, cell, "401 from all", _summary(2 * len(_HIDDEN), wrong), not wrong)
+    return ProbeResult(_ROUTES, cell, "401 from all", _summary(2 * len(_HIDDEN), wrong), not wrong)
 
 
 def _send_raw(server: AuditedServer, method: str, path: str) -> httpx.Response:
@@ -223,7 +223,7 @@ def _summary(num_called: int, wrong: list[str]) -> str:
 # -- enumeration ------------------------------------------------------------------------------------------------------
 
 
-def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
+def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[ProbeResult]:
     """Compares the answers about another tenant's adapter with the answers about a missing adapter.
 
     foreign: the name of an adapter that only another tenant has.
@@ -234,7 +234,7 @@ def compare_lookups(prober: AuditedTenant, foreign: str) -> Iterator[Finding]:
         known, unknown = (_look_up(prober, method, path, body, name) for name in (foreign, nothing))
         seen = known[0] if known == unknown else f"{_show(known)} instead of {_show(unknown)}"
         cell = f"{method} {path.replace('NAME', '{name}')} of another tenant"
-        yield Finding(
+        yield ProbeResult(
             _ENUMERATION,
             cell,
             "the 404 of a name that does not exist",
@@ -281,7 +281,7 @@ class _Sender(NamedTuple):
 
 def compare_prefixes(
     owner: AuditedTenant, other: AuditedTenant, shared: tuple[str, str], own: str, base: str
-) -> Iterator[Finding]:
+) -> Iterator[ProbeResult]:
     """Yields one finding for each pair of tenants and adapters.
 
     shared: the names that the owner and the other tenant gave to the same adapter. own: the name that both tenants gave
@@ -302,7 +302,7 @@ def compare_prefixes(
     )
     for cell, first, second, is_hit in cells:
         cached = _count_reused(prompts, first, second)
-        yield Finding(
+        yield ProbeResult(
             _PREFIXES,
             cell,
             "> 0 tokens reused" if is_hit else "0 tokens reused",

@@ -41,7 +41,7 @@ class PurgedBlobs:
     num_kept: int
 
 
-class Catalog:
+class StoredAdapters:
     """The operations of an API process on adapters. All calls block. `store_blob` waits until the store has written the
     blob.
 

@@ -27,7 +27,7 @@ from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
 
-class ServedModel:
+class ModelPart:
     """Loads the rank's part of the model. Raises ConfigError if it can't be served.
 
     shape: sizes of this rank's part. long_rows: first row of longrope's long factors in the rotary table. The rows of

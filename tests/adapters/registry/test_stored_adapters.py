@@ -10,9 +10,9 @@ from slora_adapters.errors import AdapterNotFound, BadAdapterName, StoreUnavaila
 from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
-from slora_adapters.registry.catalog import Catalog
 from slora_adapters.registry.record import Publication
 from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
@@ -20,17 +20,21 @@ from tests.adapters.registry_places import OpenDatabase, reserved
 
 
 @pytest.fixture
-def catalog(tmp_path: Path, open_database: OpenDatabase) -> Catalog:
-    return Catalog(Registry(open_database()), FileStore(tmp_path / "store"))
+def catalog(tmp_path: Path, open_database: OpenDatabase) -> StoredAdapters:
+    return StoredAdapters(Registry(open_database()), FileStore(tmp_path / "store"))
 
 
-def _publish(catalog: Catalog, folder: Path, tenant: str = "t1", name: str = "a", **what) -> Publication:
+def _publish(
+    catalog: StoredAdapters, folder: Path, tenant: str = "t1", name: str = "a", **what
+) -> Publication:
     write_directory(folder, make_members(**what))
     adapter = inspect(folder, folder, SHAPE, AdapterLimits())
     return catalog.commit(tenant, name, adapter, catalog.store_blob(adapter))
 
 
-def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_published_adapter_can_be_fetched_and_has_its_digest(
+    catalog: StoredAdapters, tmp_path: Path
+) -> None:
     config = make_config(alpha_pattern={"q_proj": 5, "layers.0.*": 7}, base_model_name_or_path="/home/secret")
     change = _publish(catalog, tmp_path / "up", config=config, chat_template_dot_jinja="{{ m }}")
     digest = change.record.version.digest
@@ -49,7 +53,9 @@ def test_a_published_adapter_can_be_fetched_and_has_its_digest(catalog: Catalog,
     assert b"secret" not in whole and b"{{ m }}" not in whole, "a blob may be shared with other tenants"
 
 
-def test_two_tenants_share_a_blob_and_the_last_deletion_removes_it(catalog: Catalog, tmp_path: Path) -> None:
+def test_two_tenants_share_a_blob_and_the_last_deletion_removes_it(
+    catalog: StoredAdapters, tmp_path: Path
+) -> None:
     first = _publish(catalog, tmp_path / "1", "t1")
     second = _publish(catalog, tmp_path / "2", "t2", chat_template_dot_jinja="other")
     assert first.record.version.digest == second.record.version.digest
@@ -88,7 +94,7 @@ def test_weights_that_another_tenant_has_cost_the_same_work_as_new_ones(
 ) -> None:
     """Otherwise the duration of an upload would reveal whether another tenant has the same weights."""
     store = RecordedStore(tmp_path / "store")
-    catalog = Catalog(Registry(open_database()), store)
+    catalog = StoredAdapters(Registry(open_database()), store)
     write_directory(tmp_path / "up", make_members())
     work = []
     for tenant in ("t1", "t2"):
@@ -105,7 +111,7 @@ def _inodes(store: FileStore) -> set[int]:
     return {path.stat().st_ino for path in store.root.rglob("*") if path.is_file()}
 
 
-def test_a_blob_is_deleted_with_its_last_version(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_blob_is_deleted_with_its_last_version(catalog: StoredAdapters, tmp_path: Path) -> None:
     old = _publish(catalog, tmp_path / "1").record.version.digest
     new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1)).record.version.digest
     assert sorted(catalog.store.digests()) == sorted([old, new])
@@ -117,7 +123,7 @@ def test_a_blob_is_deleted_with_its_last_version(catalog: Catalog, tmp_path: Pat
 
 
 def test_discarding_an_upload_drops_its_blob_unless_another_upload_needs_it(
-    catalog: Catalog, tmp_path: Path
+    catalog: StoredAdapters, tmp_path: Path
 ) -> None:
     write_directory(tmp_path / "1", make_members())
     adapter = inspect(tmp_path / "1", tmp_path / "1", SHAPE, AdapterLimits())
@@ -130,7 +136,7 @@ def test_discarding_an_upload_drops_its_blob_unless_another_upload_needs_it(
     assert list(catalog.store.digests()) == []
 
 
-def test_a_sweep_deletes_only_the_blobs_left_by_a_crash(catalog: Catalog, tmp_path: Path) -> None:
+def test_a_sweep_deletes_only_the_blobs_left_by_a_crash(catalog: StoredAdapters, tmp_path: Path) -> None:
     kept = _publish(catalog, tmp_path / "1").record.version.digest
     catalog.store.put("e" * 64, {"a": b"left by a crash"})
     with reserved(catalog.registry, "f" * 64):
@@ -144,7 +150,7 @@ def test_an_unreferenced_blob_is_deleted_after_the_grace_period(
 ) -> None:
     now = [0.0]
     registry = Registry(open_database())
-    catalog = Catalog(registry, FileStore(tmp_path / "store"), grace_s=10.0, clock=lambda: now[0])
+    catalog = StoredAdapters(registry, FileStore(tmp_path / "store"), grace_s=10.0, clock=lambda: now[0])
     for digest in ("e" * 64, "f" * 64):
         catalog.store.put(digest, {"a": b"left by a crash"})
 
@@ -162,10 +168,10 @@ def test_an_unreferenced_blob_is_deleted_after_the_grace_period(
 
 
 def test_no_blob_is_deleted_from_a_store_that_another_registry_uses(
-    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    catalog: StoredAdapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     database = Database(tmp_path / "other.db")
-    other = Catalog(Registry(database), FileStore(tmp_path / "store"))
+    other = StoredAdapters(Registry(database), FileStore(tmp_path / "store"))
     digest = _publish(other, tmp_path / "1").record.version.digest
     assert catalog.sweep() == 0
     _publish(catalog, tmp_path / "2")
@@ -191,7 +197,7 @@ class ConcurrentlyClaimedStore(FileStore):
 def test_a_registry_that_claims_a_store_during_a_sweep_keeps_its_blobs(
     tmp_path: Path, open_database: OpenDatabase
 ) -> None:
-    catalog = Catalog(Registry(open_database()), ConcurrentlyClaimedStore(tmp_path / "store"))
+    catalog = StoredAdapters(Registry(open_database()), ConcurrentlyClaimedStore(tmp_path / "store"))
     catalog.store.put("e" * 64, {"a": b"the other one's"})
     catalog.sweep()
     assert catalog.store.exists("e" * 64)
@@ -201,16 +207,16 @@ def test_an_emptied_database_deletes_no_blobs(tmp_path: Path) -> None:
     """A database that was emptied holds no references, so every blob would look unreferenced."""
     path = tmp_path / "slora.db"
     with closing(Database(path)) as database:
-        catalog = Catalog(Registry(database), FileStore(tmp_path / "store"))
+        catalog = StoredAdapters(Registry(database), FileStore(tmp_path / "store"))
         digest = _publish(catalog, tmp_path / "1").record.version.digest
     path.unlink()
     with closing(Database(path)) as database:
-        assert Catalog(Registry(database), FileStore(tmp_path / "store")).sweep() == 0
+        assert StoredAdapters(Registry(database), FileStore(tmp_path / "store")).sweep() == 0
     assert catalog.store.exists(digest)
 
 
 def test_a_store_that_is_down_does_not_undo_a_deletion(
-    catalog: Catalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    catalog: StoredAdapters, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     _publish(catalog, tmp_path / "1")
     (tmp_path / "store" / "blobs").rename(tmp_path / "store" / "gone")
@@ -225,7 +231,7 @@ def test_a_store_that_is_down_does_not_undo_a_deletion(
 
 
 def test_an_upload_beside_deletions_of_the_same_weights_never_loses_its_blob(
-    catalog: Catalog, tmp_path: Path
+    catalog: StoredAdapters, tmp_path: Path
 ) -> None:
     """A plain reference count loses this race: it reads zero, the weights are uploaded again, and then they are
     deleted."""
