@@ -118,7 +118,8 @@ class LinearShape:
     path: its name in PEFT's spelling. In `ModelShape.linears` it is relative to the layer ("self_attn.q_proj"). In
     `ModelShape.modules` it is the full path from the model's root.
     num_experts: the number of experts that have such a linear. 1: it is not a linear of experts.
-    is_transposed: whether the base model stores its weight as [in, out] and PEFT takes it for [out, in], as in GPT-2.
+    is_transposed: whether the base model stores its weight as [in, out] and PEFT takes it for [out, in], as in GPT-2
+        and in the experts of Llama 4.
     role: see `LinearRole`. The path of experts is that of their parameter.
     has_halves: whether it is the gate and the up projection of experts, one after the other.
     """

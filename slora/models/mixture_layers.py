@@ -5,10 +5,14 @@ tells how they are stored, and the module has a method or a module for the activ
 multiplies the rows of all experts by groups, as our own decoder does, and calls that activation. `ExpertLayer.check`
 compares it with the class's own forward pass, so a class with another arithmetic is refused.
 
+The experts of Llama 4 have no decorator. They get each token once for each expert, multiplied by the router's score,
+which is zero for the experts that the token has not chosen.
+
 A router is a module that multiplies by its parameter `weight` and then chooses experts. Its forward pass runs as it is
 in a `MixtureBlock`, which computes the product.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,6 +34,7 @@ from slora_kernels.layout import LinearShape, LoraSite
 from slora_kernels.ops import Kernels
 
 _DOWN = "down_proj"
+_POST_NORM = "post_expert_norm"
 # What the decorator tells of a class, and what holds if it does not. Its module has the activation of most classes.
 _FLAGS = {
     "has_gate": True,
@@ -57,7 +62,11 @@ class ExpertForm:
 
     up: the name of the parameter that is multiplied first. It has the gate, too, if `has_gate`.
     is_transposed: the parameters are [E, in, out] instead of [E, out, in].
+    is_swapped: PEFT nevertheless takes them for [E, out, in].
     has_halves: the outputs of the gate come before those of up.
+    has_norm: the outputs of each expert are normalized.
+    takes_scaled: the module gets all tokens for each expert, [E * T, in], already multiplied by the router's scores.
+        The others get the tokens [T, in], the experts of each token, and their weights.
     """
 
     up: str
@@ -66,7 +75,10 @@ class ExpertForm:
     has_gate: bool
     has_bias: bool
     is_transposed: bool
+    is_swapped: bool
     has_halves: bool
+    has_norm: bool
+    takes_scaled: bool
 
     @property
     def names(self) -> tuple[str, str]:
@@ -78,7 +90,12 @@ class ExpertForm:
         of_up = (first, middle * (2 if self.has_gate else 1))
         return [
             LinearShape(
-                f"{path}.{name}", *sizes, num_experts=self.num_experts, role="experts", has_halves=halves
+                f"{path}.{name}",
+                *sizes,
+                num_experts=self.num_experts,
+                is_transposed=self.is_swapped,
+                role="experts",
+                has_halves=halves,
             )
             for name, sizes, halves in (
                 (self.up, of_up, self.has_halves),
@@ -90,18 +107,19 @@ class ExpertForm:
 def describe_experts(module: nn.Module) -> ExpertForm | None:
     """Returns the form of the experts in a module; None if it holds none, or if their form is unknown."""
     flags = {name: getattr(module, name, default) for name, default in _FLAGS.items()}
+    takes_scaled = _takes_scaled(module)
+    if takes_scaled:
+        flags["is_transposed"] = True
     is_decorated = hasattr(type(module).forward, "__wrapped__")
-    if not is_decorated or not all(isinstance(flag, bool) for flag in flags.values()):
+    if not (is_decorated or takes_scaled) or not all(isinstance(flag, bool) for flag in flags.values()):
         return None
     up = "gate_up_proj" if flags["has_gate"] else "up_proj"
     biases = [f"{up}_bias", f"{_DOWN}_bias"] if flags["has_bias"] else []
     parameters = dict(module.named_parameters())
+    if flags["has_post_expert_norm"]:
+        parameters = {name: one for name, one in parameters.items() if not name.startswith(f"{_POST_NORM}.")}
     stacks = [parameters[name] for name in parameters if name in (up, _DOWN)]
-    if (
-        flags["has_post_expert_norm"]
-        or parameters.keys() != {up, _DOWN, *biases}
-        or next(iter(parameters)) != up
-    ):
+    if parameters.keys() != {up, _DOWN, *biases} or next(iter(parameters)) != up:
         return None
     if any(stack.dim() != _STACK_DIMS for stack in stacks):
         return None
@@ -113,9 +131,9 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
     if any(parameters[name].shape != (count, widths[name]) for name in biases):
         return None
     gate = getattr(module, "_apply_gate", None)
-    if flags["has_gate"] and gate is None:
+    if flags["has_gate"] and gate is None and not takes_scaled:
         return None
-    has_own_gate = getattr(gate, "__module__", None) != _DECORATING_MODULE
+    has_own_gate = gate is not None and getattr(gate, "__module__", None) != _DECORATING_MODULE
     return ExpertForm(
         up,
         count,
@@ -123,8 +141,20 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
         has_gate=bool(flags["has_gate"]),
         has_bias=bool(flags["has_bias"]),
         is_transposed=bool(flags["is_transposed"]),
+        # PEFT reads this attribute, too.
+        is_swapped=bool(flags["is_transposed"] and not getattr(module, "is_transposed", False)),
         has_halves=bool(flags["has_gate"] and flags["is_concatenated"] and not has_own_gate),
+        has_norm=bool(flags["has_post_expert_norm"]),
+        takes_scaled=takes_scaled,
     )
+
+
+def _takes_scaled(module: nn.Module) -> bool:
+    """Whether a module looks like the experts of Llama 4. `ExpertLayer.check` finds out whether it computes so, too."""
+    names = [name for name, _ in module.named_parameters()]
+    code = type(module).forward
+    is_plain = not hasattr(code, "__wrapped__") and hasattr(module, "act_fn")
+    return is_plain and names == ["gate_up_proj", _DOWN] and len(inspect.signature(code).parameters) == 2
 
 
 # Multiplies x [..., in] by a weight that has a key. Called with the key, x, the weight or a cast of it, and the bias.
@@ -218,10 +248,14 @@ class MixtureTrace:
         if not self._is_active:
             return
         shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
-        num_tokens, in_width = self._num_tokens, self._forms[name].widths[0]
+        num_tokens, form = self._num_tokens, self._forms[name]
+        in_width, calls = form.widths[0], self._calls.setdefault(name, [])
+        if form.takes_scaled:
+            calls.append(not options and shapes == [(form.num_experts * num_tokens, in_width)])
+            return
         is_known = not options and len(shapes) == len(args) == len(("hidden", "experts", "weights"))
         is_known = is_known and shapes[0] == (num_tokens, in_width) and shapes[1] == shapes[2]
-        self._calls.setdefault(name, []).append(
+        calls.append(
             is_known and shapes[1][:1] == (num_tokens,) and len(shapes[1]) == len(("tokens", "choices"))
         )
 
@@ -267,57 +301,128 @@ class ExpertLayer:
             module.get_parameter(f"{name}_bias").data if form.has_bias else None for name in form.names
         ]
 
-    def forward(self, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """hidden [T, in], the chosen experts int64 [T, k] and their weights [T, k] -> [T, out]."""
+    def forward(self, hidden: Tensor, *choice: Tensor) -> Tensor:
+        """hidden [T, in], the chosen experts int64 [T, k] and their weights [T, k] -> [T, out].
+
+        If the module takes scaled tokens, hidden [E * T, in] alone -> [E * T, out].
+        """
         step = self._find_step()
         if step is None:
-            out: Tensor = self._forward(hidden, experts, weights)
+            out: Tensor = self._forward(hidden, *choice)
             return out
-        return self._compute(hidden, experts, weights, *step)
+        return self._compute(step, hidden, *choice)
 
     @torch.inference_mode()
-    def check(self, path: str, kernels: Kernels) -> None:
-        """Raises ConfigError if the module's own arithmetic gives another result for random tokens."""
+    def check(self, path: str, block: nn.Module, kernels: Kernels) -> None:
+        """Raises ConfigError if the module's own arithmetic gives another result for random tokens, or if the block
+        that holds it passes it the tokens in another order.
+        """
         form, module, stack = self._form, self._module, self._stacks[0]
         random, size = torch.Generator().manual_seed(0), (_CHECKED_TOKENS, min(2, form.num_experts))
-        hidden = torch.randn(_CHECKED_TOKENS, form.widths[0], generator=random).to(stack.device, stack.dtype)
+        num_rows = _CHECKED_TOKENS * (form.num_experts if form.takes_scaled else 1)
+        hidden = torch.randn(num_rows, form.widths[0], generator=random).to(stack.device, stack.dtype)
         weights = torch.rand(size, generator=random).to(stack.device, stack.dtype)
         experts = (torch.arange(size[0] * size[1]).view(size) % form.num_experts).to(stack.device)
+        inputs = (hidden,) if form.takes_scaled else (hidden, experts, weights)
         # The decorator replaces the class's own forward pass by a faster one.
-        expected = type(module).forward.__wrapped__(module, hidden, experts, weights).float()
-        error = (self._compute(hidden, experts, weights, None, kernels).float() - expected).square().mean()
+        code = inspect.unwrap(type(module).forward)
+        expected = code(module, *inputs).float()
+        error = (self._compute((None, kernels), *inputs).float() - expected).square().mean()
         if not error <= _TOLERANCES[stack.dtype] ** 2 * expected.square().mean():
             raise ConfigError(
                 f"{path} can't be served: {type(module).__name__} of transformers computes its experts in another way "
                 "than its class tells"
             )
+        if form.takes_scaled and not self._gets_tokens_in_order(block, hidden[:_CHECKED_TOKENS]):
+            raise ConfigError(
+                f"{path} can't be served: {type(block).__name__} of transformers does not pass it each token once for "
+                "each expert, in the order of the tokens"
+            )
 
-    def _compute(
-        self, hidden: Tensor, experts: Tensor, weights: Tensor, deltas: LoraDeltas | None, kernels: Kernels
-    ) -> Tensor:
-        form, (up_site, down_site) = self._form, self._sites
-        routed = None
+    def _gets_tokens_in_order(self, block: nn.Module, hidden: Tensor) -> bool:
+        """Whether the block multiplies the tokens [T, in] by one number for each expert and token, [E, T]."""
+        passed: list[Tensor] = []
+        hook = self._module.register_forward_pre_hook(lambda _, inputs: passed.append(inputs[0]))
+        try:
+            block(hidden[None])
+        finally:
+            hook.remove()
+        rows = passed[0].float().view(self._form.num_experts, *hidden.shape)
+        tokens = hidden.float()
+        scores = (rows * tokens).sum(-1, keepdim=True) / tokens.square().sum(-1, keepdim=True)
+        rest = (rows - scores * tokens).square().mean()
+        return bool(rest <= _TOLERANCES[hidden.dtype] ** 2 * rows.square().mean())
+
+    def _compute(self, step: tuple[LoraDeltas | None, Kernels], hidden: Tensor, *choice: Tensor) -> Tensor:
+        if self._form.takes_scaled:
+            return self._compute_scaled(step, hidden)
+        count, (experts, weights) = self._form.num_experts, choice
         # Only the activation needs the context of `MixtureBlock`, which would take time in each call of torch.
         with torch._C.DisableTorchFunction():
             # As in transformers, a number that no expert has stands for no expert.
-            weights = weights.float().masked_fill(experts >= form.num_experts, 0.0)
-            choice = ExpertChoice.sort(weights, experts.clamp(max=form.num_experts - 1), form.num_experts)
-            rows = choice.spread(hidden).to(self._stacks[0].dtype)
-            up = self._multiply(0, rows, choice, kernels)
-            if deltas is not None:
-                routed = deltas.route(choice.starts, choice.token_of_row, len(hidden), self._sites)
-                routed.add(up, rows, up_site)
-        gated = (self._module._apply_gate(up) if form.has_gate else self._module.act_fn(up)).contiguous()
+            weights = weights.float().masked_fill(experts >= count, 0.0)
+            chosen = ExpertChoice.sort(weights, experts.clamp(max=count - 1), count)
+            rows, places = chosen.spread(hidden), (chosen.starts, chosen.token_of_row, chosen.expert_of_row)
+        out = self._compute_rows(step, rows, len(hidden), places)
         with torch._C.DisableTorchFunction():
-            out = self._multiply(1, gated, choice, kernels)
+            return chosen.combine(out).to(hidden.dtype)
+
+    def _compute_scaled(self, step: tuple[LoraDeltas | None, Kernels], hidden: Tensor) -> Tensor:
+        """hidden [E * T, in] -> [E * T, out]. On a CPU, rows of zeros are left out, because their outputs are zeros."""
+        count = self._form.num_experts
+        num_tokens = len(hidden) // count
+        with torch._C.DisableTorchFunction():
+            kept = torch.arange(len(hidden), device=hidden.device)
+            if hidden.device.type == "cpu":
+                is_kept = hidden.any(dim=1)
+                is_kept[0] = True  # The kernels need a row.
+                kept = kept[is_kept]
+            bounds = num_tokens * torch.arange(count + 1, device=hidden.device)
+            starts = torch.searchsorted(kept, bounds, out_int32=True)
+            rows, places = hidden[kept], (starts, kept % num_tokens, kept // num_tokens)
+        out = self._compute_rows(step, rows, num_tokens, places)
+        with torch._C.DisableTorchFunction():
+            return hidden.new_zeros(len(hidden), out.shape[1]).index_copy_(0, kept, out.to(hidden.dtype))
+
+    def _compute_rows(
+        self,
+        step: tuple[LoraDeltas | None, Kernels],
+        rows: Tensor,
+        num_tokens: int,
+        places: tuple[Tensor, Tensor, Tensor],
+    ) -> Tensor:
+        """rows [S, in] -> [S, out].
+
+        places: the first row of each expert, the token of each row, and the expert of each row, as in `ExpertChoice`.
+        """
+        form, (up_site, down_site), (deltas, kernels) = self._form, self._sites, step
+        starts, token_of_row, expert_of_row = places
+        module, routed = self._module, None
+        with torch._C.DisableTorchFunction():
+            rows = rows.to(self._stacks[0].dtype)
+            up = self._multiply(0, rows, starts, expert_of_row, kernels)
+            if deltas is not None:
+                routed = deltas.route(starts, token_of_row, num_tokens, self._sites)
+                routed.add(up, rows, up_site)
+        if form.takes_scaled:
+            gate, linear = up.chunk(2, dim=-1)
+            gated = module.act_fn(gate) * linear
+        else:
+            gated = module._apply_gate(up) if form.has_gate else module.act_fn(up)
+        gated = gated.contiguous()
+        with torch._C.DisableTorchFunction():
+            out = self._multiply(1, gated, starts, expert_of_row, kernels)
             if routed is not None:
                 routed.add(out, gated, down_site)
-            return choice.combine(out).to(hidden.dtype)
+        normalized: Tensor = getattr(module, _POST_NORM)(out) if form.has_norm else out
+        return normalized
 
-    def _multiply(self, index: int, rows: Tensor, choice: ExpertChoice, kernels: Kernels) -> Tensor:
-        out = kernels.grouped_linear(rows, self._stacks[index], None, choice.starts)
+    def _multiply(
+        self, index: int, rows: Tensor, starts: Tensor, expert_of_row: Tensor, kernels: Kernels
+    ) -> Tensor:
+        out = kernels.grouped_linear(rows, self._stacks[index], None, starts)
         bias = self._biases[index]
-        return out if bias is None else out.add_(bias[choice.expert_of_row])
+        return out if bias is None else out.add_(bias[expert_of_row])
 
 
 class MixtureBlock:

@@ -331,7 +331,7 @@ class TransformersDecoder:
             module = self._model.get_submodule(path)
             layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), bind_forward(module))
             module.forward = layer.forward
-        self._experts = dict(self._install_experts())
+        self._experts = list(self._install_experts())
         self._install_lora_hooks()
 
     @property
@@ -448,8 +448,8 @@ class TransformersDecoder:
                 "(ALiBi), which 8 bits can't hold; set kv_cache_dtype to auto"
             )
         check_recurrent_layers(self._model, self.spec)
-        for path, experts in self._experts.items():
-            experts.check(path, kernels)
+        for path, block, experts in self._experts:
+            experts.check(path, block, kernels)
         check_parity(self, geometry, kernels)
 
     @contextmanager
@@ -472,8 +472,10 @@ class TransformersDecoder:
         for path in self.spec.counting_paths:
             install_counter(self._model.get_submodule(path), self._current.find_counter)
 
-    def _install_experts(self) -> Iterator[tuple[str, ExpertLayer]]:
-        """Replaces the forward passes of experts and of the modules that hold them. Yields the experts by path."""
+    def _install_experts(self) -> Iterator[tuple[str, nn.Module, ExpertLayer]]:
+        """Replaces the forward passes of experts and of the modules that hold them. Yields the path of each layer's
+        experts, the module that holds them, and the experts.
+        """
         shape, find_step = self.spec.sizes, self._current.find_deltas
         sites: dict[str, list[LoraSite]] = {}
         routers: dict[str, tuple[Tensor, LoraSite]] = {}
@@ -489,7 +491,7 @@ class TransformersDecoder:
             block.forward = MixtureBlock(block, inside, find_step).forward
             experts = ExpertLayer(module, own, find_step)
             module.forward = experts.forward
-            yield path, experts
+            yield path, block, experts
 
     def _install_lora_hooks(self) -> None:
         """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""

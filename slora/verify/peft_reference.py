@@ -60,19 +60,19 @@ class PeftReference:
             return compute_forced_logits(self._forward, prompt, answer, self._rope_switch)
 
     @torch.inference_mode()
-    def delta(self, path: str, inputs: Tensor) -> Tensor:
+    def delta(self, path: str, inputs: Tensor, *, is_transposed: bool) -> Tensor:
         """float32 [T, out]: what peft adds to the output of module `path`. Of E experts, float32 [E * T, out].
 
-        inputs: [T, in]; for an embedding, one-hot rows.
+        inputs: [T, in]; for an embedding, one-hot rows. is_transposed: see `LoraPair`.
         """
         layer = self._layers[path]
         weight: Tensor = layer.get_delta_weight(_NAME).float().cpu()
         if isinstance(layer, ParamWrapper):
-            # [E, out, in], [out, in], or as the base model stores it: [E, in, out].
-            is_transposed = weight.dim() > inputs.dim() and getattr(
-                layer.get_base_layer(), "is_transposed", False
+            # As the base model stores it: [E, out, in], [out, in], [E, in, out] or [in, out].
+            is_in_out = is_transposed or (
+                weight.dim() > inputs.dim() and getattr(layer.get_base_layer(), "is_transposed", False)
             )
-            return (inputs.float() @ (weight if is_transposed else weight.mT)).flatten(0, -2)
+            return (inputs.float() @ (weight if is_in_out else weight.mT)).flatten(0, -2)
         # Weights of embeddings and of GPT-2's Conv1D are [in, out].
         is_in_out = isinstance(layer, Embedding) or layer.fan_in_fan_out
         return inputs.float() @ (weight if is_in_out else weight.T)

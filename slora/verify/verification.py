@@ -355,7 +355,8 @@ def _compare_modules(
         for module in range(site.first_module, site.first_module + len(site.widths)):
             pair = adapter.pairs.get(module)
             if pair is not None and pair.path in reference.adapted:
-                theirs = reference.delta(pair.path, probe_inputs(shape, site, dtype))
+                inputs = probe_inputs(shape, site, dtype)
+                theirs = reference.delta(pair.path, inputs, is_transposed=pair.is_transposed)
                 deviation = _relative_difference(ours.deltas[pair.path], theirs)
                 checks.append(ModuleCheck(pair.path, pair.rank, pair.scale, deviation))
     return checks

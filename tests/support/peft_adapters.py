@@ -129,10 +129,11 @@ _OWN_NAMES = {
         "mlp.gate": "block_sparse_moe.router",
     },
     "jamba": {"mlp.experts": "feed_forward.experts", "mlp.gate": "feed_forward.router"},
+    "llama4_text": {"mlp.experts": "feed_forward.experts", "mlp.gate": "feed_forward.router"},
     "nemotron_h": {"mlp.": "mixer.", "gate_up_proj": "up_proj"},
 }
-# "all-linear" names the router of PhiMoE, and linears of recurrent layers that PEFT or slora refuses.
-_WITHOUT_ALL_LINEAR = ("phimoe", "jamba", "nemotron_h")
+# "all-linear" names the routers of PhiMoE and Llama 4, and linears of recurrent layers that PEFT or slora refuses.
+_WITHOUT_ALL_LINEAR = ("phimoe", "jamba", "nemotron_h", "llama4_text")
 
 
 def expert_lora_kinds(model: str) -> dict[str, dict[str, object]]:

@@ -66,6 +66,8 @@ class LoraPair(Generic[AnyFactor]):
     are the first ones of all experts, then the second ones, and so on (PEFT's order).
 
     With DoRA, each row of the weight plus its delta is also scaled so that its norm is the row's magnitude.
+
+    is_transposed: it is the delta of the transposed weight, with a [rank, out width] and b [in width, rank].
     """
 
     path: str  # path of the module from the model's root, as PEFT's patterns match it
@@ -75,6 +77,7 @@ class LoraPair(Generic[AnyFactor]):
     magnitude: AnyFactor | None = None  # [out width]
     b_bias: AnyFactor | None = None  # [out width], the bias of B. It is multiplied by the scale, too.
     num_experts: int = 1
+    is_transposed: bool = False
 
     @property
     def rank(self) -> int:

@@ -96,7 +96,7 @@ def find_spelling(tensor_names: Iterable[str], shape: ModelShape) -> ExpertSpell
 def _fits(style: _Style, linear: LinearShape) -> bool:
     """Whether a linear of the base model is the parameter that joins `style.first`."""
     is_parameter = linear.role == "experts" and linear.path.rpartition(".")[2] == style.parameter
-    return is_parameter and linear.has_halves == (len(style.first) > 1)
+    return is_parameter and not linear.is_transposed and linear.has_halves == (len(style.first) > 1)
 
 
 # Tables about a shape are cached, and found faster for the same object.

@@ -126,13 +126,13 @@ class Packer:
                         for_a, for_b = (
                             memory[where].view(STORAGE[dtype]).reshape(num_rows, -1) for where in slices
                         )
+                        own = (for_a, (part.inputs,)), (for_b, part.outputs)
+                        (a_rows, a_parts), (b_rows, b_parts) = own[::-1] if pair.is_transposed else own
                         self._destinations[pair.a.name].append(
-                            _Destination(for_a, (part.inputs,), is_transposed=False)
+                            _Destination(a_rows, a_parts, is_transposed=False)
                         )
                         self._destinations[pair.b.name].append(
-                            _Destination(
-                                for_b, part.outputs, is_transposed=True, num_experts=pair.num_experts
-                            )
+                            _Destination(b_rows, b_parts, is_transposed=True, num_experts=pair.num_experts)
                         )
 
     def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:

@@ -233,17 +233,14 @@ def _find_no_linears(shape: ModelShape) -> frozenset[ModuleId]:
 
 
 def _find_parameters(config: PeftConfig, shape: ModelShape) -> frozenset[ModuleId]:
-    """Returns the modules whose weights target_parameters names, by PEFT's rule: a name is a whole name or a suffix.
-
-    PEFT takes a weight for [out, in]. So of a transposed one it adapts the transpose, which is not served.
-    """
+    """Returns the modules whose weights target_parameters names, by PEFT's rule: a name is a whole name or a suffix."""
     if not config.target_parameters:
         return frozenset()
     wanted = frozenset(config.target_parameters)
     return frozenset(
         module_id
         for module_id, module in enumerate(shape.modules[: shape.embedding_module])
-        if not module.is_transposed and any(suffix in wanted for suffix in _suffixes(module.weight_path))
+        if any(suffix in wanted for suffix in _suffixes(module.weight_path))
     )
 
 

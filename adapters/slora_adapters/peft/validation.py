@@ -285,18 +285,27 @@ def validate(
     for module_id in sorted(present & targets.keys()):
         a, b = found.get((module_id, "lora_A")), found.get((module_id, "lora_B"))
         module = shape.modules[module_id]
-        rank, alpha, _ = targets[module_id]
-        scale = alpha / (rank**0.5 if config.use_rslora else rank)
+        target = targets[module_id]
+        scale = target.alpha / (target.rank**0.5 if config.use_rslora else target.rank)
         magnitude = found.get((module_id, "lora_magnitude_vector"))
         b_bias = found.get((module_id, "lora_B.bias"))
         faults = [
-            *_check_pair(module, (a, b), rank, scale, limits),
+            *_check_pair(module, (a, b), target, scale, limits),
             *_check_vector(module, "lora_magnitude_vector", magnitude, "use_dora", is_set=config.use_dora),
             *_check_vector(module, "lora_B.bias", b_bias, "lora_bias", is_set=config.lora_bias),
         ]
         reasons += faults
         if a is not None and b is not None and not faults:
-            pairs[module_id] = LoraPair(module.path, a, b, scale, magnitude, b_bias, module.num_experts)
+            pairs[module_id] = LoraPair(
+                module.path,
+                a,
+                b,
+                scale,
+                magnitude,
+                b_bias,
+                module.num_experts,
+                _adapts_transpose(module, target),
+            )
     biases = {module_id: tensor for (module_id, part), tensor in found.items() if part == "bias"}
     reasons += _check_biases(config, biases, frozenset(targets), shape)
     reasons += _check_invocation(config, targets, shape)
@@ -758,14 +767,21 @@ def _some(modules: frozenset[ModuleId], shape: ModelShape) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def _adapts_transpose(module: LinearShape, target: Target) -> bool:
+    """PEFT takes a weight that target_parameters names for [out, in]. So of one that is [in, out], it adapts the
+    transpose.
+    """
+    return target.is_parameter and module.is_transposed
+
+
 def _check_pair(
     module: LinearShape,
     pair: tuple[Factor | None, Factor | None],
-    rank: int,
+    target: Target,
     scale: float,
     limits: AdapterLimits,
 ) -> Iterable[Reason]:
-    name = module.path
+    name, rank = module.path, target.rank
     if rank > limits.max_lora_rank:
         message = (
             f"{name} has rank {rank}; this server accepts at most {limits.max_lora_rank} (max_lora_rank)"
@@ -776,8 +792,9 @@ def _check_pair(
             f"{name} has the scale {scale:g}; this server accepts at most {limits.max_scale:g} (max_scale)"
         )
         yield Reason("scale_too_high", message)
-    num_rows = rank * module.num_experts
-    expected = ((num_rows, module.in_width), (module.out_width, num_rows))
+    num_rows, widths = rank * module.num_experts, (module.in_width, module.out_width)
+    from_width, to_width = widths[::-1] if _adapts_transpose(module, target) else widths
+    expected = ((num_rows, from_width), (to_width, num_rows))
     for factor, tensor, wanted in zip("AB", pair, expected, strict=True):
         if tensor is None:
             yield Reason("missing_tensors", f"{name} has no lora_{factor}")

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from slora import LLM, LoraAdapter
 from slora.core.errors import ConfigError
@@ -39,8 +40,9 @@ from tests.support.tiny_models import OTHER_MODELS, count_layers, make_model, wr
 
 MODELS = ["mixtral", "qwen2_moe", "qwen3_moe_mixed"]
 # Models that run through transformers' own classes. Their routers are in float32 or linears that return a tuple, their
-# experts have another activation, no gate or other names, and some layers have a recurrence.
-OTHERS = ["gpt_oss", "deepseek_v3"]
+# experts have another activation, no gate or other names, and some layers have a recurrence. Those of Llama 4 get
+# tokens that the router's score has multiplied, and PEFT adapts the transposes of their weights.
+OTHERS = ["gpt_oss", "deepseek_v3", "llama4_text"]
 SOAKED = ["phimoe", "granitemoehybrid_recurrent", "jamba", "nemotron_h"]
 
 
@@ -351,7 +353,13 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [("mixtral", "all_linear"), ("mixtral", "gate_up_only"), ("mixtral", "router"), ("gpt_oss", "patterns")],
+    [
+        ("mixtral", "all_linear"),
+        ("mixtral", "gate_up_only"),
+        ("mixtral", "router"),
+        ("gpt_oss", "patterns"),
+        ("llama4_text", "patterns"),
+    ],
 )
 def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, model: str, kind: str) -> None:
     kit = kits(model)
@@ -375,20 +383,30 @@ def test_a_verification_finds_one_wrong_factor_of_one_expert(kits: Kits, tmp_pat
     assert problem.startswith("model.layers.2.mlp.experts.down_proj: the LoRA delta deviates by")
 
 
-@pytest.mark.parametrize(
-    ("model", "name"), [("gpt2", "attn.c_proj.weight"), ("llama4_text", "experts.down_proj")]
-)
-def test_a_transposed_weight_is_no_target_parameter(tmp_path: Path, model: str, name: str) -> None:
+def test_a_transposed_weight_is_adapted_as_peft_adapts_it(tmp_path: Path) -> None:
     """Born from a bug: PEFT adapts the transpose of such a weight, and a square one was served wrongly."""
-    changes = {"num_hidden_layers": 2}
-    write_model(tmp_path / "base", model, **changes)
-    base = make_model(model, **changes)
-    make_adapter(tmp_path / "adapter", base, r=4, target_modules=[], target_parameters=[name])
-    shape = read_model_spec(tmp_path / "base").shape("float32")
+    write_model(tmp_path / "base", "gpt2", num_hidden_layers=2)
+    names = ["attn.c_proj.weight", "mlp.c_fc.weight"]
+    base = make_model("gpt2", num_hidden_layers=2)
+    make_adapter(tmp_path / "adapter", base, r=4, std=0.15, target_modules=[], target_parameters=names)
+    kit = ModelKit(tmp_path / "base", {"transposed": tmp_path / "adapter"})
+    work = Work([[3, 1, 4, 1, 5], [9, 2, 6]], ["transposed", None])
+    verdict, _ = judge_engine(kit, work, GREEDY, 400)
+    assert verdict.equal, verdict
+    found = verify_adapter(VerificationRequest(kit.directory, kit.adapters["transposed"], max_tokens=2))
+    assert found.equal, found.problems
+
+
+def test_a_block_that_passes_its_tokens_in_another_order_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_model(tmp_path, "llama4_text", num_hidden_layers=2)
+    own = Llama4TextMoe.forward
+    monkeypatch.setattr(Llama4TextMoe, "forward", lambda block, x: own(block, x.flip(-2)))
     with pytest.raises(
-        AdapterInvalid, match=f"target_parameters names '{re.escape(name)}', which is not the weight"
+        ConfigError, match=r"feed_forward\.experts .* Llama4TextMoe of transformers does not pass"
     ):
-        read_adapter(tmp_path / "adapter", shape, AdapterLimits())
+        LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
 def test_a_class_that_computes_its_experts_in_another_way_is_refused(
