@@ -41,6 +41,11 @@ class SseClient:
         self._place = parts.hostname, parts.port
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
+    @property
+    def num_idle(self) -> int:
+        """The open connections that no request uses."""
+        return len(self._idle)
+
     async def __aenter__(self) -> "SseClient":
         return self
 

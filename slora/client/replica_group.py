@@ -94,10 +94,10 @@ class ReplicaGroup:
 
     def __init__(self, sockets: Sequence[Path], resume_s: float = RESUME_S) -> None:
         self.is_stalled: Callable[[str], bool] = lambda name: False
-        self._by_name: dict[str, _Replica] = {}
+        self.replicas: dict[str, _Replica] = {}
         self._resume_s = resume_s
         self._router = Router()
-        self._answers: dict[str, OpenAnswer] = {}
+        self.answers: dict[str, OpenAnswer] = {}
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
         self._on_hello: Callable[[], None] = lambda: None
         self._info: EngineInfo | None = None
@@ -109,12 +109,12 @@ class ReplicaGroup:
 
     @property
     def ready(self) -> bool:
-        return any(replica.is_serving for replica in self._by_name.values())
+        return any(replica.is_serving for replica in self.replicas.values())
 
     @property
     def health(self) -> dict[str, bool]:
         """Whether each replica serves, by name."""
-        return {replica.name: replica.is_serving for replica in self._by_name.values()}
+        return {replica.name: replica.is_serving for replica in self.replicas.values()}
 
     @property
     def problems(self) -> dict[str, str | None]:
@@ -124,13 +124,13 @@ class ReplicaGroup:
         """
         return {
             name: "it makes no progress" if self.is_stalled(name) else replica.problem
-            for name, replica in sorted(self._by_name.items())
+            for name, replica in sorted(self.replicas.items())
         }
 
     @property
     def versions(self) -> Set[AdapterVersion]:
         """See `RemoteEngine.versions`."""
-        return {version for replica in self._by_name.values() for version in replica.client.versions}
+        return {version for replica in self.replicas.values() for version in replica.client.versions}
 
     @property
     def info(self) -> EngineInfo:
@@ -143,7 +143,7 @@ class ReplicaGroup:
         self._on_hello = on_hello
         try:
             async with asyncio.TaskGroup() as self._tasks:
-                for replica in self._by_name.values():
+                for replica in self.replicas.values():
                     self._connect(replica)
                 await asyncio.Event().wait()  # Engines may still join after all others have left.
         except BaseExceptionGroup as failed:
@@ -153,8 +153,8 @@ class ReplicaGroup:
 
     def add(self, name: str, address: EngineAddress) -> None:
         """Adds an engine, which gets requests as soon as it has connected. name: no other engine may have it."""
-        assert name not in self._by_name, f"there already is an engine {name}"
-        replica = self._by_name[name] = _Replica(name, RemoteEngine(address))
+        assert name not in self.replicas, f"there already is an engine {name}"
+        replica = self.replicas[name] = _Replica(name, RemoteEngine(address))
         replica.client.listen_for_usage(partial(self._receive_usage, replica))
         replica.client.listen_for_begins(partial(self._note_begin, replica))
         replica.client.listen_for_service(partial(self._pass_on_service, replica))
@@ -166,7 +166,7 @@ class ReplicaGroup:
 
         The engine process goes on, for the groups of other processes.
         """
-        replica = self._by_name.pop(name)
+        replica = self.replicas.pop(name)
         replica.client.release()
         if replica.connection is not None:
             replica.connection.cancel()
@@ -181,7 +181,7 @@ class ReplicaGroup:
         replica.connection = self._tasks.create_task(replica.client.run(greet, self._changed.set))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[list[TokenDelta], None]:
-        running = self._answers.get(request.request_id)
+        running = self.answers.get(request.request_id)
         if running is not None and not running.settlement.is_closed:
             raise RequestRefused(f"request id {request.request_id!r} is already running", "request_id")
         answer = self._open_answer(request)
@@ -205,17 +205,17 @@ class ReplicaGroup:
 
         def forget() -> None:
             # A line of a batch may have been sent again with the same id.
-            if self._answers.get(request.request_id) is answer:
-                del self._answers[request.request_id]
+            if self.answers.get(request.request_id) is answer:
+                del self.answers[request.request_id]
 
-        answer = self._answers[request.request_id] = OpenAnswer(request, Settlement(report, forget))
+        answer = self.answers[request.request_id] = OpenAnswer(request, Settlement(report, forget))
         return answer
 
     def end_choice(self, request_id: str, index: int) -> None:
-        answer = self._answers.get(request_id)
+        answer = self.answers.get(request_id)
         if answer is not None:
             answer.end_choice(index)
-            if (owner := self._by_name.get(answer.settlement.owner or "")) is not None:
+            if (owner := self.replicas.get(answer.settlement.owner or "")) is not None:
                 owner.client.end_choice(request_id, index)
 
     def listen_for_usage(self, listener: UsageListener) -> None:
@@ -223,7 +223,7 @@ class ReplicaGroup:
 
     def acknowledge_usage(self, request_id: str) -> None:
         # An engine ignores requests that it does not know.
-        for replica in self._by_name.values():
+        for replica in self.replicas.values():
             replica.client.acknowledge_usage(request_id)
 
     async def stats(self, watched: Collection[str] | None = None) -> EngineStats:
@@ -241,7 +241,7 @@ class ReplicaGroup:
 
     def can_stop(self, name: str) -> bool:
         """Whether the engine is connected and does not stop already."""
-        client = self._by_name[name].client
+        client = self.replicas[name].client
         return client.connected and not client.is_leaving
 
     def stop_engine(self, name: str) -> None:
@@ -249,11 +249,11 @@ class ReplicaGroup:
 
         The process that has started the engine starts it again.
         """
-        self._by_name[name].client.stop()
+        self.replicas[name].client.stop()
 
     def _list_engines(self, stats: Mapping[str, EngineStats]) -> tuple[EngineState, ...]:
         return tuple(
-            EngineState(name, problem, self._by_name[name].client.device, stats.get(name))
+            EngineState(name, problem, self.replicas[name].client.device, stats.get(name))
             for name, problem in self.problems.items()
         )
 
@@ -263,7 +263,7 @@ class ReplicaGroup:
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
         """Purges the tenant in all connected engines. An engine that starts later has no data of the tenant."""
-        for answer in self._answers.values():
+        for answer in self.answers.values():
             if answer.request.tenant == tenant:
                 answer.refusal = RequestFailed(_PURGED)
         return reduce(add, await self._ask_all(lambda engine: engine.purge_tenant(tenant)))
@@ -291,7 +291,7 @@ class ReplicaGroup:
         """
         asked = {
             replica.name: replica.client
-            for replica in self._by_name.values()
+            for replica in self.replicas.values()
             if replica.client.connected and not (skip_stalled and self.is_stalled(replica.name))
         }
         found = await asyncio.gather(*map(ask, asked.values()), return_exceptions=True)
@@ -312,7 +312,7 @@ class ReplicaGroup:
 
     def _choose_for(self, request: EngineRequest) -> _Replica:
         num_tokens = len(request.prompt_token_ids) + count_answer_tokens(request)
-        prefix = self.find_prefix_key(request) if len(self._by_name) > 1 else None
+        prefix = self.find_prefix_key(request) if len(self.replicas) > 1 else None
         return self._choose(RoutedWork(request.tenant, request.versions, prefix, num_tokens))
 
     def find_prefix_key(self, request: EngineRequest) -> bytes | None:
@@ -327,7 +327,7 @@ class ReplicaGroup:
         return keys[-1] if keys else None
 
     def _choose(self, work: RoutedWork) -> _Replica:
-        usable = [replica for replica in self._by_name.values() if replica.is_usable]
+        usable = [replica for replica in self.replicas.values() if replica.is_usable]
         best = [
             replica for replica in usable if replica.is_serving and not self.is_stalled(replica.name)
         ] or usable
@@ -336,7 +336,7 @@ class ReplicaGroup:
                 raise EngineUnavailable(_NONE_SERVES)
             return best[0]
         states = [replica.client.state.describe(replica.name) for replica in best]
-        return self._by_name[self._router.choose(work, states)[0]]
+        return self.replicas[self._router.choose(work, states)[0]]
 
     async def _prepare_retry(self, answer: OpenAnswer, error: EngineUnavailable) -> None:
         """Returns when the request can be sent again. Raises `error` if it must not be."""
@@ -373,7 +373,7 @@ class ReplicaGroup:
         """
         others = [
             other.client.info
-            for other in self._by_name.values()
+            for other in self.replicas.values()
             if other is not replica and other.client.connected and other.mismatch is None
         ]
         if (refusal := replica.client.refusal) is not None:
@@ -396,7 +396,7 @@ class ReplicaGroup:
             )
 
     def _note_begin(self, replica: _Replica, request_id: str) -> None:
-        answer = self._answers.get(request_id)
+        answer = self.answers.get(request_id)
         if answer is not None:
             answer.settlement.hear_begin(replica.name)
 
@@ -405,14 +405,14 @@ class ReplicaGroup:
 
         All API processes do so. An engine counts each span once: see `ServiceSpan`.
         """
-        for other in self._by_name.values():
+        for other in self.replicas.values():
             if other is not replica:
                 other.client.tell_service_elsewhere(service)
 
     def _receive_usage(
         self, replica: _Replica, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None
     ) -> None:
-        answer, is_lost = self._answers.get(request_id), usage is None and not replica.client.is_leaving
+        answer, is_lost = self.answers.get(request_id), usage is None and not replica.client.is_leaving
         if answer is None or not answer.settlement.hear_usage(
             replica.name, usage, timing, is_lost=is_lost, is_complete=answer.is_complete
         ):

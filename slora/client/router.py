@@ -77,6 +77,10 @@ class TrafficShare:
         self._new[version] = self._new.get(version, 0) + tokens
         self._new_total += tokens
 
+    def __len__(self) -> int:
+        """The adapters that are remembered."""
+        return len(self._new.keys() | self._old.keys())
+
     def share(self, version: AdapterVersion) -> float:
         """Returns the adapter's share of the recent tokens, from 0 to 1.
 
@@ -318,7 +322,7 @@ class ReportedState:
 
     def clear(self) -> None:
         """Forgets everything, because the engine was lost."""
-        self._backlog = Backlog()
+        self.backlog = Backlog()
         self._resident: set[AdapterVersion] = set()
         self._on_host: set[AdapterVersion] = set()
         # The resident adapters, and those of the requests in `_sent`.
@@ -329,7 +333,7 @@ class ReportedState:
 
     def add_sent(self, request: EngineRequest) -> None:
         """Adds a request that has been sent to the engine."""
-        backlog = self._backlog
+        backlog = self.backlog
         seconds = len(request.prompt_token_ids) * backlog.prompt_token_s
         seconds += count_answer_tokens(request) * backlog.answer_token_s
         self._sent.append(_Sent(request.versions, seconds))
@@ -338,7 +342,7 @@ class ReportedState:
 
     def receive(self, report: Report) -> None:
         """Takes in a report of the engine."""
-        self._backlog = report.backlog
+        self.backlog = report.backlog
         _apply(report.resident, self._resident)
         _apply(report.on_host, self._on_host)
         for _ in range(report.num_taken - self._num_taken):
@@ -349,7 +353,7 @@ class ReportedState:
 
     def describe(self, name: str) -> ReplicaState:
         """Returns the state for the router. The sets are not copied, so they change with the next request."""
-        backlog = self._backlog
+        backlog = self.backlog
         return ReplicaState(
             name,
             self._expected,

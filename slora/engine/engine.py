@@ -167,6 +167,11 @@ class Engine:
         )
 
     @property
+    def num_launched(self) -> int:
+        """The steps whose results have not been read."""
+        return len(self._launched)
+
+    @property
     def has_work(self) -> bool:
         return bool(self._launched) or self.scheduler.has_work or self.next_due_in_s == 0
 

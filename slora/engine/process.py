@@ -183,23 +183,23 @@ class EngineServer:
         self._journal = journal
         self._on_stop = on_stop
         # Peer number -> relay. The peer may have disconnected.
-        self._relays: dict[int, UsageRelay] = {}
+        self.relays: dict[int, UsageRelay] = {}
         self._hello = hello
         self._loader_connected = loader_connected
-        self._peers: dict[int, _Peer] = {}
+        self.peers: dict[int, _Peer] = {}
         self._num_peers = self._num_posted = 0
         self._report = EngineReport()
         # Identifies this start of the engine in reports.
         self._engine = secrets.token_hex(8)
-        self._is_draining = False
+        self.is_draining = False
         # Set after each message of an API process, and when one has disconnected.
         self._received = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one API process for as long as it is connected, then aborts its unfinished requests."""
         self._num_peers += 1
-        relay = self._relays[self._num_peers] = UsageRelay(self._journal)
-        peer = self._peers[self._num_peers] = _Peer(self._num_peers, writer, relay)
+        relay = self.relays[self._num_peers] = UsageRelay(self._journal)
+        peer = self.peers[self._num_peers] = _Peer(self._num_peers, writer, relay)
         peer.send_frame(self._hello)
         peer.send(self._status())
         self._send_report([peer], replace(self._report, spans=()), EngineReport())
@@ -212,7 +212,7 @@ class EngineServer:
         except ConnectionError as error:
             _log.info("API process %d disconnected: %s", peer.number, error)
         finally:
-            del self._peers[peer.number]
+            del self.peers[peer.number]
             self._abandon(peer)
             self._received.set()
             writer.close()
@@ -221,17 +221,17 @@ class EngineServer:
         """Asks the API processes to release all requests, so that other engines continue them. Returns when no request
         is left, or after a few seconds.
         """
-        self._is_draining = True
+        self.is_draining = True
         self.broadcast_status()
         with suppress(TimeoutError):
             async with asyncio.timeout(_MAX_DRAIN_S):
-                while not all(peer.relay.is_empty for peer in self._peers.values()):
+                while not all(peer.relay.is_empty for peer in self.peers.values()):
                     self._received.clear()
                     await self._received.wait()
 
     def abandon_all(self) -> None:
         """Aborts all requests. The engine records all usage that no API process has acknowledged."""
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             self._abandon(peer)
 
     def _abandon(self, peer: _Peer) -> None:
@@ -241,8 +241,8 @@ class EngineServer:
         self._drop_finished_relay(peer.number)
 
     def _drop_finished_relay(self, number: int) -> None:
-        if number not in self._peers and not self._relays[number].unfinished:
-            del self._relays[number]
+        if number not in self.peers and not self.relays[number].unfinished:
+            del self.relays[number]
 
     def deliver(self, outputs: list[StepOutput], ended: list[EndedRequest]) -> None:
         """Sends the outputs of one step, in one frame for each API process that has outputs in this step.
@@ -257,7 +257,7 @@ class EngineServer:
         rows: dict[int, list[list[Any]]] = {}
         for output in outputs:
             number, request_id = _split_id(output.request_id)
-            peer = self._peers.get(number)
+            peer = self.peers.get(number)
             if peer is None:
                 continue
             row = output.to_row(request_id)
@@ -266,7 +266,7 @@ class EngineServer:
             else:
                 rows.setdefault(number, []).append(row)
         for number, batch in rows.items():
-            self._peers[number].send(Outputs(batch))
+            self.peers[number].send(Outputs(batch))
 
     def _deliver_usage(self, ended: list[EndedRequest]) -> None:
         ended_by_peer: dict[int, list[EndedRequest]] = {}
@@ -274,13 +274,13 @@ class EngineServer:
             number, request_id = _split_id(request.request_id)
             ended_by_peer.setdefault(number, []).append(request._replace(request_id=request_id))
         for number, batch in ended_by_peer.items():
-            relay = self._relays.get(number)
+            relay = self.relays.get(number)
             if relay is None:  # The peer released these requests, and disconnected.
                 continue
             for request_id, usage, _ in batch:
                 relay.end(request_id, usage)
-            if number in self._peers:
-                self._peers[number].send(Usage(batch))
+            if number in self.peers:
+                self.peers[number].send(Usage(batch))
             else:
                 self._drop_finished_relay(number)
 
@@ -290,11 +290,11 @@ class EngineServer:
         for number, request_id in map(_split_id, engine_ids):
             ids_by_peer.setdefault(number, []).append(request_id)
         for number, ids in ids_by_peer.items():
-            if number in self._peers:
-                self._peers[number].send(Begun(ids))
+            if number in self.peers:
+                self.peers[number].send(Begun(ids))
 
     def deliver_report(self, report: EngineReport) -> None:
-        self._send_report(self._peers.values(), report, self._report)
+        self._send_report(self.peers.values(), report, self._report)
         self._report = report
 
     def _send_report(self, peers: Iterable[_Peer], report: EngineReport, last: EngineReport) -> None:
@@ -304,11 +304,11 @@ class EngineServer:
             peer.send(replace(message, num_taken=peer.num_taken))
 
     def broadcast_status(self) -> None:
-        for peer in self._peers.values():
+        for peer in self.peers.values():
             peer.send(self._status())
 
     def _status(self) -> Status:
-        return Status(self._loader_connected(), self._is_draining)
+        return Status(self._loader_connected(), self.is_draining)
 
     def _handle(self, peer: _Peer, frame: dict[str, Any]) -> None:
         match unpack(frame):

@@ -44,6 +44,10 @@ class UsageRelay:
         """The ids of the requests whose usage is not known yet."""
         return list(self._unfinished)
 
+    @property
+    def num_unacknowledged(self) -> int:
+        return len(self._unacknowledged)
+
     def add(self, request_id: str, request: EngineRequest) -> None:
         self._unfinished[request_id] = UsageRecord(
             request_id,

@@ -57,6 +57,10 @@ class PagePool:
         return len(self._free)
 
     @property
+    def free_pages(self) -> list[int]:
+        return list(self._free)
+
+    @property
     def num_cached(self) -> int:
         return self._num_cached
 

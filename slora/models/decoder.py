@@ -57,7 +57,7 @@ class Decoder:
         partition = self._partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
         self._shape = partition.rank_shape
         self._tokens = partition.tokens(collectives.rank)
-        self._side = SideStream(self.device) if self.device.type == "cuda" else None
+        self.side_stream = SideStream(self.device) if self.device.type == "cuda" else None
         loader = LayerLoader(config, reader, max_model_len, partition, collectives.rank)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
         self._embedding = loader.vocabulary(embedding_name)
@@ -90,7 +90,7 @@ class Decoder:
 
     def forward(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels) -> Tensor:
         """Writes the step's KV into its pages. Returns the hidden states [B', H] of the rows in `output_rows`."""
-        deltas = LoraDeltas(batch.lora, memory, kernels, self._side)
+        deltas = LoraDeltas(batch.lora, memory, kernels, self.side_stream)
         hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale

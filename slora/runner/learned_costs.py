@@ -136,6 +136,10 @@ class LearnedCosts:
         self._timings: OrderedDict[tuple[int, ...], deque[_Timing]] = OrderedDict()
         self._fitted_at_s = -np.inf
 
+    @property
+    def num_timings(self) -> int:
+        return sum(map(len, self._timings.values()))
+
     def count(self, work: StepWork, times: StepTimes, now: float) -> None:
         """Adds the timing of one step. now: seconds of any monotonic clock."""
         if work.prefill_tokens or work.decode_rows:

@@ -163,7 +163,7 @@ class Runner:
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
         self._graphs: StepGraphs | None = None
-        self._load_stream = LoadStream(self.device) if self.device.type == "cuda" else None
+        self.load_stream = LoadStream(self.device) if self.device.type == "cuda" else None
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
         # Each rank has as many host pages.
@@ -184,7 +184,7 @@ class Runner:
     @property
     def loads_beside(self) -> bool:
         """Whether the device copies adapters while it computes a step that does not use them."""
-        return self._load_stream is not None
+        return self.load_stream is not None
 
     def learn_costs(self) -> LearnedCosts:
         """Measures the costs of steps and returns a cost model that learns from later steps.
@@ -361,8 +361,8 @@ class Runner:
         """
         if plan.loads or plan.swaps_out or plan.copies or plan.swaps_in:
             self._group.send(lambda rank: Transfer.cut(plan, self.full_page_bytes, rank))
-        if self._load_stream is not None:
-            self._load_stream.wait()
+        if self.load_stream is not None:
+            self.load_stream.wait()
         started_s = time.perf_counter()
         self.memory.swap_out(plan.swaps_out)
         swapped_out_s = time.perf_counter()
@@ -371,13 +371,13 @@ class Runner:
         copied_s = time.perf_counter()
         self.memory.swap_in(plan.swaps_in)
         swapped_in_s = time.perf_counter()
-        needed, beside = (plan.loads, []) if self._load_stream is None else split_loads(plan)
+        needed, beside = (plan.loads, []) if self.load_stream is None else split_loads(plan)
         for load in needed:
             self.memory.load(load)
         step.swap_s = swapped_out_s - started_s + swapped_in_s - copied_s
         step.load_s = time.perf_counter() - swapped_in_s
-        if beside and self._load_stream is not None:
-            self._load_stream.mark()
+        if beside and self.load_stream is not None:
+            self.load_stream.mark()
         return beside
 
     def _load_in_parallel(self, loads: list[AdapterLoad], step: RunningStep) -> None:
@@ -385,8 +385,8 @@ class Runner:
             for load in loads:
                 self.memory.load(load)
 
-        if loads and self._load_stream is not None:
-            step.events.append(self._load_stream.copy(copy))
+        if loads and self.load_stream is not None:
+            step.events.append(self.load_stream.copy(copy))
 
     @property
     def num_recorded(self) -> int:

@@ -73,7 +73,7 @@ def test_the_client_reads_streams_one_after_another_on_one_connection(tmp_path: 
             async with SseClient(platform.url) as client:
                 body: dict[str, object] = {"model": "base", "prompt": "a", "max_tokens": 5}
                 answers = [await client.complete(key, body) for _ in range(2)]
-                assert len(client._idle) == 1
+                assert client.num_idle == 1
                 return [*answers, await client.complete(key, {**body, "model": "missing"})]
 
         first, second, refused = asyncio.run(ask())

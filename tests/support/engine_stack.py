@@ -171,5 +171,5 @@ async def one_by_one(stream: AsyncGenerator[list[TokenDelta], None]) -> AsyncGen
 
 def find_owner(group: ReplicaGroup, request_id: str) -> str | None:
     """The name of the replica that computes a request now; None if none does."""
-    answer = group._answers.get(request_id)
+    answer = group.answers.get(request_id)
     return None if answer is None else answer.settlement.owner

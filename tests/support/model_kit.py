@@ -1,9 +1,12 @@
 """A tiny base model, one adapter of each kind for it, and an oracle that loads all of them at its first use."""
 
+import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+
+from safetensors.torch import load_file, save_file
 
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora_kernels.kv_format import KVFormat
@@ -60,6 +63,16 @@ class ModelKit:
 
 # Returns the kit of a model by name.
 Kits = Callable[[str], ModelKit]
+
+
+def spoil_token(kit: ModelKit, directory: Path, token: int, value: float) -> ModelKit:
+    """The same kit with a number of the token's embedding that is not finite."""
+    shutil.copytree(kit.directory, directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][token, 0] = value
+    save_file(tensors, path, metadata={"format": "pt"})
+    return replace(kit, directory=directory)
 
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:

@@ -21,7 +21,7 @@ def poison(engine: Engine, byte: int = 0xFF) -> None:
 
 class _Poisoner:
     def __init__(self, engine: Engine, byte: int) -> None:
-        self._pool, self._host = engine.scheduler.paging.pool, engine.scheduler.swapping._space
+        self._pool, self._swapping = engine.scheduler.paging.pool, engine.scheduler.swapping
         self._memory = engine.runner.memory
         self._byte = byte
         self._step, self._launch = engine.step, engine.runner.launch
@@ -29,15 +29,15 @@ class _Poisoner:
         self._free_host: set[int] = set()
 
     def step(self) -> list[StepOutput]:
-        self._free, self._free_host = set(self._pool._free), set(self._host._free)
+        self._free, self._free_host = set(self._pool.free_pages), set(self._swapping.free_pages)
         return self._step()
 
     def launch(self, plan: StepPlan) -> RunningStep:
         read = {source for source, _ in [*plan.swaps_out, *plan.copies]}
-        free = torch.tensor(list(self._free.union(self._pool._free) - read), dtype=torch.int64)
+        free = torch.tensor(list(self._free.union(self._pool.free_pages) - read), dtype=torch.int64)
         self._memory.pages.index_fill_(0, free.to(self._memory.pages.device), self._byte)
         read_host = {host_page for host_page, _ in plan.swaps_in}
-        for host_page in self._free_host.union(self._host._free) - read_host:
+        for host_page in self._free_host.union(self._swapping.free_pages) - read_host:
             self._memory.host_pages[host_page].fill_(self._byte)
         # A step that failed runs again in parts. Pages that an earlier part wrote are no longer free.
         self._free, self._free_host = set(), set()

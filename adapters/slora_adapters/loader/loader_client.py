@@ -104,7 +104,7 @@ class LoaderClient:
         self._held: dict[AdapterVersion, deque[_LoaderConnection]] = {}
         self._paces: Mapping[str, float] = {}
         self._cached = CachedVersions(0)
-        self._closed = False
+        self.is_closed = False
         self._thread = Thread(target=self._maintain_connection, name="loader-client", daemon=True)
         self._thread.start()
 
@@ -173,7 +173,7 @@ class LoaderClient:
     def close(self) -> None:
         """Ends the thread. The client must not be used afterwards."""
         with self._changed:
-            self._closed = True
+            self.is_closed = True
             self._changed.notify_all()
             self._hang_up()
         self._thread.join()
@@ -203,7 +203,7 @@ class LoaderClient:
                 self._connection.socket.shutdown(socket.SHUT_RDWR)
 
     def _maintain_connection(self) -> None:
-        while not self._closed:
+        while not self.is_closed:
             try:
                 with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
                     sock.settimeout(HANDSHAKE_S)
@@ -218,13 +218,13 @@ class LoaderClient:
                 logger.exception("the connection to the loader failed; reconnecting")
             self._fail_hopeless()
             with self._changed:
-                if not self._closed:
+                if not self.is_closed:
                     self._changed.wait(RECONNECT_S)
 
     def _serve(self, connection: _LoaderConnection) -> None:
         """Handles one connection from the end of the handshake until the connection ends."""
         with self._changed:
-            if self._closed:  # `close` ran during the handshake and had no connection to end
+            if self.is_closed:  # `close` ran during the handshake and had no connection to end
                 return
             self._connection = connection
             self._cached = CachedVersions(len(connection.arena))

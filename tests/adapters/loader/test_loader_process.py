@@ -361,7 +361,7 @@ def test_a_client_closed_while_it_connects_disconnects(bench: LoaderHarness) -> 
     assert connecting.wait(WAIT_S)
     closer = Thread(target=client.close, daemon=True)
     closer.start()
-    bench.wait_until(lambda: client._closed)
+    bench.wait_until(lambda: client.is_closed)
     closing.set()
     closer.join(WAIT_S)
     assert not closer.is_alive() and not client.connected

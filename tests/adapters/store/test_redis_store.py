@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.commands.core import Script
 
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit
 from slora_adapters.store.redis_store import CHUNK_BYTES, UPLOAD_EXPIRY_S, WARM_EXPIRY_S, open_redis_store
@@ -103,20 +104,22 @@ def test_a_durable_blob_never_expires_and_a_replaced_one_leaves_no_chunks(redis_
     store.close()
 
 
-def test_a_late_deletion_removes_only_the_copy_that_it_was_meant_for(redis_server: RedisServer) -> None:
+def test_a_late_deletion_removes_only_the_copy_that_it_was_meant_for(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A command that a dead server has sent may reach Redis after another server uploaded the same adapter again."""
     with closing(open_redis_store(redis_server.url, durable=True)) as store:
         store.put(DIGEST, {"a": b"old"})
-        script = store._delete
+        run = Script.__call__
 
-        def come_late(**call: Any) -> None:
+        def come_late(script: Script, **call: Any) -> None:
+            monkeypatch.undo()
             store.put(DIGEST, {"a": b"new"})
-            script(**call)
+            run(script, **call)
 
-        store._delete = come_late  # type: ignore[assignment]
+        monkeypatch.setattr(Script, "__call__", come_late)
         store.delete(DIGEST)
         assert read_members(store, DIGEST) == {"a": b"new"}
-        store._delete = script
         store.delete(DIGEST)
         assert not store.exists(DIGEST)
         with redis_server.client() as client:
@@ -166,9 +169,10 @@ def test_the_durable_store_is_not_used_as_its_own_warm_tier(redis_server: RedisS
 # A process that dies between the last chunk and the commit.
 DIES = """
 import os, signal, sys
+from redis.commands.core import Script
 from slora_adapters.store.redis_store import open_redis_store
 store = open_redis_store(sys.argv[1], durable=True)
-store._commit = lambda **_: os.kill(os.getpid(), signal.SIGKILL)
+Script.__call__ = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
 store.put("ab" * 32, {"b": bytes(int(sys.argv[2]))})
 """
 

@@ -167,7 +167,7 @@ class Bench:
         """Begins the last request when it has arrived. Returns when the group knows that."""
         await wait_until(lambda: bool(engine.added))
         engine.server.deliver_begun([engine.added[-1].request_id])
-        await wait_until(lambda: self.group._answers[request_id].settlement.has_begun)
+        await wait_until(lambda: self.group.answers[request_id].settlement.has_begun)
 
     async def close(self) -> None:
         self.running.cancel()
@@ -380,7 +380,7 @@ async def test_a_request_that_is_released_after_the_drain_ended_is_billed_once_a
 ) -> None:
     async def end_drain(engine: FakeEngine) -> None:
         """Without an await in between: the API process has not read yet that the engine drains."""
-        engine.server._is_draining = True
+        engine.server.is_draining = True
         engine.server.broadcast_status()
         engine.server.abandon_all()
 

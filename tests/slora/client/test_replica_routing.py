@@ -37,9 +37,9 @@ async def find_engines(bench: Bench, requests: list[EngineRequest]) -> Counter[s
 async def report(bench: Bench, engine: FakeEngine, report: EngineReport) -> None:
     """Returns when the group knows the report."""
     engine.server.deliver_report(replace(report, num_taken=len(engine.added)))
-    state = bench.group._by_name[engine.name].client.state
+    state = bench.group.replicas[engine.name].client.state
     await wait_until(
-        lambda: state._backlog == report.backlog and state.describe("").resident == report.resident
+        lambda: state.backlog == report.backlog and state.describe("").resident == report.resident
     )
 
 

@@ -186,5 +186,5 @@ def test_adapters_without_traffic_are_forgotten() -> None:
     share = TrafficShare(10)
     for turn in range(1000):
         share.add(AdapterVersion("acme", f"{turn:064x}"), 5)
-    assert len(share._new) + len(share._old) <= 20
+    assert len(share) <= 20
     assert share.share(HOT) == 0

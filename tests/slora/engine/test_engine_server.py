@@ -56,7 +56,7 @@ async def listening(worker: EngineWorker) -> AsyncIterator[tuple[EngineServer, P
             yield server, path
         finally:
             listener.close()
-            await wait_until(lambda: not server._peers)
+            await wait_until(lambda: not server.peers)
 
 
 @asynccontextmanager
@@ -151,7 +151,7 @@ async def test_a_request_is_unfinished_until_its_usage_is_known() -> None:
         await wait_until(lambda: len(worker.posted) > 4)
         assert worker.posted[4:] == [Abort("1:left")]
         server.deliver([], [EndedRequest("1:left", RequestUsage())])
-        assert not server._relays, "a relay of a client that left outlives its requests"
+        assert not server.relays, "a relay of a client that left outlives its requests"
 
 
 @on_event_loop
@@ -167,7 +167,7 @@ async def test_the_end_of_a_released_request_does_not_disturb_other_peers() -> N
         gone_writer.write(encode(Add(ask("r")).pack()) + encode(Release(["r"]).pack()))
         await wait_until(lambda: Abort("1:r") in worker.posted)
         gone_writer.close()
-        await wait_until(lambda: len(server._peers) == 1)
+        await wait_until(lambda: len(server.peers) == 1)
         writer.write(encode(Add(ask("s")).pack()))
         await wait_until(lambda: any(isinstance(one, Add) for one in worker.posted[2:]))
         server.deliver(
@@ -258,6 +258,6 @@ def test_the_usage_that_a_process_never_acknowledges_is_bounded(
     open_requests(relay, *names)
     for name in names:
         relay.end(name, USAGE)
-    assert len(relay._unacknowledged) <= 10
+    assert relay.num_unacknowledged <= 10
     relay.abandon()
     assert sorted(read(journal, tmp_path)) == names

@@ -22,12 +22,11 @@ from slora_kernels.kv_format import KVFormat
 from tests.slora.engine.test_forks import apart, ask
 from tests.support.cpu_kernels import ENGINE_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.model_kit import Kits, ModelKit, make_kit, spoil_token
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.trained_model import ask_trained_model
 
-Kits = Callable[[str], ModelKit]
 FP8: dict[str, str] = {"kv_cache_dtype": "fp8"}
 SCORED = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0)
 
@@ -158,13 +157,11 @@ def test_a_model_of_transformers_classes_is_served_in_fp8_too(tmp_path: Path) ->
     assert float((exact - theirs).abs().mean()) > 1e-3
 
 
-def test_a_row_with_non_finite_values_fails_alone(kits: Kits) -> None:
+def test_a_row_with_non_finite_values_fails_alone(kits: Kits, tmp_path: Path) -> None:
     """NaN keys and values are written only into the pages of the request that produced them."""
-    kit = kits("llama")
-    engine = make_fp8_engine(kit, make_source(kit)[0], 100)
-    decoder = engine.runner.decoder
     wrong, fine = 5, 6
-    decoder._embedding[wrong, 0] = torch.inf
+    kit = spoil_token(kits("llama"), tmp_path / "spoilt", wrong, torch.inf)
+    engine = make_fp8_engine(kit, make_source(kit)[0], 100)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
     prompts = {"wrong": [fine, wrong, fine], "fine": [fine, 7, fine]}
     answers = drive(engine, [[EngineRequest(name, "t", ids, (), params) for name, ids in prompts.items()]])

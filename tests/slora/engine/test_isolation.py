@@ -141,6 +141,5 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
     assert f"slot {resident.slot} no longer holds the adapter" in caplog.text
 
     engine.remove_adapter(versions["odd_rank"])
-    source, versions = make_source(kit)
-    engine.scheduler.adapters._host._source = source
-    assert drive(engine, [[ask("a", versions["odd_rank"])]])["a"].token_ids == before.token_ids
+    again = source.add(kit.adapters["odd_rank"])
+    assert drive(engine, [[ask("a", again)]])["a"].token_ids == before.token_ids

@@ -5,7 +5,6 @@ On a CPU, a step is computed when it is launched, and its results are read after
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,9 +18,8 @@ from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import SampledToken, StepPlan
 from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import COSTS, Answer, drive, make_source, step
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit
 
-Kits = Callable[[str], ModelKit]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 SAMPLING = {
     "greedy": GREEDY,
@@ -177,7 +175,7 @@ def test_a_request_that_cannot_be_computed_fails_alone_while_another_step_runs(
     monkeypatch.setattr(engine.runner, "launch", refuse)
     for _ in range(3):
         step(engine, answers)
-    assert engine._launched
+    assert engine.num_launched
     engine.add(EngineRequest("bad", "t", [50] * 4, (), GREEDY))
     finish(engine, answers)
     assert isinstance(answers["bad"].error, RequestFailed)
@@ -226,7 +224,7 @@ def test_a_tenant_is_purged_and_an_adapter_is_deleted_while_a_step_uses_them(kit
     engine.add(EngineRequest("a", version.tenant, [3] * 4, single_adapter(version), GREEDY))
     for _ in range(4):  # Slices of the adapter are being copied.
         step(engine, answers)
-    assert engine._launched and engine._launched[0].plan.loads
+    assert engine.num_launched and engine.scheduler.adapters.num_loading
     engine.remove_adapter(version)
     purge, ended = engine.purge_tenant(version.tenant)
     assert purge.num_requests == 1 and [output.request_id for output in ended] == ["a"]

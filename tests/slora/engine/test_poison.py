@@ -1,7 +1,6 @@
 """Before each step, every free page of the pool and of the host is filled with NaN. No answer changes."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -9,15 +8,14 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.memory.tenant_account import TenantAccount
+from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source, step
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
-
-Kits = Callable[[str], ModelKit]
 
 
 def ask(name: str, adapter: AdapterVersion | None, length: int, max_tokens: int, n: int = 1) -> EngineRequest:
@@ -86,7 +84,15 @@ def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
     step(engine, answers)
     assert answers["r"].error is None
     (sequence,) = engine.scheduler.batch
-    engine.scheduler.paging.pool._free.append(sequence.blocks.held_pages[0])
+    launch, pool, page = engine.runner.launch, engine.scheduler.paging.pool, sequence.blocks.held_pages[0]
+
+    def launch_without_the_page(plan: StepPlan) -> RunningStep:
+        pool.release([page])
+        running = launch(plan)
+        assert pool.allocate(1, sequence.tenant) == [page]
+        return running
+
+    engine.runner.launch = launch_without_the_page  # type: ignore[method-assign]
     step(engine, answers)
     assert "not finite" in str(answers["r"].error)
 
@@ -94,7 +100,7 @@ def test_poisoning_detects_a_read_of_a_free_page(kits: Kits) -> None:
 def test_poisoning_spares_the_free_pages_that_a_plan_still_reads(kits: Kits) -> None:
     """A page that is swapped out is already free when its step runs. So is the host page of a swap-in."""
     engine, _ = start(kits)
-    memory, host = engine.runner.memory, engine.scheduler.swapping._space
+    memory = engine.runner.memory
     poison(engine)
     leaving, source, target, coming = pages = engine.scheduler.paging.pool.allocate(4, TenantAccount("t"))
     for number, page in enumerate(pages):
@@ -102,7 +108,6 @@ def test_poisoning_spares_the_free_pages_that_a_plan_still_reads(kits: Kits) -> 
     for host_page in (1, 2, 3):
         memory.host_pages[host_page].fill_(10 * host_page)
     engine.scheduler.paging.pool.release([leaving, source])
-    host._free.remove(1)
     engine.runner.run(StepPlan(swaps_out=[(leaving, 1)], copies=[(source, target)], swaps_in=[(2, coming)]))
     assert memory.pages[[target, coming], 0].tolist() == [1, 20]
     assert [memory.host_pages[n][0].item() for n in (1, 3)] == [0, 0xFF]

@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
 
 import pytest
 
@@ -14,10 +13,8 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.driving import Answer, drive, make_engine, make_source, step
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
-
-Kits = Callable[[str], ModelKit]
 
 
 def ask(name: str, tenant: str, adapter: AdapterVersion | None, max_tokens: int = 20) -> EngineRequest:
@@ -108,14 +105,14 @@ def test_swapped_kv_and_loads_in_progress_are_purged(kits: Kits) -> None:
     case.engine.purge_tenant("leaver")
     case.engine.check_invariants()
     assert case.num_nonzero_pages() == 0 and case.engine.stats().swap_pages_used == 0
-    assert not any(slab.any() for slab in host_pages._slabs.values())
+    assert not any(host_pages[page].any() for page in range(len(host_pages)))
 
 
 def test_the_floor_of_a_purged_tenant_is_free_for_others(kits: Kits) -> None:
     case = Case(kits("llama"))
     drive(case.engine, [[ask("a", "stayer", None)]])
     case.engine.prewarm(case.own, TenantShare(min_share=0.5))
-    tenants = case.engine._tenants
+    tenants = case.engine.scheduler.paging.tenants
     stayer = tenants.find("stayer")
     assert tenants.page_limit(stayer) == 30
     case.engine.purge_tenant("leaver")

@@ -20,6 +20,7 @@ from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapt
 from slora.core.request_check import NOT_SAMPLED
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.runner.runner import PageTransferFailed, RunningStep
+from slora.sampling.sampler import sample
 from slora.scheduler.charges import estimate_backlog
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
@@ -28,7 +29,7 @@ from slora_adapters.peft.packing import pack
 from tests.slora.engine.test_forks import apart, ask, assert_same
 from tests.slora.engine.test_overlapped_steps import SAMPLING
 from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
-from tests.support.driving import Answer, drive, make_engine, make_source, read_once, step
+from tests.support.driving import Answer, drive, make_engine, make_source, read_once, start_engine, step
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.poison import poison
 from tests.support.tiny_models import RECURRENT, RECURRENT_MODELS, write_model
@@ -191,14 +192,14 @@ def test_requests_of_all_kinds_get_the_answers_of_an_idle_engine(
 
 
 def test_a_failed_computation_restarts_the_other_sequences_of_its_step(
-    kits: Kits, expected: dict[str, Answer]
+    kits: Kits, expected: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step that fails has advanced some states. Its runs in smaller groups advance them again."""
     kit = kits("lfm2")
     source, versions = make_source(kit)
     requests = ask_all(versions)
     engine = make_engine(kit, source, 2000, max_num_seqs=12, max_num_batched_tokens=40)
-    sample, sampled = engine.runner._sample_tokens, 0
+    sampled = 0
 
     def fail_sometimes(*args: Any) -> Any:
         nonlocal sampled
@@ -207,7 +208,7 @@ def test_a_failed_computation_restarts_the_other_sequences_of_its_step(
             raise RuntimeError("out of memory")
         return sample(*args)
 
-    engine.runner._sample_tokens = fail_sometimes  # type: ignore[method-assign]
+    monkeypatch.setattr("slora.runner.runner.sample", fail_sometimes)
     found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
     assert sampled > 9
     assert_close(found, expected)
@@ -292,17 +293,11 @@ def test_failed_copies_of_other_requests_end_no_request(kits: Kits) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        (
-            {"prompt_lookup_tokens": 4},
-            "prompt_lookup_tokens is 4, but this model .lfm2. has recurrent layers",
-        ),
-        (
-            {"tensor_parallel_size": 2},
-            "tensor_parallel_size is 2, but transformers' classes compute this model",
-        ),
+        ({"prompt_lookup_tokens": 4}, "prompt_lookup_tokens is 4, but this model .lfm2. has recurrent layers"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but transformers' classes compute this model"),
         ({"pool_bytes": 6144}, "the recurrent state of one sequence takes 2; raise pool_bytes to at least"),
     ],
-)
+)  # fmt: skip
 def test_what_states_cannot_do_is_refused_by_name(
     tmp_path: Path, settings: dict[str, int], reason: str
 ) -> None:
@@ -312,8 +307,7 @@ def test_what_states_cannot_do_is_refused_by_name(
 
 
 def test_the_prefix_cache_is_off_and_said_to_be(kits: Kits) -> None:
-    kit = kits("lfm2")
-    engine = make_engine(kit, make_source(kit)[0], 40)
+    engine, _ = start_engine(kits("lfm2"), 40)
     assert engine.info.prefix_cache == "off"
     request = EngineRequest("a", "t", [7] * 40, (), PARAMS)
     first = drive(engine, [[request]])["a"]
@@ -331,11 +325,10 @@ def test_the_backlog_counts_the_pages_of_states() -> None:
 
 
 def test_the_invariants_find_the_state_of_a_waiting_sequence(kits: Kits) -> None:
-    kit = kits("lfm2")
-    engine = make_engine(kit, make_source(kit)[0], 40)
+    engine, _ = start_engine(kits("lfm2"), 40)
     engine.add(EngineRequest("a", "t", [7] * 4, (), PARAMS))
     engine.check_invariants()
-    (sequence,) = engine.scheduler._lifecycle.unfinished
+    (sequence,) = engine.scheduler.unfinished
     sequence.blocks.state_pages = [0]
     with pytest.raises(AssertionError, match="a waiting request holds pages"):
         engine.check_invariants()
@@ -349,17 +342,13 @@ def test_a_spec_keeps_its_states_in_json(kits: Kits) -> None:
 @pytest.mark.parametrize(
     ("model", "fields", "reason"),
     [
-        (
-            "bamba",
-            {"time_step_limit": [0.0, 100.0]},
-            r"\(0.0, 100.0\), .* remove time_step_limit from config",
-        ),
+        ("bamba", {"time_step_limit": [0.0, 100.0]}, r"\(0.0, 100.0\), .* remove time_step_limit from config"),
         ("falcon_h1", {"time_step_limit": [0.001, math.inf]}, r"\(0.001, inf\), .* remove time_step_limit"),
         (f"granitemoehybrid{RECURRENT}", {"time_step_limit": [0.1, 2.0]}, r"\(0.1, 2.0\)"),
         # Its class takes the limit from another field.
         ("nemotron_h", {"time_step_min": 0.001}, r"\(0.001, inf\), .* set time_step_min to 1e-30 in config"),
     ],
-)
+)  # fmt: skip
 def test_limits_of_time_steps_are_refused(
     tmp_path: Path, model: str, fields: dict[str, object], reason: str
 ) -> None:

@@ -1,6 +1,6 @@
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -15,18 +15,13 @@ from slora.engine.worker import EngineWorker, Stop, Wake
 from slora.memory.tenant_account import TenantAccount
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import make_engine, make_source
+from tests.support.driving import make_engine, make_source, start_engine
 from tests.support.model_kit import ModelKit
 from tests.support.scripted_source import ScriptedSource
 
 GREEDY = SamplingParams(max_tokens=5, temperature=0.0, ignore_eos=True)
 WAIT_S = 300.0
 Outputs = queue.SimpleQueue[StepOutput]
-
-
-@pytest.fixture(scope="module")
-def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
-    return kits("llama")
 
 
 @contextmanager
@@ -82,8 +77,7 @@ def test_a_worker_reports_its_requests_and_charges_and_then_nothing_until_there_
 ) -> None:
     reports: queue.SimpleQueue[EngineReport] = queue.SimpleQueue()
     worker = EngineWorker(lambda outputs, ended: None, tell_report=reports.put)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 100)
+    engine, versions = start_engine(kit, 100)
     with working(worker, engine):
         worker.post(Add(ask("base")))
         worker.post(Add(ask("adapted", versions["odd_rank"])))
@@ -94,7 +88,7 @@ def test_a_worker_reports_its_requests_and_charges_and_then_nothing_until_there_
         assert found[-1].backlog[:2] == (0, 0) and found[-1].backlog.answer_token_s > 0
         spans = [span for report in found for span in report.spans]
         assert [span.start for span in spans] == [0.0, *(span.end for span in spans[:-1])]
-        assert spans[-1].end == engine._tenants.find("t").charged > 0
+        assert spans[-1].end == engine.scheduler.paging.tenants.find("t").charged > 0
         with pytest.raises(queue.Empty):
             reports.get(timeout=5 * REPORT_S)
 
@@ -130,8 +124,7 @@ def test_the_begin_of_each_request_is_reported_once_and_before_its_first_token(k
 
 def test_a_lost_page_ends_the_worker_when_it_is_idle(kit: ModelKit) -> None:
     worker, told = make_worker()
-    source, _ = make_source(kit)
-    engine = make_engine(kit, source, 100)
+    engine, _ = start_engine(kit, 100)
     engine.scheduler.paging.pool.allocate(1, TenantAccount("lost"))
     worker.post(Add(ask("r")))
     with pytest.raises(AssertionError, match="reference counts differ"):

@@ -15,7 +15,7 @@ from slora.models.weights.linear import Linear
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from tests.support.driving import make_engine, make_source
+from tests.support.driving import start_engine
 from tests.support.model_kit import ModelKit
 from tests.support.poison import poison
 
@@ -65,8 +65,7 @@ class Steps:
     """The plans of an engine, computed by its model with Triton's kernels."""
 
     def __init__(self, kit: ModelKit) -> None:
-        source, self._versions = make_source(kit)
-        self.engine = make_engine(kit, source, 100)
+        self.engine, self._versions = start_engine(kit, 100)
         poison(self.engine)
 
     def plan(self, *, decodes: bool, composed: bool = False) -> StepPlan:
@@ -93,7 +92,7 @@ class Steps:
     def compute(self, plan: StepPlan, stream: LooseStream | None) -> Tensor:
         runner = self.engine.runner
         kernels = TritonKernels(Launch.run if stream is None else stream.launch)
-        runner.decoder._side = stream  # type: ignore[attr-defined]
+        runner.decoder.side_stream = stream  # type: ignore[attr-defined]
         batch = StepBatch.build(plan, runner.memory, kernels.tile_limits)
         pages = runner.memory.pages.clone()
         hidden: Tensor = runner.decoder.forward(batch, runner.memory, kernels)

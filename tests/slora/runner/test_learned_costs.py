@@ -149,7 +149,7 @@ def test_the_number_of_kept_timings_is_bounded() -> None:
     learned = LearnedCosts(TRUTH, BOUNDS)
     for number in range(2000):
         learned.count(StepWork(1 << number % 50, 1 << number % 7, number, 0, 0), StepTimes(0.01), 0.0)
-    assert len(learned._timings) <= 64 and max(map(len, learned._timings.values())) <= 16
+    assert learned.num_timings <= 64 * 16
 
 
 def test_initial_costs_are_clamped_to_the_bounds() -> None:

@@ -5,16 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.models.step_batch import StepArrays
 from slora.runner.runner import split_loads
 from slora.scheduler.step_plan import StepPlan
-from tests.support.driving import drive, make_engine, make_source
-from tests.support.model_kit import ModelKit
-
-Kits = Callable[[str], ModelKit]
+from tests.support.driving import drive, start_engine
+from tests.support.model_kit import Kits, ModelKit
 
 
 @dataclass
@@ -59,10 +58,9 @@ def test_adapters_loaded_beside_steps_give_the_same_answers(
     names = [None, "odd_rank", "r16_on_all_seven", None, "rslora", "patterns"]
 
     def run(stream: NotedStream | None) -> dict[str, list[int]]:
-        source, versions = make_source(kit)
         # Each step loads one page, so some steps load a page of an adapter that no request waits for.
-        engine = make_engine(kit, source, 300, load_bytes_per_step=1)
-        engine.runner._load_stream = stream
+        engine, versions = start_engine(kit, 300, load_bytes_per_step=1)
+        engine.runner.load_stream = stream
         return {name: answer.token_ids for name, answer in drive(engine, ask(kit, versions, names)).items()}
 
     stream = NotedStream()
@@ -82,10 +80,9 @@ def test_adapters_loaded_beside_steps_give_the_same_answers(
 
 def test_a_failed_step_completes_the_loads_beside_it(kits: Kits, monkeypatch: pytest.MonkeyPatch) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 300, load_bytes_per_step=1)
+    engine, versions = start_engine(kit, 300, load_bytes_per_step=1)
     runner = engine.runner
-    runner._load_stream = NotedStream()
+    runner.load_stream = NotedStream()
     for requests in ask(kit, versions, [None, "odd_rank"]):
         engine.add(requests[0])
     plan = StepPlan()
@@ -103,5 +100,7 @@ def test_a_failed_step_completes_the_loads_beside_it(kits: Kits, monkeypatch: py
     with pytest.raises(RuntimeError, match="no step"):
         runner.run(plan)
     load = split_loads(plan)[1][-1]
-    content = runner.memory._slots[load.resident.slot]
-    assert content.num_pages == load.first_page + load.num_pages
+    size = engine.info.full_page_bytes
+    for part in range(load.first_page, load.first_page + load.num_pages):
+        stored = torch.from_numpy(load.packed.buffer[part * size : (part + 1) * size])
+        assert torch.equal(runner.memory.pages[load.resident.pages[part], : len(stored)], stored)

@@ -1,7 +1,6 @@
 """The runner executes the moves of a plan in an order that loses no data."""
 
 import logging
-from collections.abc import Callable
 from threading import Event
 
 import pytest
@@ -18,17 +17,15 @@ from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source, step
-from tests.support.model_kit import ModelKit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine, step
+from tests.support.model_kit import Kits
 from tests.support.poison import poison
-
-Kits = Callable[[str], ModelKit]
 
 
 def test_pages_are_swapped_out_before_their_space_is_reused(kits: Kits) -> None:
     """One plan swaps a page out, copies to it, swaps in over the copy's source and loads an adapter over it."""
     kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 300)
+    engine, _ = start_engine(kit, 300)
     runner, shape = engine.runner, engine.info.shape
     packed = pack(read_adapter(kit.adapters["odd_rank"], shape, AdapterLimits()), shape, "float32")
     memory = runner.memory
@@ -97,8 +94,7 @@ def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) 
             assert len(plans[0].swaps_out) >= 12
         for plan in plans:
             engine.runner.run(plan)
-            free = engine.scheduler.paging.pool._free
-            engine.runner.memory.pages[free] = 0xFF
+            engine.runner.memory.pages[engine.scheduler.paging.pool.free_pages] = 0xFF
         rest = drive(engine, [])
         return [
             (
@@ -141,12 +137,12 @@ def test_kernel_compilation_is_logged_with_its_reason(
         said.set()
 
     monkeypatch.setattr(logging.getLogger("slora.runner.runner"), "handle", note)
-    owner = type(make_engine(kit, make_source(kit)[0], 40).runner.kernels)
+    owner = type(start_engine(kit, 40)[0].runner.kernels)
     said.clear()
     records.clear()
     monkeypatch.setattr("slora.runner.runner._LONG_WARM_UP_S", 0.01)
     monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(60))
     with caplog.at_level(logging.INFO, "slora.runner.runner"):
-        make_engine(kit, make_source(kit)[0], 40)
+        start_engine(kit, 40)
     (message,) = records
     assert "for torch.float32" in message

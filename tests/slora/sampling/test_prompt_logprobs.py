@@ -3,7 +3,7 @@ recomputed."""
 
 import math
 import random
-from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,12 +19,10 @@ from slora.core.request import (
 )
 from slora.core.sampling_params import SamplingParams
 from tests.support.cpu_kernels import CPU_KERNELS
-from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
 from tests.support.engine_stack import over_the_wire
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit, spoil_token
 from tests.support.tiny_models import VOCAB_SIZE
-
-Kits = Callable[[str], ModelKit]
 
 
 def check_scores(kit: ModelKit, prompt: list[int], adapter: str | None, count: int, answer: Answer) -> None:
@@ -82,7 +80,7 @@ def test_the_logits_of_a_long_prompt_are_computed_in_parts(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kit, 100)
     decoder = engine.runner.decoder
     rows: list[int] = []
     logits = type(decoder).logits
@@ -109,13 +107,12 @@ def test_prompt_logprobs_survive_the_wire_format() -> None:
 @pytest.mark.parametrize("n", (1, 3))
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_a_prompt_whose_scores_are_not_finite_fails_even_if_its_last_token_is_fine(
-    kits: Kits, kernels: str, n: int
+    kits: Kits, tmp_path: Path, kernels: str, n: int
 ) -> None:
     """The second token is NaN. The last tokens are so far behind that no window reaches back to it."""
-    kit = kits("mistral_window")
-    engine = make_engine(kit, make_source(kit)[0], 300, kernels=kernels)
     wrong, rng = 5, random.Random(1)
-    engine.runner.decoder._embedding[wrong, 0] = torch.nan
+    kit = spoil_token(kits("mistral_window"), tmp_path / "spoilt", wrong, torch.nan)
+    engine, _ = start_engine(kit, 300, kernels=kernels)
     prompt = [rng.randrange(6, VOCAB_SIZE) for _ in range(200)]
 
     def ask(name: str, token: int, count: int | None) -> EngineRequest:

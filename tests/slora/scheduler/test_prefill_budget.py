@@ -9,6 +9,7 @@ import pytest
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora.scheduler.budgets import PrefillBudget, short_prefill_s
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.waiting_queues import FairQueue
 from tests.support.scheduler_bench import COSTS, SchedulerBench
 
 # A step may prefill 400 tokens in the time of two fixed costs.
@@ -21,21 +22,17 @@ def make_bench(**options: object) -> SchedulerBench:
     )
 
 
-def chunks_of(bench: SchedulerBench) -> dict[str, int]:
-    return {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
-
-
 def test_a_long_prompt_is_computed_in_short_steps_beside_rows_of_another_tenant() -> None:
     bench = make_bench()
     bench.add("chat", tenant="honest", max_tokens=50)
     bench.step()
     bench.add("long", tenant="other", prompt=900)
     bench.step()
-    assert chunks_of(bench) == {"chat": 1, "long": 400}
+    assert bench.planned == {"chat": 1, "long": 400}
     bench.add("own", tenant="honest", prompt=500)
     bench.step()
     # Its own row waits for it, and the row of nobody else. The other tenant's prompt leaves half of its limit.
-    assert chunks_of(bench) == {"chat": 1, "long": 200, "own": 500}
+    assert bench.planned == {"chat": 1, "long": 200, "own": 500}
 
 
 def test_a_tenant_alone_gets_whole_steps() -> None:
@@ -44,7 +41,7 @@ def test_a_tenant_alone_gets_whole_steps() -> None:
     bench.step()
     bench.add("long", prompt=900)
     bench.step()
-    assert chunks_of(bench) == {"chat": 1, "long": 900}
+    assert bench.planned == {"chat": 1, "long": 900}
 
 
 def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
@@ -52,10 +49,10 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     bench = make_bench(max_num_batched_tokens=100)
     bench.add("long", tenant="other", prompt=900, max_tokens=2)
     bench.step()
-    assert chunks_of(bench) == {"long": 100}
+    assert bench.planned == {"long": 100}
     bench.add("short", tenant="honest", prompt=30, max_tokens=2)
     bench.step()
-    assert chunks_of(bench) == {"long": 50, "short": 30}
+    assert bench.planned == {"long": 50, "short": 30}
 
 
 def test_under_fcfs_a_long_prompt_is_computed_first() -> None:
@@ -64,7 +61,7 @@ def test_under_fcfs_a_long_prompt_is_computed_first() -> None:
     bench.step()
     bench.add("short", tenant="honest", prompt=30, max_tokens=2)
     bench.step()
-    assert chunks_of(bench) == {"long": 100}
+    assert bench.planned == {"long": 100}
 
 
 def test_the_prompts_of_every_tenant_advance_in_every_step() -> None:
@@ -74,11 +71,11 @@ def test_the_prompts_of_every_tenant_advance_in_every_step() -> None:
         bench.add(name, tenant=name, prompt=2000, max_tokens=1)
     for _ in tenants:
         bench.step()
-    running = [name for name in tenants if name in chunks_of(bench)]
+    running = [name for name in tenants if name in bench.planned]
     assert len(running) == 4
     for _ in range(5):
         bench.step()
-        chunks = chunks_of(bench)
+        chunks = bench.planned
         assert sorted(chunks.values()) == [25, 25, 50, 100]
 
 
@@ -90,10 +87,12 @@ def test_a_tenant_that_used_its_part_leaves_the_rest_to_the_next_one() -> None:
         bench.add(f"more {number}", tenant="many", prompt=40)
     bench.add("single", tenant="honest", prompt=40)
     bench.step()
-    assert chunks_of(bench) == {"first": 50, "single": 40}
+    assert bench.planned == {"first": 50, "single": 40}
 
 
-def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants() -> None:
+def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It looked at each of them, and each look took time for each of them."""
     bench = make_bench(max_num_seqs=200, max_num_batched_tokens=2000)
     for name in ("a chat", "another chat"):
@@ -101,16 +100,15 @@ def test_a_step_without_room_for_prompts_looks_at_few_of_the_waiting_tenants() -
     bench.step()
     for number in range(300):
         bench.add(str(number), tenant=f"tenant {number}", prompt=1000)
-    queue, looks = bench.scheduler._lifecycle.queue, Counter[str]()
-    peek = queue.peek
+    peek, looks = FairQueue.peek, Counter[str]()
 
-    def count(*skipped: Collection[TenantAccount]) -> Sequence | None:
+    def count(queue: FairQueue, *skipped: Collection[TenantAccount]) -> Sequence | None:
         looks["peek"] += 1
-        return peek(*skipped)
+        return peek(queue, *skipped)
 
-    queue.peek = count  # type: ignore[method-assign]
+    monkeypatch.setattr(FairQueue, "peek", count)
     bench.run_steps(10)
-    assert looks["peek"] < 10 * 15
+    assert 0 < looks["peek"] < 10 * 15
 
 
 def test_many_tenants_that_wait_make_a_step_longer_for_the_few_that_decode() -> None:
@@ -122,12 +120,12 @@ def test_many_tenants_that_wait_make_a_step_longer_for_the_few_that_decode() -> 
         bench.add(f"many {number}", tenant="many", prompt=300, max_tokens=50)
     bench.step()
     # One tenant waits for each that decodes.
-    assert sum(chunks_of(bench).values()) == 1 + 400
+    assert sum(bench.planned.values()) == 1 + 400
     for number in range(20):
         bench.add(f"burst {number}", tenant=f"tenant {number}", prompt=300, max_tokens=50)
     bench.step()
     # Five places are free, and two tenants decode.
-    assert sum(chunks_of(bench).values()) == 2 + 2.5 * 400
+    assert sum(bench.planned.values()) == 2 + 2.5 * 400
 
 
 @pytest.mark.parametrize(("token_s", "seconds"), [(0.0001, 0.4), (0.001, 0.4), (0.01, 0.64)])
