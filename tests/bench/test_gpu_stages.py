@@ -17,6 +17,7 @@ from bench.gpu.decode import KINDS, decode_cases, profile_cases
 from bench.gpu.load import cold_cases, serving_cases
 from bench.gpu.random_engine import LLAMA_8B, TINY, AdapterKind, RandomEngine
 from bench.gpu.resumed_table import ResumedTable
+from bench.gpu.stages import TESTS
 from bench.gpu.summary import MAX_CHARACTERS, summarize
 from bench.table import Row
 
@@ -111,15 +112,7 @@ def test_a_case_that_raises_is_a_row_with_its_error_and_is_measured_again(tmp_pa
 
 def test_the_summary_joins_the_stages_and_fits_on_a_screen(tmp_path: Path) -> None:
     rows: list[Row] = [
-        {
-            "stage": "decode",
-            "case": "step",
-            "batch": 64,
-            "adapters": 8,
-            "ranks": "16",
-            "step ms": 9.0,
-            "floor ms": 4.5,
-        },
+        {"stage": "decode", "case": "step", "batch": 64, "adapters": 8, "ranks": "16", "step ms": 9.0, "floor ms": 4.5},
         {
             "stage": "profile",
             "case": "step",
@@ -143,11 +136,8 @@ def test_the_summary_joins_the_stages_and_fits_on_a_screen(tmp_path: Path) -> No
             }
             for site in ("qkv", "o", "gate_up", "down")
         ),
-        *(
-            {"stage": "peers", "case": "peft", "adapters": number, "error": "out of memory"}
-            for number in range(500)
-        ),
-    ]
+        *({"stage": "peers", "case": "peft", "adapters": number, "error": "out of memory"} for number in range(500)),
+    ]  # fmt: skip
     path = tmp_path / ROWS
     path.write_text("\n".join(map(json.dumps, rows)) + '\n{"stage": "dec', encoding="utf-8")
     text = summarize(path)
@@ -197,6 +187,13 @@ def test_decode_steps_are_timed_and_profiled(tmp_path: Path) -> None:
     assert found[load.ALONE]["others"] == 0
     assert found[load.BESIDE_COLD]["loads"] > 0 == found[load.BESIDE_BASE]["loads"]
     made[0].engine.check_invariants()
+
+
+def test_the_tests_for_a_gpu_exist() -> None:
+    """Born from a fault: four of them had moved, and pytest runs no test at all if it does not find one."""
+    for path, _, name in (test.partition("::") for test in TESTS):
+        place = ROOT / path
+        assert place.is_dir() or f"def {name}" in place.read_text(encoding="utf-8"), f"{path}::{name}"
 
 
 def test_the_floor_of_eight_adapters_is_that_of_their_bytes() -> None:

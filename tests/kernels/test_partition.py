@@ -55,13 +55,9 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         (SHAPE, 3, "8 attention heads, which can't be divided among 3 ranks"),
         (llama_shape(1, 16, 12, 4, 4, 24, 10, 4), 6, "4 KV heads; choose a number of ranks that divides it"),
         (llama_shape(1, 16, 8, 2, 4, 20, 10, 4), 8, "20 columns .intermediate_size., which can't be divided"),
-        (
-            mix_experts(SHAPE, {1}, 6, 32, 20),
-            8,
-            "20 columns .shared_expert_intermediate_size., which can't be divided",
-        ),
+        (mix_experts(SHAPE, {1}, 6, 32, 20), 8, "20 columns .shared_expert_intermediate_size., which can't be divided"),
     ],
-)
+)  # fmt: skip
 def test_a_size_that_does_not_divide_the_model_is_refused(shape: object, size: int, message: str) -> None:
     assert isinstance(shape, type(SHAPE))
     with pytest.raises(ValueError, match=message):

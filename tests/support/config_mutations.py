@@ -51,16 +51,11 @@ _ROPES: list[Any] = [
     {_FULL: {"type": "linear", "factor": 3.0}},
     {_FULL: {"rope_type": "default", "rope_theta": 100.0}, _SLIDING: {"type": "linear", "factor": 2.0}},
     {
-        _FULL: {
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 16,
-            "truncate": False,
-        },
+        _FULL: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "truncate": False},
         _SLIDING: {"rope_type": "default", "rope_theta": 50.0},
     },
     {_SLIDING: {"rope_type": "default", "rope_theta": 50.0}},
-]
+]  # fmt: skip
 # Values by field name. A field that is missing here gets values of its default's type.
 _VALUES: dict[str, list[Any]] = {
     "vocab_size": [64, 80],

@@ -102,12 +102,7 @@ EXPERT_LORA_KINDS: dict[str, dict[str, object]] = {
         "target_modules": ["q_proj"],
         "target_parameters": ["experts.gate_up_proj"],
     },
-    "down_only": {
-        "r": 2,
-        "lora_alpha": 4,
-        "target_modules": ["v_proj"],
-        "target_parameters": ["experts.down_proj"],
-    },
+    "down_only": {"r": 2, "lora_alpha": 4, "target_modules": ["v_proj"], "target_parameters": ["experts.down_proj"]},
     "router": {"r": 2, "lora_alpha": 2, "target_modules": ["o_proj"], "target_parameters": [_ROUTER]},
     "patterns": {
         "r": 3,
@@ -117,7 +112,7 @@ EXPERT_LORA_KINDS: dict[str, dict[str, object]] = {
         "rank_pattern": {"experts.down_proj": 7, r"layers\.1\..*gate_up_proj": 2, "o_proj": 5},
         "alpha_pattern": {"mlp.gate.weight": 5, r"layers\.2\..*down_proj": 3},
     },
-}
+}  # fmt: skip
 
 # What a model calls otherwise than these kinds.
 _OWN_NAMES = {
@@ -211,18 +206,14 @@ BIAS_KINDS: dict[str, dict[str, object]] = {
 # Adapters that a prompt activates with some tokens.
 ACTIVATED_KINDS: dict[str, dict[str, object]] = {
     "activated": {"r": 8, "lora_alpha": 16, "alora_invocation_tokens": [5, 6]},
-    "activated_elsewhere": {
-        "r": 4,
-        "target_modules": ["q_proj", "v_proj"],
-        "alora_invocation_tokens": [3, 4, 3],
-    },
+    "activated_elsewhere": {"r": 4, "target_modules": ["q_proj", "v_proj"], "alora_invocation_tokens": [3, 4, 3]},
     "activated_with_bias": {
         "r": 3,
         "target_modules": ["k_proj", "down_proj"],
         "lora_bias": True,
         "alora_invocation_tokens": [5, 6, 9],
     },
-}
+}  # fmt: skip
 # Kinds with rows of the embedding or of the head: those of some tokens, or all.
 ROW_KINDS: dict[str, dict[str, object]] = {
     "tokens": {"r": 4, "target_modules": ["q_proj", "down_proj"], "trainable_token_indices": [90, 3, 17]},
@@ -281,11 +272,7 @@ NORM_KINDS: dict[str, dict[str, object]] = {
         "target_modules": ["q_proj", "down_proj"],
         "modules_to_save": ["input_layernorm", "post_attention_layernorm"],
     },
-    "final_norm_and_head": {
-        "r": 4,
-        "target_modules": ["v_proj"],
-        "modules_to_save": ["model.norm", "lm_head"],
-    },
+    "final_norm_and_head": {"r": 4, "target_modules": ["v_proj"], "modules_to_save": ["model.norm", "lm_head"]},
     "every_norm_with_dora": {
         "r": 3,
         "use_dora": True,
@@ -298,7 +285,7 @@ NORM_KINDS: dict[str, dict[str, object]] = {
         "modules_to_save": ["layers.1.input_layernorm"],
         "trainable_token_indices": [90, 3, 17],
     },
-}
+}  # fmt: skip
 DORA_EMBEDDING_KINDS: dict[str, dict[str, object]] = {
     "dora_on_embedding_and_head": {
         "r": 4,

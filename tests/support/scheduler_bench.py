@@ -212,6 +212,20 @@ class SchedulerBench:
         for _ in range(count):
             self.step()
 
+    def deliver_and_step(self) -> list[StepOutput]:
+        """Delivers every fetch and runs one step."""
+        self.source.deliver()
+        return self.step()
+
+    @property
+    def num_unfinished(self) -> int:
+        return self.scheduler.num_running + self.scheduler.num_waiting
+
+    @property
+    def planned(self) -> dict[str, int]:
+        """The tokens of each request in the last step."""
+        return {chunk.sequence.request.request_id: chunk.num_tokens for chunk in self.last_plan.chunks}
+
     def _launch(self, plan: StepPlan, sampled: list[SampledToken]) -> None:
         self._launched.append((plan, sampled))
         tokens = iter(sampled)
@@ -258,9 +272,8 @@ class SchedulerBench:
         ever.
         """
         silent = 0
-        while self.scheduler.num_running + self.scheduler.num_waiting:
-            self.source.deliver()
-            outputs = self.step()
+        while self.num_unfinished:
+            outputs = self.deliver_and_step()
             yield from outputs
             silent = 0 if outputs else silent + 1
             assert silent < patience, f"requests are left, and {patience} steps told nothing"

@@ -128,16 +128,12 @@ def test_a_moved_branch_is_downloaded_again_and_a_known_commit_is_not(hub: Hub) 
     ("failure", "error", "message"),
     [
         ((403, "GatedRepo"), AdapterNotFound, "is gated: request access .*HF_TOKEN"),
-        (
-            (404, "RepoNotFound"),
-            AdapterNotFound,
-            f"no repository {REPO}, or the repository is private.*HF_TOKEN",
-        ),
+        ((404, "RepoNotFound"), AdapterNotFound, f"no repository {REPO}, or the repository is private.*HF_TOKEN"),
         ((401, ""), StoreUnavailable, "could not be downloaded from the hub: .*401 Unauthorized"),
         ((404, "RevisionNotFound"), AdapterNotFound, "no revision 'v2'"),
         ((400, ""), StoreUnavailable, "cannot be reached.*BadRequest"),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_of_the_hub_is_explained(
     hub: Hub, failure: tuple[int, str], error: type[Exception], message: str
 ) -> None:

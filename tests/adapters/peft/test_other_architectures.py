@@ -63,20 +63,12 @@ CASES: dict[str, dict[str, object]] = {
     "opt_projected excluded": {"exclude_modules": ["project_in", "project_out"], "r": 2},
     "opt surplus names": {"target_modules": ["q_proj", "c_attn", "model.decoder.layers.9.fc1"], "r": 2},
     "gpt_neox all linear": {"r": 2},
-    "gpt_neox one layer": {
-        "target_modules": ["query_key_value"],
-        "layers_to_transform": 0,
-        "layers_pattern": "layers",
-    },
+    "gpt_neox one layer": {"target_modules": ["query_key_value"], "layers_to_transform": 0, "layers_pattern": "layers"},
     "gpt_neox embedding and head": {"target_modules": ["embed_in", "lm_head", "dense"], "r": 4},
-    "gpt_bigcode one layer": {
-        "target_modules": ["c_fc", "c_attn"],
-        "layers_to_transform": 1,
-        "layers_pattern": "h",
-    },
+    "gpt_bigcode one layer": {"target_modules": ["c_fc", "c_attn"], "layers_to_transform": 1, "layers_pattern": "h"},
     "gpt_bigcode head in full": {"target_modules": ["lm_head", "mlp.c_proj"], "layers_to_transform": [0]},
     "gpt_bigcode embedding": {"target_modules": ["transformer.wte", "c_attn"], "alpha_pattern": {"wte": 3}},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

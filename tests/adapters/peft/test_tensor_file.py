@@ -68,10 +68,7 @@ def test_a_damaged_file_is_refused_or_read_as_the_reference_reads_it(data: st.Da
 DAMAGE: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "too short"),
     "header_beyond_the_file": (lambda: _file({})[:-1], "the file ends"),
-    "header_over_the_limit": (
-        lambda: (MAX_UPLOAD_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}",
-        "at most 16777216",
-    ),
+    "header_over_the_limit": (lambda: (MAX_UPLOAD_HEADER_BYTES + 1).to_bytes(8, "little") + b"{}", "at most 16777216"),
     "not_json": (lambda: _file(b"{]"), "not valid JSON"),
     "not_an_object": (lambda: _file([]), "not an object"),
     "deeply_nested": (lambda: _file(b"[" * 100_000), "not valid JSON"),
@@ -89,18 +86,12 @@ DAMAGE: dict[str, tuple[Callable[[], bytes], str]] = {
     "boolean_size": (lambda: _file({"a": _entry("F32", [True], 0, 4)}, bytes(4)), "not valid sizes"),
     "reversed_offsets": (lambda: _file({"a": _entry("F32", [1], 4, 0)}, bytes(4)), "not valid sizes"),
     "shape_and_offsets_disagree": (lambda: _file({"a": _entry("F32", [2], 0, 4)}, bytes(4)), "takes 8 bytes"),
-    "hole": (
-        lambda: _file({"a": _entry("F32", [1], 0, 4), "b": _entry("F32", [1], 8, 12)}, bytes(12)),
-        "leaves a gap",
-    ),
-    "overlap": (
-        lambda: _file({"a": _entry("F32", [2], 0, 8), "b": _entry("F32", [1], 4, 8)}, bytes(8)),
-        "overlaps",
-    ),
+    "hole": (lambda: _file({"a": _entry("F32", [1], 0, 4), "b": _entry("F32", [1], 8, 12)}, bytes(12)), "leaves a gap"),
+    "overlap": (lambda: _file({"a": _entry("F32", [2], 0, 8), "b": _entry("F32", [1], 4, 8)}, bytes(8)), "overlaps"),
     "cut_short": (lambda: _file({"a": _entry("F32", [2], 0, 8)}, bytes(7)), "is truncated"),
     "trailing_bytes": (lambda: _file({"a": _entry("F32", [1], 0, 4)}, bytes(5)), "continues after"),
     "metadata_of_numbers": (lambda: _file({"__metadata__": {"a": 1}}), "table of strings"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("damage", DAMAGE)

@@ -34,9 +34,7 @@ TENSOR_FAULTS = {
     "half_a_pair": (lambda t: t.pop(Q0_B), ["missing_tensors"]),
     "a_whole_pair_missing": (lambda t: (t.pop(Q0_A), t.pop(Q0_B)), ["missing_tensors"]),
     "not_in_the_config": (
-        lambda t: t.update(
-            {tensor_name(1, 3, f): np.ones((24, 2) if f == "B" else (2, 24), "f4") for f in "AB"}
-        ),
+        lambda t: t.update({tensor_name(1, 3, f): np.ones((24, 2) if f == "B" else (2, 24), "f4") for f in "AB"}),
         ["untargeted_tensors"],
     ),
     "layer_beyond_the_base": (
@@ -52,18 +50,9 @@ TENSOR_FAULTS = {
     "one_dimension": (lambda t: t.update({Q0_A: np.ones(48, "f4")}), ["shape_mismatch"]),
     "nan": (lambda t: t[Q0_A].__setitem__((1, 3), np.nan), ["non_finite"]),
     "infinity": (lambda t: t[Q0_B].__setitem__((23, 1), -np.inf), ["non_finite"]),
-    "half_precision_infinity": (
-        lambda t: t.update({Q0_A: np.full((2, 24), np.inf, np.float16)}),
-        ["non_finite"],
-    ),
-    "same_weight_twice": (
-        lambda t: t.update({Q0_A.removeprefix("base_model.model."): t[Q0_A]}),
-        ["duplicate_tensor"],
-    ),
-    "dora": (
-        lambda t: t.update({Q0_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q0_A]}),
-        ["use_dora"],
-    ),
+    "half_precision_infinity": (lambda t: t.update({Q0_A: np.full((2, 24), np.inf, np.float16)}), ["non_finite"]),
+    "same_weight_twice": (lambda t: t.update({Q0_A.removeprefix("base_model.model."): t[Q0_A]}), ["duplicate_tensor"]),
+    "dora": (lambda t: t.update({Q0_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q0_A]}), ["use_dora"]),
     "embedding_adapter_without_a_target": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[Q0_A]}),
         ["untargeted_tensors"],
@@ -76,10 +65,7 @@ TENSOR_FAULTS = {
         lambda t: t.update({"base_model.model.lm_head.lora_embedding_A": t[Q0_A]}),
         ["embeddings"],
     ),
-    "resized_embeddings": (
-        lambda t: t.update({"base_model.model.model.embed_tokens.weight": t[Q0_A]}),
-        ["embeddings"],
-    ),
+    "resized_embeddings": (lambda t: t.update({"base_model.model.model.embed_tokens.weight": t[Q0_A]}), ["embeddings"]),
     "output_head": (lambda t: t.update({"base_model.model.lm_head.weight": t[Q0_A]}), ["embeddings"]),
     "bias_of_b": (lambda t: t.update({Q0_B.replace("weight", "bias"): t[Q0_A][0]}), ["lora_bias"]),
     "bias_of_the_base": (lambda t: t.update({Q0_B.replace("lora_B.weight", "bias"): t[Q0_A][0]}), ["bias"]),
@@ -88,7 +74,7 @@ TENSOR_FAULTS = {
     "wrong_parent": (lambda t: t.update({Q0_A.replace("self_attn", "mlp"): t[Q0_A]}), ["unknown_tensor"]),
     "foreign_prefix": (lambda t: t.update({"x." + Q0_A: t[Q0_A]}), ["unknown_tensor"]),
     "nothing_at_all": (lambda t: t.clear(), ["missing_tensors"]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", TENSOR_FAULTS)

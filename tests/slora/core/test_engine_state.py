@@ -17,12 +17,12 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import drive, make_engine, make_source
+from tests.support.driving import drive, make_engine, make_source, start_engine
 from tests.support.model_kit import ModelKit
 
 
 def test_merged_states_are_the_sums_over_the_engines(kit: ModelKit) -> None:
-    engines = [make_engine(kit, make_source(kit)[0], 40) for _ in range(2)]
+    engines = [start_engine(kit, 40)[0] for _ in range(2)]
     for number, engine in enumerate(engines, start=1):
         engine.stats(["t"])
         prompts = [[one, 2, 3] for one in range(number)]
@@ -43,7 +43,7 @@ def test_merged_states_are_the_sums_over_the_engines(kit: ModelKit) -> None:
 
 
 def test_the_pools_are_drawn_one_after_the_other(kit: ModelKit) -> None:
-    engine = make_engine(kit, make_source(kit)[0], 40)
+    engine, _ = start_engine(kit, 40)
     stats, (one, two) = engine.stats([]), (PageOwner("kv", "a"), PageOwner("kv", "b"))
     assert stats.live is not None
     maps = [
@@ -61,7 +61,7 @@ def test_the_pools_are_drawn_one_after_the_other(kit: ModelKit) -> None:
 
 
 def test_an_engine_that_differs_from_the_others_is_named(kit: ModelKit) -> None:
-    engine = make_engine(kit, make_source(kit)[0], 40)
+    engine, _ = start_engine(kit, 40)
     info = engine.info
     engine.close()
     assert info.explain_difference(replace(info, num_pages=9)) is None

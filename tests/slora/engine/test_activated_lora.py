@@ -19,11 +19,10 @@ from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_en
 from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
 from tests.slora.engine.test_tensor_parallel import judge as judge_answers
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
-from tests.support.driving import drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.driving import drive, start_engine
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import ACTIVATED_KINDS, KINDS
 
-Kits = Callable[[str], ModelKit]
 INVOCATIONS: dict[str, list[int]] = {
     kind: lora["alora_invocation_tokens"]  # type: ignore[misc]
     for kind, lora in ACTIVATED_KINDS.items()
@@ -98,8 +97,7 @@ def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
 
 def test_blocks_before_the_invocation_are_computed_once_for_the_base_and_all_adapters(kits: Kits) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 900, kernels=KERNELS)
+    engine, versions = start_engine(kit, 900, kernels=KERNELS)
     context = [random.Random(7).randrange(10, 70) for _ in range(100)]
     prompts = {
         "base": [*context, 11],

@@ -1,5 +1,5 @@
-"""Adapters with norms of their own, DoRA and trained biases, or an adapted embedding and head give peft's answers,
-beside other adapters and the base."""
+"""Adapters of each kind give peft's answers, beside other adapters and the base: with norms or rows of the embedding
+and the head of their own, DoRA, trained biases, an adapted embedding or head, and of experts and routers."""
 
 import shutil
 from collections.abc import Callable
@@ -22,11 +22,19 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_kernels.batch import TileLimits
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine, judge_with_triton, mix
+from tests.slora.engine.test_parity import (
+    GREEDY,
+    Work,
+    answer_by_engine,
+    judge,
+    judge_engine,
+    judge_with_triton,
+    mix,
+)
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
-from tests.support.driving import drive, make_engine, make_source
+from tests.support.driving import drive, start_engine
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (
@@ -37,8 +45,10 @@ from tests.support.peft_adapters import (
     KINDS,
     NORM_KINDS,
     ROW_KINDS,
+    TIED_KINDS,
+    expert_lora_kinds,
 )
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import OTHER_MODELS, VOCAB_SIZE, count_layers
 
 Kinds = dict[str, dict[str, object]]
 # Returns the kit of a feature and a model.
@@ -87,34 +97,60 @@ def _find_dora_kinds(model: str) -> Kinds:
     return DORA_KINDS | biases | embeddings | plain
 
 
+def _find_row_kinds(model: str) -> Kinds:
+    if model == "gpt2":
+        return {
+            "tokens": {"r": 3, "target_modules": ["c_attn"], "trainable_token_indices": {"wte": [4, 90]}},
+            "whole_head": {"r": 3, "target_modules": ["c_fc"], "modules_to_save": ["lm_head"]},
+            "plain": {"r": 5},
+        }
+    return ROW_KINDS | {"plain": KINDS["patterns"], "head": EMBEDDING_KINDS["head"]}
+
+
+def _find_tied_kinds(model: str) -> Kinds:
+    """The head of llama is not tied, so that the field has no effect there."""
+    return TIED_KINDS if model == "qwen2_tied" else {"tied_pair": TIED_KINDS["tied_pair"]}
+
+
 FEATURES: dict[str, Callable[[str], Kinds]] = {
     "norms": _find_norm_kinds,
     "dora": _find_dora_kinds,
     "embeddings": lambda _: {**EMBEDDING_KINDS, "r8_on_q_and_v": KINDS["r8_on_q_and_v"]},
+    "rows": _find_row_kinds,
+    "tied": _find_tied_kinds,
+    "experts": expert_lora_kinds,
 }
-# qwen3 has norms of queries and keys, gemma3 also post norms, and its norms multiply by 1 + weight.
+# qwen3 has norms of queries and keys, gemma3 also post norms, and its norms multiply by 1 + weight. It scales its
+# embeddings. gpt_oss and deepseek_v3 run through transformers' own classes. There, routers are in float32 or linears
+# that return a tuple, experts have another activation, no gate or other names, and some layers have a recurrence. Those
+# of Llama 4 get tokens that the router's score has multiplied, and PEFT adapts the transposes of their weights.
 MODELS = {
-    "norms": ("llama", "qwen3", "gemma3_text", "qwen2_moe", "gpt2", "olmo2"),
-    "dora": ("llama", "qwen2", "qwen2_tied", "phi3_window", "qwen2_moe", "gpt2"),
+    "norms": ["gemma3_text", "qwen2_moe", "gpt2", "olmo2"],
+    "dora": ["qwen2_tied", "phi3_window", "qwen2_moe", "gpt2"],
+    "rows": ["llama", "gemma3_text", "gpt2"],
+    "tied": ["qwen2_tied", "llama"],
+    "experts": ["mixtral", "qwen3_moe_mixed", "deepseek_v3", "llama4_text"],
 }
+# In the quick run, `test_parity_holds_with_chunks_preemption_and_evicted_adapters` has qwen3, qwen2, qwen2_tied,
+# qwen2_moe and gpt_oss. The models of llama have nothing that qwen3 and qwen2 do not have.
 SOAKED = {
-    "norms": [model for model in _OTHER_NORMS if model not in MODELS["norms"]],
-    "dora": ["gemma2", "gemma3_text", "llama_biased_linear_rope", "mixtral"],
+    "norms": ["qwen3", "llama", *(model for model in _OTHER_NORMS if model not in MODELS["norms"])],
+    "dora": ["qwen2", "llama", "gemma2", "gemma3_text", "llama_biased_linear_rope", "mixtral"],
+    "rows": ["qwen2_tied"],
+    "experts": ["qwen2_moe", "gpt_oss", "phimoe", "granitemoehybrid_recurrent", "jamba", "nemotron_h"],
 }
 ALL_AT_ONCE = [
     *((feature, model) for feature, models in MODELS.items() for model in models),
-    *(
-        pytest.param(feature, model, marks=pytest.mark.soak)
-        for feature, models in SOAKED.items()
-        for model in models
-    ),
-]
+    *(pytest.param(feature, model, marks=pytest.mark.soak) for feature, models in SOAKED.items() for model in models),
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
     def make(feature: str, model: str) -> ModelKit:
-        return make_kit(tmp_path_factory.mktemp(model), model, FEATURES[feature](model))
+        changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
+        changes = changes if feature == "experts" else {}
+        return make_kit(tmp_path_factory.mktemp(model), model, FEATURES[feature](model), **changes)
 
     return cache(make)
 
@@ -126,9 +162,17 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
 ) -> None:
     kit = kits(feature, model)
     work = mix(kit, prompts_each=20 if soak else 1, seed=4)
-    verdict, _ = judge_engine(kit, work, GREEDY, 900, kernels=kernels)
+    if feature == "rows":
+        # All tokens of these prompts have rows of their own in one of the adapters.
+        own = [[90, 3, 17, 7, 8, 9, 11, 4] * 2] * len(kit.adapters)
+        work = Work(work.prompts + own, [*work.kinds, *kit.adapters])
+    answers, _ = answer_by_engine(kit, work, GREEDY, 900, kernels=kernels)
+    verdict = judge(kit.oracle, work, answers)
     report(f"parity of {model} with its {feature}, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
+    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
+        of_base = kit.oracle.judge(prompt, given.token_ids, None, given.logprobs)
+        assert kind is None or not of_base.equal, f"the oracle takes {kind} for the base"
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
@@ -139,6 +183,9 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
         ("dora", "qwen2", 40, 1),
         ("embeddings", "qwen2_tied", 40, 2),
         ("embeddings", "gemma3_text", 28, 2),
+        ("rows", "qwen2_tied", 44, 2),
+        ("experts", "qwen2_moe", 44, 2),
+        ("experts", "gpt_oss", 40, 2),
         pytest.param("embeddings", "llama", 32, 2, marks=pytest.mark.soak),
         pytest.param("embeddings", "gemma2", 28, 2, marks=pytest.mark.soak),
     ],
@@ -165,7 +212,13 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
 
 @pytest.mark.parametrize(
     ("feature", "model"),
-    [("norms", "qwen3"), ("dora", "qwen2"), pytest.param("dora", "llama", marks=pytest.mark.soak)],
+    [
+        ("norms", "qwen3"),
+        ("dora", "qwen2"),
+        ("rows", "qwen2_tied"),
+        ("experts", "qwen2_moe"),
+        pytest.param("dora", "llama", marks=pytest.mark.soak),
+    ],
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_a_divided_model_answers_as_peft_does(kits: Kits, feature: str, model: str, size: int) -> None:
@@ -178,6 +231,8 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, feature: str, model: s
     [
         ("norms", "qwen3", ["every_norm_with_dora", "norms_of_layers", None]),
         ("dora", "qwen2", ["dora_with_patterns", "two_biases", "dora_on_head"]),
+        ("rows", "llama", ["tokens_of_both", "whole_head", "whole_embedding"]),
+        ("experts", "mixtral", ["all_experts", "down_only", None]),
         pytest.param(
             "embeddings", "llama", ["both_and_linears", "embedding", "head"], marks=pytest.mark.soak
         ),
@@ -192,20 +247,6 @@ def test_triton_kernels_answer_as_peft_does(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize(
-    ("feature", "model"), [("norms", "qwen3"), ("dora", "qwen2"), ("embeddings", "llama")]
-)
-def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(
-    kits: Kits, feature: str, model: str
-) -> None:
-    kit = kits(feature, model)
-    work = mix(kit, prompts_each=1, seed=6)
-    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900)), kit, work)
-    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
-        verdict = kit.oracle.judge(prompt, given.token_ids, None, given.logprobs)
-        assert verdict.equal == (kind is None), kind
-
-
 def test_a_norm_may_lie_in_two_pages(tmp_path: Path) -> None:
     """Weights of 832 bytes, which do not divide a page."""
     kinds = ("every_norm_with_dora", "norms_of_layers")
@@ -215,10 +256,15 @@ def test_a_norm_may_lie_in_two_pages(tmp_path: Path) -> None:
     assert verdict.equal, verdict
 
 
-def test_an_adapter_with_norms_of_its_own_is_refused_in_a_sum(kits: Kits) -> None:
-    kit = kits("norms", "llama")
+@pytest.mark.parametrize(
+    ("feature", "kind"), [("norms", "norms_of_layers"), ("rows", "tokens"), ("rows", "whole_head")]
+)
+def test_an_adapter_with_norms_or_rows_of_its_own_is_refused_in_a_sum(
+    kits: Kits, feature: str, kind: str
+) -> None:
+    kit = kits(feature, "llama")
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
-    asked = [LoraAdapter(kit.adapters["norms_of_layers"]), LoraAdapter(kit.adapters["plain"])]
+    asked = [LoraAdapter(kit.adapters[kind]), LoraAdapter(kit.adapters["plain"])]
     with pytest.raises(RequestRefused, match="norms or rows of the embedding or the head of its own"):
         llm.generate([[1, 2, 3]], GREEDY, [asked])
 
@@ -329,11 +375,12 @@ def test_a_delta_that_cancels_most_of_a_row_is_not_served_with_a_wrong_norm(
     assert oracle.judge([1, 2, 3], output.token_ids, "cancelling").equal
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("feature", ["embeddings", "rows"])
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, kernels: str) -> None:
-    kit = kits("embeddings", "llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 400, kernels=kernels, max_num_seqs=20, max_num_batched_tokens=90)
+def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, feature: str, kernels: str) -> None:
+    kit = kits(feature, "llama")
+    engine, versions = start_engine(kit, 900, kernels=kernels, max_num_seqs=20, max_num_batched_tokens=90)
     # The prompt has more rows than one block. Both choices sample from the same row of logits.
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2, n=2)
     prompts = {kind: [(7 * n + len(kind)) % VOCAB_SIZE for n in range(70)] for kind in versions}
@@ -359,8 +406,7 @@ def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
     kits: Kits, kinds: tuple[str | None, ...], *, adapts_embedding: bool, head_rows: int
 ) -> None:
     kit = kits("embeddings", "llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 500)
+    engine, versions = start_engine(kit, 500)
     for name, kind in enumerate(kinds):
         version = versions[kind] if kind is not None else None
         engine.add(

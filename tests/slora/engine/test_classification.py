@@ -17,11 +17,10 @@ from tests.slora.engine.test_embeddings import ask, draw, soaked, vector
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge
 from tests.slora.engine.test_tensor_parallel import divided_engine
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
-from tests.support.driving import drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.driving import drive, start_engine
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter, quiet_peft
 
-Kits = Callable[[str], ModelKit]
 CLASSIFY = Pooling(PoolingKind.CLASSIFY, normalize=False)
 MODELS = ["llama", "qwen3", "gemma3_text", "qwen2_moe", "gpt2", "gpt_neox", "phi", "stablelm"]
 NUM_LABELS = {"three_labels": 3, "one_label": 1, "with_norms_and_dora": 5}
@@ -81,8 +80,7 @@ def test_logits_equal_those_of_transformers_and_peft_beside_answers(
     kits: Kits, report: Callable[[str], None], model: str, kernels: str
 ) -> None:
     kit = kits(model)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 400, kernels=kernels, max_num_seqs=7, max_num_batched_tokens=21)
+    engine, versions = start_engine(kit, 400, kernels=kernels, max_num_seqs=7, max_num_batched_tokens=21)
     prompts = [draw(length, length) for length in (1, 5, 16, 33, 50)]
     asked = [
         ask(f"{kind}{number}", prompt, versions[kind], CLASSIFY)
@@ -115,8 +113,7 @@ def test_two_ranks_classify_as_one_does(kits: Kits) -> None:
 
 def test_logits_survive_eviction_and_preemption(kits: Kits) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 18, kernels=KERNELS, max_num_seqs=12, max_num_batched_tokens=21)
+    engine, versions = start_engine(kit, 18, kernels=KERNELS, max_num_seqs=12, max_num_batched_tokens=21)
     prompts = [draw(length, length) for length in (60, 70, 80, 90)]
     asked = [
         ask(f"{kind}{number}", prompt, versions[kind], CLASSIFY)
@@ -134,8 +131,7 @@ def test_logits_survive_eviction_and_preemption(kits: Kits) -> None:
 @pytest.mark.parametrize("weights", [{"one_label": 0.5}, {"one_label": 1, "three_labels": 1}, {"plain": 2}])
 def test_one_adapter_of_weight_one_classifies(kits: Kits, weights: dict[str, float]) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 400, kernels=KERNELS)
+    engine, versions = start_engine(kit, 400, kernels=KERNELS)
     adapters = compose_adapters(WeightedAdapter(versions[kind], weight) for kind, weight in weights.items())
     request = replace(ask("sum", [1, 2, 3], versions["plain"], CLASSIFY), adapters=adapters)
     error = drive(engine, [[request]])["sum"].error

@@ -13,8 +13,8 @@ from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters,
 from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
-from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, kinds_for, make_kit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
+from tests.support.model_kit import Kits, ModelKit, kinds_for, make_kit
 from tests.support.oracle import Verdict
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE
@@ -109,8 +109,7 @@ def test_triton_kernels_add_adapters_up_as_peft_does(tmp_path: Path) -> None:
     kinds = {kind: kinds_for("llama")[kind] for kind in ("r8_on_q_and_v", "odd_rank")}
     kit = make_kit(tmp_path, "llama", kinds, num_hidden_layers=1)
     kit.oracle.add_sum("sum", {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
+    engine, versions = start_engine(kit, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
     composed = compose(versions, {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
     params = replace(GREEDY, max_tokens=1)
     asked = {"sum": composed, "odd_rank": single_adapter(versions["odd_rank"]), None: ()}
@@ -126,7 +125,7 @@ def compose(versions: dict[str, AdapterVersion], weights: Weights) -> tuple[Weig
     return compose_adapters(WeightedAdapter(versions[kind], weight) for kind, weight in weights.items())
 
 
-def test_a_sum_has_the_same_bits_in_any_order_and_in_any_company(kits: Callable[[str], ModelKit]) -> None:
+def test_a_sum_has_the_same_bits_in_any_order_and_in_any_company(kits: Kits) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
     weights = SUMS["three"]
@@ -154,10 +153,9 @@ def find_cached(engine: Engine, name: str, adapters: tuple[WeightedAdapter, ...]
     return drive(engine, [[EngineRequest(name, "t", list(range(3, 60)), adapters, GREEDY)]])[name]
 
 
-def test_the_prefix_cache_tells_sums_apart_and_knows_an_equal_sum(kits: Callable[[str], ModelKit]) -> None:
+def test_the_prefix_cache_tells_sums_apart_and_knows_an_equal_sum(kits: Kits) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 800)
+    engine, versions = start_engine(kit, 800)
     one, other = versions["odd_rank"], versions["rslora"]
     first = find_cached(
         engine, "first", compose_adapters([WeightedAdapter(one), WeightedAdapter(other, 0.5)])

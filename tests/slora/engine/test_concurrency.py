@@ -9,7 +9,7 @@ import pytest
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import KINDS
 from tests.support.tiny_models import VOCAB_SIZE
@@ -69,8 +69,7 @@ def staggered(requests: list[EngineRequest]) -> list[list[EngineRequest]]:
 
 
 def one_at_a_time(kit: ModelKit, requests: list[EngineRequest]) -> dict[str, Answer]:
-    source, _ = make_source(kit)
-    engine = make_engine(kit, source, num_pages=500)
+    engine, _ = start_engine(kit, num_pages=500)
     answers: dict[str, Answer] = {}
     for request in requests:
         answers |= drive(engine, [[request]])
@@ -109,8 +108,7 @@ def test_sixty_four_requests_over_eight_adapters_and_the_base_answer_as_they_do_
 def test_a_seed_gives_the_same_tokens_in_any_batch(kit: ModelKit) -> None:
     """Born from a bug: one request with top_p or top_k changed the token order of the inverse-CDF sampling for all
     rows."""
-    source, _ = make_source(kit)
-    engine = make_engine(kit, source, num_pages=500)
+    engine, _ = start_engine(kit, num_pages=500)
     plain = EngineRequest("plain", "t", [1, 2, 3], (), SamplingParams(max_tokens=30, seed=1))
     nucleus = EngineRequest("nucleus", "t", [4], (), SamplingParams(max_tokens=30, seed=2, top_p=0.6))
     alone = drive(engine, [[plain]]) | drive(engine, [[nucleus]])
@@ -118,8 +116,7 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(kit: ModelKit) -> None:
 
 
 def test_without_a_seed_two_answers_differ(kit: ModelKit) -> None:
-    source, _ = make_source(kit)
-    engine = make_engine(kit, source, num_pages=500)
+    engine, _ = start_engine(kit, num_pages=500)
     requests = [EngineRequest(str(n), "t", [1, 2, 3], (), SamplingParams(max_tokens=40)) for n in range(2)]
     answers = drive(engine, [requests])
     assert answers["0"].token_ids != answers["1"].token_ids

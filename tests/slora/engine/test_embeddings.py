@@ -19,6 +19,7 @@ from slora.core.request import (
     Pooling,
     PoolingKind,
     RequestUsage,
+    TenantShare,
     single_adapter,
 )
 from slora.core.sampling_params import SamplingParams
@@ -27,12 +28,19 @@ from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
-from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source, step
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.driving import (
+    Answer,
+    add_overflowing_adapter,
+    drive,
+    make_engine,
+    make_source,
+    start_engine,
+    step,
+)
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import EMBEDDING_KINDS
 from tests.support.tiny_models import MODELS, OTHER_MODELS, VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 LAST, MEAN = Pooling(), Pooling(PoolingKind.MEAN)
 # Float32 programs that add in different orders differ by less, relative to vectors of length 1.
 TOLERANCE = 2e-5
@@ -153,8 +161,7 @@ def test_every_family_embeds_as_transformers_does(kits: Kits, model: str) -> Non
 @pytest.mark.parametrize("model", soaked(OTHER_MODELS, "opt"))
 def test_a_model_of_transformers_embeds_with_its_own_last_hidden_state(tmp_path: Path, model: str) -> None:
     kit = make_kit(tmp_path, model, num_hidden_layers=2)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 400, max_num_seqs=9, max_num_batched_tokens=11)
+    engine, versions = start_engine(kit, 400, max_num_seqs=9, max_num_batched_tokens=11)
     assert engine.info.can_embed
     kind = next(iter(versions))
     asked = [
@@ -186,9 +193,8 @@ def test_an_adapted_embedding_layer_counts_and_an_adapted_head_does_not(tmp_path
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 def test_the_last_hidden_state_uses_the_prefix_cache_and_the_mean_does_not(kits: Kits, kernels: str) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
     kind, prompt = "odd_rank", draw(40)
-    engine = make_engine(kit, source, 400, kernels=kernels)
+    engine, versions = start_engine(kit, 400, kernels=kernels)
     for name, pooling, num_cached in (("first", MEAN, 0), ("last", LAST, 32), ("mean", MEAN, 0)):
         request = ask(name, prompt, versions[kind], pooling)
         answer = drive(engine, [[request]])[name]
@@ -200,17 +206,19 @@ def test_the_last_hidden_state_uses_the_prefix_cache_and_the_mean_does_not(kits:
 
 
 def test_a_mean_that_resumes_after_a_preemption_skips_what_it_has_pooled(kits: Kits) -> None:
-    """Its own blocks may still be in the prefix cache, and they hold only pooled tokens."""
+    """Its own blocks may still be in the prefix cache, and they hold only pooled tokens.
+
+    Another tenant takes its place.
+    """
     kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100, max_num_seqs=20, max_num_batched_tokens=20)
+    engine, _ = start_engine(kit, 100, max_num_seqs=1, max_num_batched_tokens=20)
     request = ask("mean", draw(90), pooling=MEAN)
     engine.add(request)
-    scheduler = engine.scheduler
     for _ in range(2):
         engine.step()
-    (sequence,) = scheduler.unfinished
+    (sequence,) = engine.scheduler.unfinished
     assert sequence.pooled is not None and sequence.pooled.next_token == 40
-    scheduler._lifecycle.requeue(sequence)
+    engine.add(replace(ask("first", draw(5), tenant="u"), share=TenantShare(priority=-1)))
     answer = drive(engine, [])["mean"]
     assert sequence.num_preemptions == 1
     assert measure_error(kit, request, None, answer) < TOLERANCE
@@ -221,7 +229,7 @@ def test_a_mean_that_is_preempted_in_the_middle_of_its_prompt_is_exact(kits: Kit
     """It needs 12 of the 20 pages. An older answer takes 7, and a further one after each 16 steps."""
     kit = kits("llama")
     settings = {"max_num_seqs": 4, "max_num_batched_tokens": 5, "swap_bytes": kit.pool_bytes(20)}
-    engine = make_engine(kit, make_source(kit)[0], 20, preemption=way, **settings)
+    engine, _ = start_engine(kit, 20, preemption=way, **settings)
     older, mean = ask("older", draw(100), pooling=None), ask("mean", draw(190), pooling=MEAN)
     older = replace(older, sampling=replace(older.sampling, max_tokens=90))
     engine.add(older)
@@ -250,7 +258,7 @@ def test_an_embedding_is_shortened_and_then_normalized(kits: Kits) -> None:
         "one": Pooling(PoolingKind.MEAN, 1),
         "all": Pooling(PoolingKind.MEAN, 48),
     }
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kit, 100)
     answers = drive(engine, [[ask(name, draw(9), pooling=one) for name, one in poolings.items()]])
     found = {name: vector(answer) for name, answer in answers.items()}
     expected = kit.oracle.embedding(draw(9), None, mean=True, normalize=False)
@@ -308,7 +316,7 @@ def test_a_step_that_is_computed_again_in_parts_pools_no_token_twice(
     kits: Kits, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 200, max_num_seqs=40, max_num_batched_tokens=40)
+    engine, _ = start_engine(kit, 200, max_num_seqs=40, max_num_batched_tokens=40)
     requests = [ask(f"{n}", draw(70, n), pooling=pooling) for n, pooling in enumerate((MEAN, LAST, MEAN))]
     culprit = ask("culprit", draw(30), pooling=None)
     fail_after_pooling(engine, monkeypatch)
@@ -329,8 +337,7 @@ def fail_after_pooling(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_embedding_survives_a_step_that_could_not_move_its_pages(kits: Kits) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 200, max_num_seqs=20, max_num_batched_tokens=20)
+    engine, versions = start_engine(kit, 200, max_num_seqs=20, max_num_batched_tokens=20)
     launch, num_runs = engine.runner.launch, 0
 
     def fail_once(plan: StepPlan) -> RunningStep:
@@ -349,8 +356,7 @@ def test_an_embedding_survives_a_step_that_could_not_move_its_pages(kits: Kits) 
 
 
 def test_an_embedding_is_charged_its_prompt_and_no_generated_token(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     drive(engine, [[ask("a", draw(40), pooling=MEAN)]])
     drive(engine, [[ask("b", draw(40), pooling=LAST)]])
     usage = {one.request_id: one.usage for one in engine.pop_usage()}
@@ -364,7 +370,7 @@ def test_an_embedding_is_charged_its_prompt_and_no_generated_token(kits: Kits) -
 
 def test_a_prompt_to_embed_may_fill_the_context_and_not_exceed_it(kits: Kits) -> None:
     kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100, max_model_len=64)
+    engine, _ = start_engine(kit, 100, max_model_len=64)
     request = ask("full", draw(64))
     assert measure_error(kit, request, None, drive(engine, [[request]])["full"]) < TOLERANCE
     with pytest.raises(ContextTooLong, match=r"context length is 64 tokens .* input has 65 tokens"):
@@ -373,16 +379,14 @@ def test_a_prompt_to_embed_may_fill_the_context_and_not_exceed_it(kits: Kits) ->
 
 def test_an_embedding_that_does_not_fit_into_the_pool_names_its_input(kits: Kits) -> None:
     kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 20, max_model_len=300)
+    engine, versions = start_engine(kit, 20, max_model_len=300)
     answer = drive(engine, [[ask("r", draw(300), versions["r16_on_all_seven"])]])["r"]
     assert isinstance(answer.error, ContextTooLong) and answer.error.param == "input"
     assert "but the pool has only 20 (pool_bytes); shorten the input" in str(answer.error)
 
 
 def test_an_embedding_that_misses_its_deadline_says_so(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100, max_num_seqs=1)
+    engine, _ = start_engine(kits("llama"), 100, max_num_seqs=1)
     late = replace(ask("late", draw(400)), deadline_s=1e-6)
     answer = drive(engine, [[late]])["late"]
     assert isinstance(answer.error, DeadlineMissed) and "the embedding was to come within" in str(
@@ -392,8 +396,7 @@ def test_an_embedding_that_misses_its_deadline_says_so(kits: Kits) -> None:
 
 def test_tenants_share_the_engine_fairly_between_embeddings_and_answers(kits: Kits) -> None:
     """One tenant embeds 20 long prompts; the other one's short embedding does not wait for them."""
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 400, max_num_seqs=16, max_num_batched_tokens=64)
+    engine, _ = start_engine(kits("llama"), 400, max_num_seqs=16, max_num_batched_tokens=64)
     order: list[str] = []
     for number in range(20):
         engine.add(ask(f"hog {number}", draw(100, number), pooling=MEAN, tenant="hog"))
@@ -408,7 +411,7 @@ def test_tenants_share_the_engine_fairly_between_embeddings_and_answers(kits: Ki
 def test_embeddings_are_little_endian_float32(kits: Kits) -> None:
     """OpenAI's clients decode base64 as little-endian float32, and this machine must agree."""
     kit = kits("llama")
-    answer = drive(make_engine(kit, make_source(kit)[0], 100), [[ask("r", draw(3))]])["r"]
+    answer = drive(start_engine(kit, 100)[0], [[ask("r", draw(3))]])["r"]
     assert answer.embedding is not None
     expected = kit.oracle.embedding(draw(3), None, mean=False).numpy()
     assert np.allclose(np.frombuffer(answer.embedding, "<f4"), expected, atol=TOLERANCE)
@@ -416,8 +419,7 @@ def test_embeddings_are_little_endian_float32(kits: Kits) -> None:
 
 @pytest.mark.soak
 def test_triton_kernels_embed_as_peft_does(one_layer_kit: ModelKit) -> None:
-    source, versions = make_source(one_layer_kit)
-    engine = make_engine(one_layer_kit, source, 100, kernels="triton", max_model_len=64)
+    engine, versions = start_engine(one_layer_kit, 100, kernels="triton", max_model_len=64)
     asked = [
         (ask("mean", draw(17), versions["odd_rank"], MEAN), "odd_rank"),
         (ask("last", draw(5), None, LAST), None),

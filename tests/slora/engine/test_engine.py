@@ -184,10 +184,7 @@ def test_the_statistics_add_up(kit: ModelKit) -> None:
         ({"max_num_seqs": -1}, "max_num_seqs is -1"),
         ({"max_num_batched_tokens": 5}, "max_num_batched_tokens is 5, below max_num_seqs"),
         ({"max_model_len": 1000}, "max_model_len is 1000, but this model's positions end at 512"),
-        (
-            {"max_model_len": 512, "pool_bytes": 200_000},
-            "max_model_len is 512, but the pool holds 208 tokens",
-        ),
+        ({"max_model_len": 512, "pool_bytes": 200_000}, "max_model_len is 512, but the pool holds 208 tokens"),
         ({"dtype": "int8"}, "dtype is 'int8'"),
         ({"device": "tpu"}, "device is 'tpu'; it must be auto, cpu or cuda"),
         ({"kernels": "magic"}, "kernels is 'magic'; it must be auto, triton, cpu or torch"),
@@ -195,20 +192,11 @@ def test_the_statistics_add_up(kit: ModelKit) -> None:
         ({"preemption": "wait"}, "preemption is 'wait'; it must be auto, swap or recompute"),
         ({"scheduling": "lifo"}, "scheduling is 'lifo'; it must be fair or fcfs"),
         ({"swap_bytes": -1}, "swap_bytes is -1; it must be auto, or a size in bytes"),
-        (
-            {"swap_bytes": 100},
-            "swap_bytes is 100, but one page of this model takes .*or 0 to disable swapping",
-        ),
-        (
-            {"swap_bytes": 0, "preemption": "swap"},
-            "preemption is swap, but swap_bytes is 0.*raise swap_bytes",
-        ),
-        (
-            {"load_bytes_per_step": 0},
-            "load_bytes_per_step is 0; it must be auto, or a size in bytes of at least 1",
-        ),
+        ({"swap_bytes": 100}, "swap_bytes is 100, but one page of this model takes .*or 0 to disable swapping"),
+        ({"swap_bytes": 0, "preemption": "swap"}, "preemption is swap, but swap_bytes is 0.*raise swap_bytes"),
+        ({"load_bytes_per_step": 0}, "load_bytes_per_step is 0; it must be auto, or a size in bytes of at least 1"),
     ],
-)
+)  # fmt: skip
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(
     kit: ModelKit, settings: dict[str, int | str], message: str
 ) -> None:
@@ -236,8 +224,7 @@ def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: p
     """Born from a fault: costs measured at start beside a busy program were used until a restart."""
     spoilt = replace(COSTS, step_s=5.0, decode_s=1e-9)
     monkeypatch.setattr(Runner, "measure_costs", lambda runner: spoilt)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 100, costs=None, kernels="torch")
+    engine, versions = start_engine(kit, 100, costs=None, kernels="torch")
     assert engine.stats().costs.step_s == 5.0 and engine.stats().costs.decode_s > 1e-6, "it is bounded"
     monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
     drive(
@@ -255,7 +242,7 @@ def test_steps_that_are_recorded_first_teach_no_costs(kit: ModelKit, monkeypatch
     monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
     recorded = itertools.count()
     monkeypatch.setattr(Runner, "num_recorded", property(lambda runner: next(recorded)))
-    engine = make_engine(kit, make_source(kit)[0], 100, costs=None, kernels="torch")
+    engine, _ = start_engine(kit, 100, costs=None, kernels="torch")
     before = engine.stats().costs
     drive(engine, [[ask([1])]])
     assert engine.stats().costs == before
@@ -265,6 +252,6 @@ def test_steps_that_are_recorded_first_teach_no_costs(kit: ModelKit, monkeypatch
 
 
 def test_given_costs_are_not_changed(kit: ModelKit) -> None:
-    engine = make_engine(kit, make_source(kit)[0], 100, kernels="torch")
+    engine, _ = start_engine(kit, 100, kernels="torch")
     drive(engine, [[ask([1])]])
     assert engine.stats().costs == COSTS

@@ -2,7 +2,6 @@
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,11 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams, choice_seed
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source, step
-from tests.support.model_kit import ModelKit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine, step
+from tests.support.model_kit import Kits
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 # Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 15, 16, 17, 40)
 
@@ -113,8 +111,7 @@ def test_choices_that_diverge_never_see_each_others_kv(kits: Kits, kernels: str,
 
 
 def test_greedy_choices_are_all_the_same(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True, n=3)
     answers = drive(engine, [[EngineRequest("r", "t", [1, 2, 3], (), params)]])
     first, *others = (answer.token_ids for answer in answers.values())
@@ -122,8 +119,7 @@ def test_greedy_choices_are_all_the_same(kits: Kits) -> None:
 
 
 def test_the_prompt_of_several_choices_is_computed_once(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     params = SamplingParams(max_tokens=4, ignore_eos=True, n=5)
     drive(engine, [[EngineRequest("r", "t", [1] * 40, (), params)]])
     stats = engine.stats()

@@ -12,10 +12,9 @@ import torch
 
 from slora import LLM
 from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer, judge, measure_errors, mix
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit
 from tests.support.tiny_models import MODELS
 
-Kits = Callable[[str], ModelKit]
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 

@@ -13,12 +13,11 @@ from slora.core.engine_state import EngineStats
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.families import read_model_config
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
-from tests.support.driving import drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, kinds_for, make_kit
+from tests.support.driving import drive, start_engine
+from tests.support.model_kit import Kits, ModelKit, kinds_for, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.tiny_models import MODELS, SEEING, VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 # Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 2, 7, 15, 16, 17, 40)
 # Models with windows, soft-caps, norms or ropes that the other models do not have.
@@ -70,16 +69,13 @@ def judge(oracle: Oracle, work: Work, answers: list[Answer]) -> Verdict:
     return sum((oracle.judge(p, a.token_ids, kind, a.logprobs) for p, a, kind in rows), Verdict())
 
 
-def judge_engine(
+def answer_by_engine(
     kit: ModelKit, work: Work, params: SamplingParams, num_pages: int, **settings: int | str
-) -> tuple[Verdict, EngineStats]:
-    """Compares the answers of an engine with peft's.
-
-    Unlike the engine of `LLM`, it does not measure the costs of its steps, which takes seconds in Triton's interpreter,
-    and does not read the model again.
+) -> tuple[list[Answer], EngineStats]:
+    """Unlike the engine of `LLM`, this one does not measure the costs of its steps, which takes seconds in Triton's
+    interpreter, and does not read the model again.
     """
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, num_pages, **settings)
+    engine, versions = start_engine(kit, num_pages, **settings)
     requests = [
         EngineRequest(str(number), "t", prompt, single_adapter(versions[kind] if kind else None), params)
         for number, (prompt, kind) in enumerate(zip(work.prompts, work.kinds, strict=True))
@@ -87,7 +83,15 @@ def judge_engine(
     answers = drive(engine, [requests])
     given = [Answer(one.token_ids, one.logprobs) for one in (answers[r.request_id] for r in requests)]
     assert all(len(one.token_ids) == params.max_tokens for one in given)
-    return judge(kit.oracle, work, given), engine.stats()
+    return given, engine.stats()
+
+
+def judge_engine(
+    kit: ModelKit, work: Work, params: SamplingParams, num_pages: int, **settings: int | str
+) -> tuple[Verdict, EngineStats]:
+    """Compares the answers of an engine with peft's."""
+    answers, stats = answer_by_engine(kit, work, params, num_pages, **settings)
+    return judge(kit.oracle, work, answers), stats
 
 
 def judge_with_triton(kit: ModelKit, work: Work, max_tokens: int = 2) -> Verdict:

@@ -38,7 +38,7 @@ from slora.core.usage_journal import UsageRecord, closed_segments
 from slora.engine.process import ProcessConfig
 from slora_adapters.process.wire import send
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, drive, make_engine, make_source
+from tests.support.driving import Answer, drive, start_engine
 from tests.support.engine_stack import WAIT_S, EngineStack, connect, one_by_one, wait_until
 from tests.support.model_kit import ModelKit
 
@@ -46,11 +46,6 @@ GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 LONG = SamplingParams(max_tokens=500, temperature=0.0, ignore_eos=True)
 
 Run = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
-
-
-@pytest.fixture(scope="module")
-def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
-    return kits("llama")
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +106,8 @@ def idle(stats: EngineStats) -> bool:
 def test_answers_over_the_socket_are_those_of_an_engine_in_process(
     run: Run, kit: ModelKit, stack: EngineStack
 ) -> None:
-    source, versions = make_source(kit)
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2)
-    engine = make_engine(kit, source, 400, kernels="torch")
+    engine, versions = start_engine(kit, 400, kernels="torch")
     expected = drive(engine, [[ask(kind, version, params) for kind, version in versions.items()]])
 
     async def body(client: RemoteEngine) -> None:
@@ -276,7 +270,7 @@ def test_the_requests_of_a_disconnected_client_are_aborted(run: Run, stack: Engi
 def test_a_choice_is_ended_alone_and_the_others_go_on(run: Run, kit: ModelKit) -> None:
     # One list has at most 64 deltas, so choice 1 is ended before it is complete.
     params = replace(GREEDY, n=3, max_tokens=100, temperature=1.0, seed=5)
-    expected = drive(make_engine(kit, make_source(kit)[0], 400, kernels="torch"), [[ask("r", None, params)]])
+    expected = drive(start_engine(kit, 400, kernels="torch")[0], [[ask("r", None, params)]])
 
     async def body(client: RemoteEngine) -> None:
         tokens: dict[int, list[int]] = defaultdict(list)

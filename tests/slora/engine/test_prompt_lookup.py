@@ -2,7 +2,6 @@
 of decoding one by one."""
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,10 @@ from slora.memory.kv_cache import BlockTable
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
+from tests.support.model_kit import Kits
 from tests.support.tiny_models import VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 ON = {"prompt_lookup_tokens": 15}
 
 
@@ -79,15 +77,11 @@ def check_same(drafted: dict[str, Answer], plain: dict[str, Answer]) -> None:
     [
         ("llama", 500, {}),
         ("llama", 40, {"max_model_len": 128, "max_num_batched_tokens": 19, "max_num_seqs": 9}),
-        pytest.param(
-            "mistral_window", 40, {"max_model_len": 128, "prefix_cache": "off"}, marks=pytest.mark.soak
-        ),
-        pytest.param(
-            "phi3_longrope", 40, {"max_model_len": 128, "preemption": "swap"}, marks=pytest.mark.soak
-        ),
+        pytest.param("mistral_window", 40, {"max_model_len": 128, "prefix_cache": "off"}, marks=pytest.mark.soak),
+        pytest.param("phi3_longrope", 40, {"max_model_len": 128, "preemption": "swap"}, marks=pytest.mark.soak),
         pytest.param("qwen2", 40, {"max_model_len": 128, "kv_cache_dtype": "fp8"}, marks=pytest.mark.soak),
     ],
-)
+)  # fmt: skip
 def test_answers_have_the_same_tokens_and_logprobs_bit_for_bit(
     kits: Kits, model: str, num_pages: int, settings: dict[str, int | str], soak: bool
 ) -> None:
@@ -116,8 +110,7 @@ def copying(**params: object) -> EngineRequest:
 
 
 def count_steps(kits: Kits, request: EngineRequest, **settings: int | str) -> tuple[int, Answer]:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100, **settings)
+    engine, _ = start_engine(kits("llama"), 100, **settings)
     answer = drive(engine, [[request]])["r"]
     return engine.stats().steps, answer
 

@@ -13,11 +13,10 @@ from slora.core.request import EmittedTokens, EngineRequest, FinishReason, Reque
 from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
 from slora.engine.engine import Engine
 from tests.api.served import EOS, write_tokenizer
-from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
+from tests.support.model_kit import Kits, make_kit
 from tests.support.peft_adapters import KINDS
 
-Kits = Callable[[str], ModelKit]
 KIND = "r8_on_q_and_v"
 SAMPLED = SamplingParams(max_tokens=30, seed=7, ignore_eos=True, logprobs=2)
 CASES = {
@@ -107,8 +106,7 @@ def test_a_resumed_request_keeps_the_state_of_its_grammar(tmp_path: Path) -> Non
 
 
 def test_a_request_that_cannot_be_resumed_is_refused(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 50)
+    engine, _ = start_engine(kits("llama"), 50)
     request = EngineRequest("r", "t", [1, 2], (), SamplingParams(n=2))
     for emitted in (
         EmittedTokens(((1,),), 1),

@@ -25,7 +25,7 @@ from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.engine_stack import EngineStack, connect, one_by_one
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
 
 NUM_PROMPTS = 8
@@ -163,7 +163,7 @@ async def settle(stack: EngineStack) -> EngineStats:
 
 
 def test_after_random_requests_and_aborts_every_page_is_free_or_cached(
-    kits: Callable[[str], ModelKit], report: Callable[[str], None], *, soak: bool
+    kits: Kits, report: Callable[[str], None], *, soak: bool
 ) -> None:
     kit = kits("llama")
     num_requests = 10_000 if soak else 80

@@ -37,13 +37,11 @@ from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
 from tests.support.coded_checkpoints import write_coded_checkpoint
 from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Verdict
 from tests.support.peft_adapters import KINDS
 from tests.support.thread_group import ThreadGroup
 from tests.support.tiny_models import MODELS, VOCAB_SIZE, make_config
-
-Kits = Callable[[str], ModelKit]
 
 
 @contextmanager

@@ -188,10 +188,7 @@ def test_each_token_spells_what_it_adds_to_a_text() -> None:
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        (
-            StructuredOutput.json_schema({"type": "array", "uniqueItems": True}, "response_format"),
-            "uniqueItems",
-        ),
+        (StructuredOutput.json_schema({"type": "array", "uniqueItems": True}, "response_format"), "uniqueItems"),
         (StructuredOutput.json_schema({"not": {"type": "null"}}), "not"),
         (StructuredOutput.json_schema({"if": {}, "then": {}}), "if"),
         (StructuredOutput.json_schema({"$ref": "#"}), "refers to itself without end"),
@@ -199,10 +196,7 @@ def test_each_token_spells_what_it_adds_to_a_text() -> None:
         (StructuredOutput.json_schema({"$ref": "#/$defs/none"}), "none"),
         (StructuredOutput.json_schema({"type": "text"}), "Invalid type: text"),
         (StructuredOutput.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum"),
-        (
-            StructuredOutput(OutputKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}'),
-            "x-guidance",
-        ),
+        (StructuredOutput(OutputKind.JSON_SCHEMA, '{"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance"),
         (StructuredOutput.json_schema(False), "schema is false"),
         (StructuredOutput.json_schema(COMBINED), "schema too large"),
         (StructuredOutput.regex("(a"), "unclosed group"),
@@ -215,7 +209,7 @@ def test_each_token_spells_what_it_adds_to_a_text() -> None:
         (StructuredOutput.grammar("root ::= (("), "not a valid grammar"),
         (StructuredOutput.grammar('%llguidance {"no_forcing": false}\nstart: "a"'), "%llguidance"),
     ],
-)
+)  # fmt: skip
 def test_a_form_that_cannot_be_enforced_is_refused_with_its_field(
     output: StructuredOutput, message: str
 ) -> None:

@@ -60,12 +60,7 @@ _SIZES = (
 _KDA = {"linear_head_dim": 8, "linear_num_heads": 4}
 # Fields without which a shrunk default config has no sense.
 _FIELDS: dict[str, dict[str, Any]] = {
-    "dots1": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-    },
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
     "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
@@ -80,9 +75,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "cohere_compass_text": {
-        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "kosmos-2.5": {
         "text_config": {
             "vocab_size": 128,
@@ -114,7 +107,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "chunk_size": 8,
         "time_step_min": 1e-30,
     },
-}
+}  # fmt: skip
 _LATENT = {
     "num_key_value_heads": 4,
     "head_dim": 8,

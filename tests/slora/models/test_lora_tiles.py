@@ -1,7 +1,5 @@
 """How the rows of a step are cut into tiles: by adapter, and by whether a row is the only row of its sequence."""
 
-from collections.abc import Callable
-
 import pytest
 
 from slora.core.request import EngineRequest, single_adapter
@@ -9,17 +7,14 @@ from slora.core.sampling_params import SamplingParams
 from slora.models.step_batch import Tile, cut_token_tiles
 from slora.scheduler.step_plan import StepPlan
 from slora_kernels.batch import TileLimits
-from tests.support.driving import make_engine, make_source
-from tests.support.model_kit import ModelKit
-
-Kits = Callable[[str], ModelKit]
+from tests.support.driving import start_engine
+from tests.support.model_kit import Kits, ModelKit
 
 
 def plan_mixed_step(kit: ModelKit) -> StepPlan:
     """A step in which requests of one adapter and of the base decode. New requests of this adapter and of another
     one prefill."""
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 300)
+    engine, versions = start_engine(kit, 300)
     params = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
 
     def ask(names: list[str | None], prefix: str, length: int) -> None:

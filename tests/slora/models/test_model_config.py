@@ -225,10 +225,7 @@ REFUSED = {
     "odd_head": ({"head_dim": 7}, "head_dim is 7"),
     "no_head": ({"hidden_size": 3}, "head_dim is 0"),
     "epsilon": ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be a positive number"),
-    "activation": (
-        {"hidden_act": "relu"},
-        "hidden_act is 'relu'; this version serves silu, gelu, gelu_pytorch",
-    ),
+    "activation": ({"hidden_act": "relu"}, "hidden_act is 'relu'; this version serves silu, gelu, gelu_pytorch"),
     "window_off": (
         {"model_type": "qwen2", "layer_types": ["sliding_attention", "full_attention"]},
         "use_sliding_window is None, but layer_types has sliding_attention",
@@ -250,10 +247,7 @@ REFUSED = {
         {"model_type": "mistral", "layer_types": ["full_attention", "sliding_attention"]},
         "layer_types is .* all layers of this model_type have the same type",
     ),
-    "layer_types_text": (
-        {"layer_types": "full_attention"},
-        "layer_types is 'full_attention'; it must be a list",
-    ),
+    "layer_types_text": ({"layer_types": "full_attention"}, "layer_types is 'full_attention'; it must be a list"),
     "bidirectional": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
         "use_bidirectional_attention is True; slora's decoder does not use this field",
@@ -275,10 +269,7 @@ REFUSED = {
         "is_causal is False; slora's decoder does not use this field, which may change the model's output: remove the "
         "field if it has no effect, or choose --model-impl transformers",
     ),
-    "scale": (
-        {"query_pre_attn_scalar": 64},
-        "query_pre_attn_scalar is 64; slora's decoder does not use this field",
-    ),
+    "scale": ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar is 64; slora's decoder does not use this field"),
     "layers_that_differ": (
         {"per_layer_config": {"0": {"intermediate_size": 16}}},
         "per_layer_config is .* slora's decoder does not use this field",
@@ -322,15 +313,9 @@ REFUSED = {
         "rope_scaling.type is 'mrope'; this version serves default, linear, llama3, yarn and longrope",
     ),
     "rope_number": ({"rope_scaling": {"rope_type": 3}}, "rope_scaling.rope_type is 3; it must be a string"),
-    "longrope": (
-        {"rope_scaling": {"rope_type": "longrope"}},
-        "rope_scaling.short_factor is None; it must be a list",
-    ),
+    "longrope": ({"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling.short_factor is None; it must be a list"),
     "longrope_count": (
-        {
-            "rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0]},
-            "model_type": "phi3",
-        },
+        {"rope_scaling": {"type": "su", "short_factor": [1.0] * 4, "long_factor": [1.0]}, "model_type": "phi3"},
         r"rope_scaling.long_factor is \[1.0\]; it must be a list of 4 positive numbers",
     ),
     "ropes": (
@@ -385,7 +370,7 @@ REFUSED = {
         "use_sliding_window is True; slora's decoder does not use this field",
     ),
     "tied_number": ({"tie_word_embeddings": 1}, "tie_word_embeddings is 1; it must be true or false"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -453,15 +438,9 @@ def test_a_config_of_any_content_is_either_accepted_or_refused(
     [
         {"is_causal": True, "use_mrope": False, "use_bidirectional_attention": NULL, "pruned_heads": {}},
         {"temperature": 0.7, "torch_dtype": "float16", "unsloth_version": "2026.1", "initializer_range": 0.1},
-        {
-            "attention_dropout": 0.5,
-            "pretraining_tp": 2,
-            "pad_token_id": 3,
-            "use_cache": False,
-            "unknown": NULL,
-        },
+        {"attention_dropout": 0.5, "pretraining_tp": 2, "pad_token_id": 3, "use_cache": False, "unknown": NULL},
     ],
-)
+)  # fmt: skip
 def test_fields_that_change_no_logits_are_accepted(tmp_path: Path, changes: dict[str, Any]) -> None:
     assert replace(read(tmp_path, **changes), dtype="float32") == read(tmp_path)
 

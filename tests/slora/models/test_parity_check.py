@@ -91,15 +91,10 @@ def test_a_model_that_fails_during_the_parity_check_is_refused_with_the_reason(t
 @pytest.mark.parametrize(
     ("model", "field", "value", "reason"),
     [
-        (
-            "bamba",
-            "time_step_limit",
-            (0.3, 0.6),
-            "in chunks and then token by token otherwise than in one call",
-        ),
+        ("bamba", "time_step_limit", (0.3, 0.6), "in chunks and then token by token otherwise than in one call"),
         ("lfm2", "conv_kernel_size", 1, "in chunks and then token by token, but that failed: RuntimeError"),
     ],
-)
+)  # fmt: skip
 def test_a_recurrent_layer_that_computes_prompts_otherwise_than_tokens_is_refused(
     tmp_path: Path, model: str, field: str, value: Any, reason: str
 ) -> None:

@@ -185,12 +185,7 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
         # Born from wrong answers outside the window, and for all sequences of a batch except the first.
         (
             "qwen2_moe",
-            {
-                "use_sliding_window": True,
-                "sliding_window": 50,
-                "max_window_layers": 1,
-                "num_key_value_heads": 2,
-            },
+            {"use_sliding_window": True, "sliding_window": 50, "max_window_layers": 1, "num_key_value_heads": 2},
             r"layers\.0\.self_attn: .* has no window, but the model's own mask hides token 0 from token 50",
         ),
         (
@@ -219,7 +214,7 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
             r"model\.rotary_emb has rope_type 'dynamic'",
         ),
     ],
-)
+)  # fmt: skip
 def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
     tmp_path: Path, model_type: str, fields: dict[str, Any], reason: str
 ) -> None:
@@ -233,36 +228,21 @@ def test_models_that_pages_cannot_serve_exactly_are_refused_by_name(
     [
         ({"model_type": "modernbert-decoder", "pad_token_id": None}, "for field 'pad_token_id'"),
         ({"model_type": "granite", "layer_types": ["full_attention"]}, "number of `layer_types`"),
-        (
-            {"model_type": "modernbert-decoder", "pad_token_id": 64},
-            "Padding_idx must be within num_embeddings",
-        ),
-        (
-            {"model_type": "glm4_moe_lite", "num_key_value_heads": 3},
-            "num_key_value_heads is 3; num_attention",
-        ),
-        (
-            {"model_type": "glm4_moe_lite", "num_key_value_heads": 0},
-            "num_key_value_heads is 0; give a positive",
-        ),
-        (
-            {"model_type": "granite", "num_attention_heads": 0},
-            "num_attention_heads is 0; give a positive number",
-        ),
+        ({"model_type": "modernbert-decoder", "pad_token_id": 64}, "Padding_idx must be within num_embeddings"),
+        ({"model_type": "glm4_moe_lite", "num_key_value_heads": 3}, "num_key_value_heads is 3; num_attention"),
+        ({"model_type": "glm4_moe_lite", "num_key_value_heads": 0}, "num_key_value_heads is 0; give a positive"),
+        ({"model_type": "granite", "num_attention_heads": 0}, "num_attention_heads is 0; give a positive number"),
         ({"model_type": "granite", "hidden_size": "32"}, "for field 'hidden_size'"),
         ({"model_type": "granite", "dtype": "foo"}, "has no attribute 'foo'"),
         ({"model_type": "granite", "vocab_size": 0}, "vocab_size is 0"),
-        (
-            {"model_type": "granite", "per_layer_config": {"0": {"intermediate_size": 16}}},
-            "'intermediate_size'",
-        ),
+        ({"model_type": "granite", "per_layer_config": {"0": {"intermediate_size": 16}}}, "'intermediate_size'"),
         (
             {"model_type": "granite", "per_layer_config": {"0": {"num_attention_heads": 2}}},
             "num_key_value_heads is 4; num_attention_heads 2 must be a multiple of it",
         ),
         ({"model_type": "musicgen"}, "Multiple valid text configs"),
     ],
-)
+)  # fmt: skip
 def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_line(
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:

@@ -2,7 +2,6 @@
 
 import logging
 import math
-from collections.abc import Callable
 from dataclasses import astuple
 
 import pytest
@@ -14,9 +13,8 @@ from slora.runner.cost_measurement import Timings
 from slora.runner.runner import Runner
 from slora.scheduler.step_plan import StepPlan
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits, ModelKit
 
-Kits = Callable[[str], ModelKit]
 TIMINGS = Timings(
     one_row=0.010,
     rows=0.017,

@@ -1,7 +1,6 @@
 """A request with a seed gives the same tokens alone and in a batch with 63 others that use every sampling method."""
 
 import random
-from collections.abc import Callable
 
 import pytest
 
@@ -10,10 +9,9 @@ from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import Kits
 from tests.support.tiny_models import VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 NUM_REQUESTS = 64
 
 

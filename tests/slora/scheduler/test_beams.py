@@ -14,13 +14,12 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
-from tests.support.driving import Answer, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
+from tests.support.model_kit import Kits
 from tests.support.oracle import LOGPROB_TOLERANCE, MARGIN, Oracle
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE
 
-Kits = Callable[[str], ModelKit]
 Asked = tuple[str | None, EngineRequest]
 # Lengths on both sides of a page's 16 tokens, and up to more than two pages.
 LENGTHS = (1, 15, 16, 17, 40)
@@ -146,8 +145,7 @@ def test_beams_answer_as_those_of_transformers_do(
 
 
 def test_a_search_of_one_beam_is_greedy(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     greedy = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     one_beam = replace(greedy, use_beam_search=True)
     requests = [EngineRequest(str(params), "t", [5, 6, 7], (), params) for params in (greedy, one_beam)]
@@ -219,8 +217,7 @@ def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
 
 
 def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     request = EngineRequest("r", "t", list(range(1, 38)), (), replace(SEARCH, best_of=4))
     tables = run_until_forked(engine, request)
     assert len(tables) == 4 and len({tuple(pages[:2]) for pages in tables}) == 1
@@ -233,8 +230,7 @@ def test_beams_share_the_pages_of_their_common_tokens(kits: Kits) -> None:
 
 
 def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 8)
+    engine, _ = start_engine(kits("llama"), 8)
     wide = EngineRequest("r", "t", [1] * 30, (), replace(SEARCH, best_of=3, max_tokens=3))
     drive(engine, [[replace(wide, sampling=replace(wide.sampling, best_of=4))]])
     with pytest.raises(
@@ -245,8 +241,7 @@ def test_a_search_is_refused_if_its_beams_do_not_fit_with_nothing_shared(kits: K
 
 
 def test_a_search_needs_as_many_tokens_as_beams_that_do_not_end_it(kits: Kits) -> None:
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 100)
+    engine, _ = start_engine(kits("llama"), 100)
     params = replace(SEARCH, stop_token_ids=tuple(range(126)))
     with pytest.raises(
         RequestRefused, match="best_of is 3, but only 2 of the 128 tokens are not stop tokens"
@@ -275,8 +270,7 @@ def test_an_answer_of_a_search_is_streamed_whole(kits: Kits) -> None:
 
 def test_an_open_ended_search_ends_where_the_pool_does(kits: Kits) -> None:
     """8 pages for 2 beams are 64 tokens for each beam. The KV of the last token is never computed."""
-    kit = kits("llama")
-    engine = make_engine(kit, make_source(kit)[0], 8)
+    engine, _ = start_engine(kits("llama"), 8)
     params = replace(SEARCH, max_tokens=None, best_of=2, ignore_eos=True)
     answers = drive(engine, [[EngineRequest("r", "t", [1] * 20, (), params)]])
     assert [len(answer.token_ids) for answer in answers.values()] == [64 - 20 + 1] * 2

@@ -43,7 +43,7 @@ def test_requests_that_share_adapters_do_not_wait_for_each_other_in_a_small_host
         bench.add(str(number), adapters=weigh(*pair))
     outputs = []
     for _ in range(200):
-        if not bench.scheduler.num_waiting + bench.scheduler.num_running:
+        if not bench.num_unfinished:
             break
         bench.source.deliver(sorted(bench.source.in_flight, key=str)[:1])
         outputs += bench.step()
@@ -90,8 +90,7 @@ def test_a_deleted_adapter_is_dropped_when_the_last_sum_with_it_has_ended() -> N
     bench = SchedulerBench(PAGES, num_pages=20, prefix_cache="tenant")
     bench.add("sum", adapters=weigh(0, 1), prompt=9, max_tokens=2)
     bench.step()
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     bench.scheduler.remove_adapter(VERSIONS[1])
     assert bench.residency.find(VERSIONS[1]) is not None
     assert all(output.error is None for output in bench.run_to_end(5))

@@ -36,8 +36,7 @@ def test_a_pinned_adapter_is_loaded_before_any_request_and_without_a_charge() ->
     bench.scheduler.set_pins([LARGE])
     bench.step()
     assert bench.source.in_flight == {LARGE} and not bench.scheduler.has_work
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert find(bench, LARGE).is_loaded and find(bench, LARGE).is_pinned
     assert bench.source.num_pinned == 0 and bench.memory.tenants.find("tenant").service == 0
     assert not bench.scheduler.has_work and bench.scheduler.next_due_s is None
@@ -70,8 +69,7 @@ def test_a_pin_never_takes_pages_that_a_running_prompt_still_needs() -> None:
     bench.step()
     bench.scheduler.set_pins([LARGE])
     while bench.scheduler.num_running:
-        bench.source.deliver()
-        bench.step()
+        bench.deliver_and_step()
         assert bench.residency.find(LARGE) is None or not bench.scheduler.num_running
     assert bench.scheduler.num_preemptions == 0
     bench.come_to_rest()
@@ -86,9 +84,8 @@ def test_a_pin_does_not_evict_the_adapter_of_the_next_request() -> None:
     bench.step()
     bench.add("next", adapter=SMALL)
     bench.scheduler.set_pins([LARGE])
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
-        bench.source.deliver()
-        bench.step()
+    while bench.num_unfinished:
+        bench.deliver_and_step()
     assert bench.source.num_fetches[SMALL] == 1, "it had to be fetched for the one that was next"
     bench.come_to_rest()
     assert is_loaded(bench, LARGE) and bench.residency.find(SMALL) is None
@@ -143,8 +140,7 @@ def test_a_request_preempted_three_times_is_not_preempted_for_a_pin() -> None:
     bench.step()
     assert tired.is_running and bench.residency.find(LARGE) is None
     while bench.scheduler.find("tired"):
-        bench.source.deliver()
-        bench.step()
+        bench.deliver_and_step()
         assert bench.residency.find(LARGE) is None, "it came back before its time"
     list(bench.run_to_end(30))
     bench.come_to_rest()
@@ -183,8 +179,7 @@ def test_setting_the_same_pins_is_a_no_op_and_other_pins_replace_them() -> None:
 def test_an_adapter_pinned_while_in_use_stays_loaded() -> None:
     bench = SchedulerBench(PAGES, num_pages=8)
     bench.add("uses", adapter=LARGE, max_tokens=3)
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     bench.scheduler.set_pins([LARGE])
     list(bench.run_to_end(9))
     assert find(bench, LARGE).is_pinned and bench.source.num_fetches[LARGE] == 1
@@ -204,8 +199,7 @@ def test_removing_a_pin_during_its_fetch_frees_the_host_copy() -> None:
     bench.scheduler.set_pins([SMALL])
     bench.step()
     bench.scheduler.set_pins([])
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert bench.source.num_pinned == 0 and bench.residency.find(SMALL) is None
 
 
@@ -233,8 +227,7 @@ def test_a_pin_that_cannot_be_fetched_is_retried_with_backoff_and_logged_once(
     assert [SMALL.digest in record.message for record in caplog.records] == [True]
     bench.step()
     assert bench.scheduler.next_due_s is None, "it would be stepped on and on for what is under way"
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert is_loaded(bench, SMALL)
     # After a successful load, the pauses and the warnings start anew.
     assert bench.memory.evictor.make_room(8, bench.memory.tenants.find("other"), ignore_pins=True)
@@ -271,8 +264,7 @@ def test_a_pin_without_room_in_the_pool_does_not_occupy_the_host_cache() -> None
     assert bench.source.in_flight == {LARGE}, "its size is not known yet"
     bench.add("asks", adapter=SMALL)
     assert bench.source.in_flight == {LARGE}
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert bench.source.in_flight == {SMALL} and bench.residency.find(LARGE) is None
     outputs = list(bench.run_to_end(20))
     assert all(output.error is None for output in outputs)

@@ -21,13 +21,19 @@ from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import Answer, add_overflowing_adapter, drive, make_engine, make_source
-from tests.support.model_kit import ModelKit, make_kit
+from tests.support.driving import (
+    Answer,
+    add_overflowing_adapter,
+    drive,
+    make_engine,
+    make_source,
+    start_engine,
+)
+from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
 from tests.support.tiny_models import VOCAB_SIZE, make_model
 
-Kits = Callable[[str], ModelKit]
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
 NUM_TURNS = 3
 BLOCK = 16
@@ -117,13 +123,9 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 
 QUICK_CASES = [
     ("llama", 27, SWAP | SLICES),
-    (
-        "mistral_window",
-        24,
-        RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"scheduling": "fcfs"},
-    ),
+    ("mistral_window", 24, RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"scheduling": "fcfs"}),
     ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
-]
+]  # fmt: skip
 OTHER_CASES = [
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
     ("llama", 200, PUBLIC | CHUNKS),
@@ -154,8 +156,7 @@ def test_answers_do_not_change_with_cache_hits_eviction_swap_and_recomputation(
     settings: dict[str, int | str],
 ) -> None:
     kit = kits(model)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, num_pages, max_model_len=160, **in_bytes(kit, settings))
+    engine, versions = start_engine(kit, num_pages, max_model_len=160, **in_bytes(kit, settings))
     poison(engine)
     answers = converse(engine, make_talks(versions))
 
@@ -190,8 +191,7 @@ def start(
     kits: Kits, model: str = "llama", **settings: int | str
 ) -> tuple[Engine, dict[str, AdapterVersion]]:
     kit = kits(model)
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 80, **settings)
+    engine, versions = start_engine(kit, 80, **settings)
     poison(engine)
     return engine, versions
 
@@ -364,16 +364,14 @@ def test_a_sum_is_known_by_those_of_its_adapters_that_change_k_or_v(last_kit: Mo
 
 
 def test_a_public_cache_shares_no_block_of_a_request_with_an_adapter(last_kit: ModelKit) -> None:
-    source, versions = make_source(last_kit)
-    engine = make_engine(last_kit, source, 80, prefix_cache="public")
+    engine, versions = start_engine(last_kit, 80, prefix_cache="public")
     prompt = random_tokens("public", 40)
     for adapter in (versions["tail"], None, versions["query"]):
         assert ask_one(engine, make_request(prompt, adapter=adapter)).num_cached == 0
 
 
 def test_blocks_of_an_adapter_that_changes_no_k_and_no_v_outlive_it(last_kit: ModelKit) -> None:
-    source, versions = make_source(last_kit)
-    engine = make_engine(last_kit, source, 80)
+    engine, versions = start_engine(last_kit, 80)
     prompt = random_tokens("outlive", 40)
     ask_one(engine, make_request(prompt, adapter=versions["tail"]))
     engine.remove_adapter(versions["tail"])
@@ -492,9 +490,8 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     have their answers.
     """
     kit = kits(model)
-    source, versions = make_source(kit)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
-    engine = make_engine(kit, source, 60, max_model_len=160, **settings)
+    engine, versions = start_engine(kit, 60, max_model_len=160, **settings)
     poison(engine)
     chance = random.Random(model)
     break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.02)

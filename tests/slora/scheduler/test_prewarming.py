@@ -21,8 +21,7 @@ def test_prewarming_loads_an_idle_adapter_and_reports_its_place() -> None:
     bench.step()
     assert bench.source.in_flight == {LARGE} and not bench.scheduler.has_work
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.LOADING
     bench.come_to_rest()
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.POOL
@@ -57,8 +56,7 @@ def test_prewarming_never_takes_pages_that_a_running_prompt_still_needs() -> Non
     bench.step()
     bench.scheduler.prewarm(LARGE)
     while bench.scheduler.num_running:
-        bench.source.deliver()
-        bench.step()
+        bench.deliver_and_step()
         assert bench.residency.find(LARGE) is None
     assert bench.scheduler.num_preemptions == 0
 
@@ -80,8 +78,7 @@ def test_prewarming_does_not_fetch_an_adapter_that_is_on_the_host() -> None:
     bench.step()
     bench.add("next", adapter=LARGE, prompt=8)
     bench.step()
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert bench.residency.find(LARGE) is None and bench.source.num_pinned == 1
     assert bench.scheduler.prewarm(LARGE) is AdapterPlace.FETCHING
     bench.step()

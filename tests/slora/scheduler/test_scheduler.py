@@ -442,15 +442,13 @@ def test_later_requests_cannot_starve_a_waiting_request(
 
     for number in range(steps_before):
         add_newcomers(-1 - number)
-        bench.source.deliver()
-        bench.step()
-    before = bench.scheduler.num_running + bench.scheduler.num_waiting
+        bench.deliver_and_step()
+    before = bench.num_unfinished
     head = bench.add("head", prompt=4, max_tokens=4, adapter=adapter)
     bound = 12 * (before + 2 * max_num_seqs) + 3
     for number in range(bound):
         add_newcomers(number)
-        bench.source.deliver()
-        bench.step()
+        bench.deliver_and_step()
         if head.num_computed > 0:
             return
     raise AssertionError(f"it did not start within {bound} steps")
@@ -469,8 +467,7 @@ def test_every_decoding_request_gets_a_token_per_step_beside_a_long_prompt(older
     bench.source.deliver()
     for _ in range(8):
         bench.step()
-        planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
-        assert planned == {"a": 1, "b": 1, "c": 1, "long": 5}
+        assert bench.planned == {"a": 1, "b": 1, "c": 1, "long": 5}
 
 
 def test_the_newest_request_is_preempted_and_resumes_in_its_place() -> None:
@@ -491,8 +488,7 @@ def test_running_requests_finish_on_a_deleted_adapter() -> None:
     bench.add("old", prompt=4, max_tokens=24)
     bench.add("preempted", prompt=4, max_tokens=8, adapter=SMALL)
     bench.add("waiting", prompt=4, max_tokens=8, adapter=SMALL)
-    bench.source.deliver()
-    outputs = bench.step()
+    outputs = bench.deliver_and_step()
     bench.scheduler.remove_adapter(SMALL)
     outputs += bench.run_to_end(200)
     assert bench.scheduler.num_preemptions > 0
@@ -682,7 +678,7 @@ def test_a_sequence_of_ten_windows_holds_no_more_than_one_and_its_chunk(
     bench = SchedulerBench(PAGES, num_pages=40, max_num_seqs=2, max_num_batched_tokens=budget, window=8)
     bench.add("long", prompt=prompt, max_tokens=max_tokens)
     most = 0
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+    while bench.num_unfinished:
         bench.step()
         chunks = bench.last_plan.chunks
         most = max(most, *(len(chunk.sequence.blocks.held_pages) for chunk in chunks))
@@ -729,7 +725,7 @@ def test_a_sequence_that_grows_long_is_computed_again_from_its_first_token() -> 
     bench = SchedulerBench(PAGES, num_pages=20, max_num_batched_tokens=8, rope_switch=10)
     bench.add("a", prompt=9, max_tokens=6, n=2)
     starts: list[list[tuple[int, int]]] = []
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+    while bench.num_unfinished:
         bench.step()
         starts.append([(chunk.start, chunk.num_tokens) for chunk in bench.last_plan.chunks])
     # Both have 11 tokens after the third step. The older one is recomputed first, in chunks of the remaining budget.
@@ -752,9 +748,8 @@ def test_fetches_wait_until_the_host_cache_has_room() -> None:
     for version in versions:
         bench.add(version.digest, prompt=5, max_tokens=9, adapter=version)
     most, started = 0, []
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
-        bench.source.deliver()
-        outputs = bench.step()
+    while bench.num_unfinished:
+        outputs = bench.deliver_and_step()
         assert all(output.error is None for output in outputs)
         started += [load.resident.version for load in bench.last_plan.loads]
         most = max(most, bench.source.wanted_bytes)
@@ -803,8 +798,7 @@ def test_pages_reserved_for_a_chunk_that_never_ran_are_not_swapped() -> None:
     bench.add("base", prompt=4, max_tokens=28)
     bench.step()
     bench.add("late", prompt=8, max_tokens=4, adapter=VERSIONS[4])
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     (late,) = bench.scheduler.find("late")
     assert late.is_running and late.num_computed == 0 and late.blocks.num_pages == 2
     while not bench.scheduler.num_preemptions:
@@ -910,8 +904,7 @@ def test_a_request_that_holds_more_than_a_lowered_ceiling_fails(
     bench = SchedulerBench({}, num_pages=36, beam_model=stay_apart, preemption=way, swap_pages=9)
     bench.add("cut", prompt=4, max_tokens=max_tokens, n=3 if beams is None else 1, beams=beams)
     bench.add("other", prompt=4, max_tokens=30, tenant="other")
-    for _ in range(9):
-        bench.step()
+    bench.run_steps(9)
     assert bench.memory.tenants.find("tenant").num_pages > 6
     lower_ceiling(bench, max_share=6 / 36)
     ends = {output.request_id: output for output in bench.run_to_end(100)}

@@ -178,8 +178,7 @@ def test_a_tenant_within_its_floor_starts_at_once_and_is_never_preempted() -> No
     bench.memory.tenants.set_share("kept", kept)
     for number in range(12):
         bench.add(f"flood {number}", prompt=6, max_tokens=20, tenant="flood")
-    for _ in range(6):
-        bench.step()
+    bench.run_steps(6)
     assert bench.pool.num_free < 4
     sequence = bench.add("kept", prompt=20, max_tokens=16, tenant="kept", share=kept)
     bench.step()
@@ -206,7 +205,7 @@ def test_others_decode_in_each_step_while_an_adapter_of_many_slices_loads(
     for number in range(num_slices):
         assert late.num_computed == 0
         bench.step()
-        planned = {chunk.sequence.request.request_id: chunk.num_tokens for chunk in bench.last_plan.chunks}
+        planned = bench.planned
         is_last = number == num_slices - 1
         assert planned == ({"a": 1, "b": 1, "late": 5} if is_last else {"a": 1, "b": 1})
         assert sum(load.num_pages for load in bench.last_plan.loads) == min(
@@ -218,8 +217,7 @@ def test_others_decode_in_each_step_while_an_adapter_of_many_slices_loads(
 def test_without_decoding_requests_an_adapter_loads_in_one_step() -> None:
     bench = SchedulerBench({LARGE: 9}, num_pages=60, load_pages=1)
     late = bench.add("late", prompt=5, max_tokens=2, adapter=LARGE, tenant="other")
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert late.num_generated == 1
 
 
@@ -251,12 +249,10 @@ def test_many_loads_of_a_tenant_delay_the_load_of_another_by_few_loads() -> None
     for version in adapters:
         bench.add(version.digest, adapter=version, tenant="greedy")
     bench.source.deliver()
-    for _ in range(3):
-        bench.step()
+    bench.run_steps(3)
     late = bench.add("late", adapter=LARGE, tenant="other")
     bench.source.deliver()
-    for _ in range(3 * 9):
-        bench.step()
+    bench.run_steps(3 * 9)
     assert late.is_finished
 
 
@@ -271,8 +267,7 @@ def test_many_fetches_of_a_tenant_delay_the_fetch_of_another_by_few_fetches() ->
         bench.add(version.digest, adapter=version, tenant="greedy")
     late = bench.add("late", adapter=late_one, tenant="other")
     for _ in range(3):
-        bench.source.deliver()
-        bench.step()
+        bench.deliver_and_step()
     assert late.is_finished
     list(bench.run_to_end(40))
 
@@ -283,8 +278,7 @@ def test_requests_behind_one_whose_adapter_loads_start_before_it() -> None:
     bench.step()
     late = bench.add("late", prompt=5, adapter=LARGE, tenant="other")
     behind = bench.add("behind", prompt=5)
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     assert behind.is_finished and not late.is_finished
 
 
@@ -300,8 +294,7 @@ def fill_places(
     )
     for name in "ab":
         bench.add(f"greedy {name}", prompt=prompt, max_tokens=max_tokens, n=num_choices, tenant="greedy")
-    for _ in range(4):
-        bench.step()
+    bench.run_steps(4)
     return bench
 
 
@@ -325,8 +318,7 @@ def test_a_request_starts_at_once_although_long_answers_of_another_tenant_hold_a
     bench = fill_places(128, max_tokens=200, max_num_batched_tokens=512, overlap=overlap)
     assert count_places(bench) == {"greedy": 256}
     quick = bench.add("quick", max_tokens=4, tenant="other")
-    for _ in range(6):
-        bench.step()
+    bench.run_steps(6)
     assert quick.is_finished
 
 
@@ -345,12 +337,10 @@ def test_answers_that_yield_their_places_are_complete_and_charged_once(way: str,
 def test_places_are_divided_by_weight_and_do_not_go_back_and_forth() -> None:
     bench = fill_places()
     add_many(bench, "other", 20)
-    for _ in range(30):
-        bench.step()
+    bench.run_steps(30)
     assert count_places(bench) == {"greedy": 8, "other": 8}
     add_many(bench, "heavy", 20, TenantShare(weight=2))
-    for _ in range(50):
-        bench.step()
+    bench.run_steps(50)
     places = count_places(bench)
     assert places["heavy"] == 8 and min(places.values()) >= 3
     assert bench.scheduler.num_preemptions <= 8 + 8 + 2
@@ -404,8 +394,7 @@ def test_a_later_priority_class_yields_all_places_and_takes_none() -> None:
 def test_choices_that_have_not_started_yield_their_places_first() -> None:
     bench = SchedulerBench({}, num_pages=2000, max_num_seqs=16)
     bench.add("greedy", prompt=200, max_tokens=100, n=16, tenant="greedy")
-    for _ in range(4):
-        bench.step()
+    bench.run_steps(4)
     assert count_places(bench) == {"greedy": 16}
     add_many(bench, "other", 3)
     bench.step()
@@ -419,12 +408,10 @@ def test_a_request_with_many_choices_does_not_delay_other_tenants() -> None:
     bench = SchedulerBench({}, num_pages=2000, max_num_seqs=16)
     add_many(bench, "first", 15)
     bench.step()
-    for _ in range(10):
-        bench.step()
+    bench.run_steps(10)
     bench.add("wide", max_tokens=100, n=16, tenant="wide")
     quick = bench.add("quick", max_tokens=2, tenant="quick")
-    for _ in range(4):
-        bench.step()
+    bench.run_steps(4)
     assert quick.is_finished and count_places(bench)["wide"] >= 8
 
 
@@ -435,11 +422,9 @@ def test_a_place_is_free_although_the_tokens_of_a_step_suffice_only_for_decode_r
     bench = SchedulerBench({}, num_pages=400, max_num_seqs=16, max_num_batched_tokens=16)
     for number in range(2):
         bench.add(f"wide {number}", max_tokens=100, n=8, tenant="greedy", is_background=is_background)
-    for _ in range(20):
-        bench.step()
+    bench.run_steps(20)
     quick = bench.add("quick", prompt=3, max_tokens=2, tenant="other")
-    for _ in range(6):
-        bench.step()
+    bench.run_steps(6)
     assert quick.is_finished
 
 
@@ -447,11 +432,9 @@ def test_a_place_is_free_although_the_tokens_of_a_step_suffice_only_for_decode_r
 def test_background_tenants_yield_places_to_each_other(*, overlap: bool) -> None:
     bench = SchedulerBench({}, num_pages=400, max_num_seqs=16, max_num_batched_tokens=64, overlap=overlap)
     bench.add("wide", max_tokens=200, n=16, tenant="greedy", is_background=True)
-    for _ in range(20):
-        bench.step()
+    bench.run_steps(20)
     quick = bench.add("quick", max_tokens=2, tenant="other", is_background=True)
-    for _ in range(60):
-        bench.step()
+    bench.run_steps(60)
     assert quick.is_finished
 
 
@@ -464,8 +447,7 @@ def test_a_request_gets_pages_soon_although_long_answers_of_another_tenant_hold_
     while bench.pool.num_free > 15:
         bench.step()
     late = bench.add("late", prompt=60, max_tokens=2, tenant="other")
-    for _ in range(60):
-        bench.step()
+    bench.run_steps(60)
     assert late.is_finished
 
 
@@ -503,8 +485,7 @@ def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *,
             )
             if random.random() < 0.2:
                 quick = bench.add(f"quick {name}", max_tokens=2, tenant=f"quick {name}")
-                for _ in range(12):
-                    bench.step()
+                bench.run_steps(12)
                 assert quick.is_finished, f"seed {number}: it did not end within 12 steps"
             bench.step()
         list(bench.run_to_end(400))
@@ -541,14 +522,13 @@ def test_later_requests_of_any_tenant_cannot_starve_a_waiting_request(seed: int,
     for head in range(10):
         name = random.choice(tenants)
         waits = bench.add(f"head {head}", prompt=4, max_tokens=4, tenant=name)
-        before = bench.scheduler.num_running + bench.scheduler.num_waiting
+        before = bench.num_unfinished
         # In the worst case, its tenant has had all service that is queued before it, and two other tenants have to
         # catch up.
         bound = 18 * 3 * (before + 8)
         for number in range(bound):
             add_newcomers(number + 1000 * head) if number < 40 else None
-            bench.source.deliver()
-            bench.step()
+            bench.deliver_and_step()
             if waits.num_computed > 0:
                 break
         assert waits.num_computed > 0, f"it did not start within {bound} steps"
@@ -626,7 +606,7 @@ def test_a_preempted_request_that_has_answered_is_not_ended_by_its_deadline() ->
     for name in "abc":
         bench.add(name, prompt=4, max_tokens=8, deadline_s=1.0)
     outputs = []
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+    while bench.num_unfinished:
         outputs += bench.step()
         bench.now += 0.3
     failed = {output.request_id for output in outputs if output.error is not None}
@@ -643,7 +623,7 @@ def run_short_of_pages(costs: Any = COSTS, **options: Any) -> tuple[SchedulerBen
     bench = SchedulerBench({}, num_pages=12, max_num_batched_tokens=32, costs=costs, **options)
     sequences = [bench.add(str(n), prompt=6 + n, max_tokens=12) for n in range(5)]
     num_computed = 0
-    while bench.scheduler.num_running + bench.scheduler.num_waiting:
+    while bench.num_unfinished:
         bench.step()
         num_computed += bench.last_plan.num_tokens
     assert bench.scheduler.num_preemptions > 0
@@ -724,7 +704,7 @@ def test_no_kv_is_lost_under_constant_preemption_and_failing_steps(window: int |
         for _ in range(300):
             bench.source.deliver()
             bench.step(breaks=random.random() < 0.15)
-        assert bench.scheduler.num_running + bench.scheduler.num_waiting == 0
+        assert bench.num_unfinished == 0
         assert bench.pool.num_held == bench.scheduler.swapping.num_used == 0
         num_preemptions += bench.scheduler.num_preemptions
         num_pages_in += bench.scheduler.swapping.num_pages_in

@@ -211,8 +211,7 @@ def test_a_request_that_joins_a_load_in_progress_is_cold() -> None:
     bench.add("decodes", max_tokens=20)
     bench.add("first", adapter=VERSION, max_tokens=1)
     bench.step()
-    bench.source.deliver()
-    bench.step()
+    bench.deliver_and_step()
     bench.add("second", adapter=VERSION, max_tokens=1)
     timing = time_requests(bench)["second"]
     assert timing.is_cold and timing.fetch_s == 0.0

@@ -128,14 +128,10 @@ def test_template_features_behave_as_in_transformers(pair: Pair, template: str) 
 TOOLS = [
     {
         "type": "function",
-        "function": {
-            "name": "f",
-            "description": "Größe <&>",
-            "parameters": {"type": "object", "properties": {}},
-        },
+        "function": {"name": "f", "description": "Größe <&>", "parameters": {"type": "object", "properties": {}}},
     },
     {"type": "function", "function": {"name": "g"}},
-]
+]  # fmt: skip
 
 
 def conversation_with_calls(arguments: Any) -> list[dict[str, Any]]:

@@ -59,7 +59,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
     made: dict[str, ModelKit] = {}
 
     def find(model: str) -> ModelKit:
@@ -73,7 +73,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ModelKit]:
 
 
 @pytest.fixture(scope="module")
-def kit(kits: Callable[[str], ModelKit]) -> ModelKit:
+def kit(kits: Kits) -> ModelKit:
     return kits("llama")
 
 
@@ -108,7 +108,7 @@ def judge(
 @pytest.mark.parametrize("model", WIDE)
 @pytest.mark.parametrize("kernels", CPU_KERNELS[::-1])
 def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
-    kits: Callable[[str], ModelKit],
+    kits: Kits,
     tmp_path: Path,
     report: Callable[[str], None],
     form: str,
@@ -365,30 +365,21 @@ REFUSED = {
     "format": ({**change(), "format": "int-quantized"}, r"format is 'int-quantized'; 4-bit numbers are"),
     "gptq_bits": ({**GPTQ, "bits": 8}, r"bits is 8; of this quant_method, only 4 bits are served"),
     "gptq_groups": ({**GPTQ, "group_size": 16}, r"group_size is 16; it must be a multiple of 32"),
-    "gptq_format": (
-        {**GPTQ, "checkpoint_format": "marlin"},
-        r"checkpoint_format is 'marlin'; supported are gptq",
-    ),
+    "gptq_format": ({**GPTQ, "checkpoint_format": "marlin"}, r"checkpoint_format is 'marlin'; supported are gptq"),
     "gptq_layers": ({**GPTQ, "dynamic": {"+:.*": {"bits": 8}}}, r"dynamic is .*quantized in the same way"),
     "gptq_words": ({**GPTQ, "pack_dtype": "int16"}, r"pack_dtype is 'int16'; only int32 is served"),
     "awq_bits": ({**AWQ, "bits": 3}, r"bits is 3; of this quant_method, only 4 bits are served"),
     "awq_version": ({**AWQ, "version": "gemv"}, r"version is 'gemv'; only gemm is served"),
     "awq_backend": ({**AWQ, "backend": "llm-awq"}, r"backend is 'llm-awq'; only autoawq is served"),
-    "awq_symmetric": (
-        {**AWQ, "zero_point": False},
-        r"zero_point is False; AWQ is served only with zero points",
-    ),
+    "awq_symmetric": ({**AWQ, "zero_point": False}, r"zero_point is False; AWQ is served only with zero points"),
     "bnb_8_bits": (
         {**NF4, "load_in_4bit": False, "load_in_8bit": True},
         r"load_in_8bit is True; LLM.int8 rounds activations too, .*unquantized checkpoint, .*to int8",
     ),
     "bnb_bits": ({**NF4, "load_in_4bit": False}, r"load_in_4bit is False; only 4 bits of bitsandbytes"),
-    "bnb_type": (
-        {**NF4, "bnb_4bit_quant_type": "af4"},
-        r"bnb_4bit_quant_type is 'af4'; supported are nf4 and fp4",
-    ),
+    "bnb_type": ({**NF4, "bnb_4bit_quant_type": "af4"}, r"bnb_4bit_quant_type is 'af4'; supported are nf4 and fp4"),
     "sparse": ({**change(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse weights are not"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1,7 +1,4 @@
-"""Adapters with rows of the embedding or the head of their own give peft's answers, beside other adapters and the base.
-
-The rows are those of some tokens (`trainable_token_indices`) or all of them (`modules_to_save`).
-"""
+"""Adapters that were trained after resize_token_embeddings, with rows for the added tokens, answer as peft does."""
 
 import random
 import re
@@ -16,114 +13,22 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from slora import LLM, LoraAdapter, SamplingParams
+from slora import LLM, SamplingParams
 from slora.core.errors import RequestRefused
 from slora.core.request import EngineRequest, single_adapter
 from slora_adapters.errors import AdapterInvalid
-from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer, judge_engine, judge_with_triton, mix
-from tests.slora.engine.test_tensor_parallel import divided_engine, judge_divided, make_requests
-from tests.slora.sampling.test_prompt_logprobs import check_scores
+from tests.slora.engine.test_adapter_features import FEATURES
+from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer
+from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import (
-    EMBEDDING_KINDS,
-    KINDS,
-    ROW_KINDS,
-    TIED_KINDS,
     make_adapter,
     quiet_peft,
 )
 from tests.support.tiny_models import VOCAB_SIZE
-
-Kits = Callable[[str], ModelKit]
-# gemma scales its embeddings.
-MODELS = ["llama", "qwen2_tied", "gemma3_text", "gpt2"]
-
-
-def _find_kinds(model: str) -> dict[str, dict[str, object]]:
-    if model == "gpt2":
-        return {
-            "tokens": {"r": 3, "target_modules": ["c_attn"], "trainable_token_indices": {"wte": [4, 90]}},
-            "whole_head": {"r": 3, "target_modules": ["c_fc"], "modules_to_save": ["lm_head"]},
-            "plain": {"r": 5},
-        }
-    return ROW_KINDS | {"plain": KINDS["patterns"], "head": EMBEDDING_KINDS["head"]}
-
-
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
-    return cache(lambda model: make_kit(tmp_path_factory.mktemp(model), model, _find_kinds(model)))
-
-
-@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", MODELS)
-def test_every_kind_in_one_batch_answers_as_peft_does(
-    kits: Kits, report: Callable[[str], None], model: str, kernels: str, *, soak: bool
-) -> None:
-    kit = kits(model)
-    work = mix(kit, prompts_each=20 if soak else 2, seed=4)
-    # All tokens of these prompts have rows of their own in one of the adapters.
-    own = Work([[90, 3, 17, 7, 8, 9, 11, 4] * 2] * len(kit.adapters), [*kit.adapters])
-    work = Work(work.prompts + own.prompts, work.kinds + own.kinds)
-    verdict, _ = judge_engine(kit, work, GREEDY, 900, kernels=kernels)
-    report(f"parity of {model} with rows of its own, {kernels} kernels: {verdict}")
-    assert verdict.equal, verdict
-
-
-@pytest.mark.parametrize("model", ["qwen2_tied", "llama"])
-def test_tied_embeddings_and_heads_answer_as_peft_does(
-    report: Callable[[str], None], tmp_path: Path, model: str, *, soak: bool
-) -> None:
-    """The head of llama is not tied, so that the field has no effect there."""
-    kinds = TIED_KINDS if model == "qwen2_tied" else {"tied_pair": TIED_KINDS["tied_pair"]}
-    kit = make_kit(tmp_path, model, kinds)
-    work = mix(kit, prompts_each=20 if soak else 2, seed=7)
-    verdict, _ = judge_engine(kit, work, GREEDY, 900)
-    report(f"parity of {model} with what training tied: {verdict}")
-    assert verdict.equal, verdict
-
-
-@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
-    kits: Kits, kernels: str, *, soak: bool
-) -> None:
-    kit = kits("qwen2_tied")
-    work = mix(kit, prompts_each=8 if soak else 2, seed=5)
-    settings = {"max_num_seqs": 9, "max_num_batched_tokens": 30, "max_model_len": 128}
-    verdict, stats = judge_engine(kit, work, GREEDY, 44, kernels=kernels, **settings)
-    assert stats.preemptions > 0 and stats.adapter_evictions > 0
-    assert verdict.equal, verdict
-
-
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])
-def test_a_divided_model_answers_as_peft_does(kits: Kits, size: int) -> None:
-    verdict = judge_divided(kits("qwen2_tied"), size)
-    assert verdict.equal, verdict
-
-
-def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
-    kinds = ["tokens_of_both", "whole_head", "whole_embedding"]
-    kit = make_kit(tmp_path, "llama", {kind: ROW_KINDS[kind] for kind in kinds}, num_hidden_layers=1)
-    work = Work([[3, 7, 4, 9], [5, 9], [2, 6, 5]], [*kinds])
-    verdict = judge_with_triton(kit, work)
-    assert verdict.equal, verdict
-
-
-def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits) -> None:
-    kit = kits("llama")
-    source, versions = make_source(kit)
-    engine = make_engine(kit, source, 900, kernels=KERNELS, max_num_seqs=20, max_num_batched_tokens=90)
-    params = replace(GREEDY, max_tokens=4, prompt_logprobs=2, n=2)
-    prompts = {kind: [(7 * n + len(kind)) % 128 for n in range(70)] for kind in versions}
-    asked = [
-        EngineRequest(kind, "t", prompts[kind], single_adapter(versions[kind]), params) for kind in versions
-    ]
-    answers = drive(engine, [asked])
-    for kind, prompt in prompts.items():
-        check_scores(kit, prompt, kind, 2, answers[kind])
-
 
 # Trained whole matrices, copies that peft saves after a resize, and trained rows beside copies.
 NUM_ADDED = {"added": 1, "copied": 3, "trained": 40}
@@ -143,7 +48,9 @@ class ResizedKit(ModelKit):
 
 
 def make_resized_kit(root: Path, model: str) -> ResizedKit:
-    plain = make_kit(root / "base", model, {kind: _find_kinds(model)[kind] for kind in ("plain", "tokens")})
+    plain = make_kit(
+        root / "base", model, {kind: FEATURES["rows"](model)[kind] for kind in ("plain", "tokens")}
+    )
     made = ResizedKit(
         plain.directory, dict(plain.adapters), dict.fromkeys([None, *plain.adapters], plain.oracle)
     )
@@ -277,18 +184,10 @@ def test_ids_of_added_tokens_are_those_of_their_adapter_alone(
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
     for token, kind, message in (
         (VOCAB_SIZE, None, f"token id {VOCAB_SIZE}, which is out of vocabulary; this model's ids are 0 to"),
-        (
-            VOCAB_SIZE,
-            "plain",
-            "has 0 added tokens behind those of the base model, and the request has ids for 1",
-        ),
-        (
-            VOCAB_SIZE + 1,
-            "added",
-            "has 1 added tokens behind those of the base model, and the request has ids for 2",
-        ),
+        (VOCAB_SIZE, "plain", "has 0 added tokens behind those of the base model, and the request has ids for 1"),
+        (VOCAB_SIZE + 1, "added", "has 1 added tokens behind those of the base model, and the request has ids for 2"),
         (VOCAB_SIZE + 5000, "added", f"token id {VOCAB_SIZE + 5000}, which is out of vocabulary"),
-    ):
+    ):  # fmt: skip
         with pytest.raises(RequestRefused, match=message):
             llm.generate([[1, token]], GREEDY, kit.path(kind))
         with pytest.raises(RequestRefused):
@@ -312,18 +211,12 @@ def test_rows_for_added_tokens_that_are_not_whole_are_refused_by_name(tmp_path: 
     llm = LLM(old.directory, kernels=KERNELS, pool_bytes=old.pool_bytes(900))
     for kind, message in (
         ("adapted", "has rows of its own and a LoRA pair; train one of them"),
-        (
-            "gap",
-            rf"rows for 3 tokens behind the {VOCAB_SIZE} of the base model, but none for token {VOCAB_SIZE};",
-        ),
-        (
-            "one",
-            rf"have 3 and 0 rows behind the {VOCAB_SIZE} of the base model; added tokens need a row of each",
-        ),
+        ("gap", rf"rows for 3 tokens behind the {VOCAB_SIZE} of the base model, but none for token {VOCAB_SIZE};"),
+        ("one", rf"have 3 and 0 rows behind the {VOCAB_SIZE} of the base model; added tokens need a row of each"),
         ("many", r"1025 tokens were added .* at most 1024 .* after resize_token_embeddings\(1153\)"),
         ("fewer", r"trainable_tokens_delta' has shape \[2, 48\]; the config requires \[1, 48\]"),
         ("other", rf"the first {VOCAB_SIZE} rows of tensor .*: this copy differs from the base model's"),
-    ):
+    ):  # fmt: skip
         base = AutoModelForCausalLM.from_pretrained(old.directory)
         base.resize_token_embeddings(VOCAB_SIZE + 1025 if kind == "many" else size, mean_resizing=False)
         if kind == "other":
@@ -338,21 +231,3 @@ def test_rows_for_added_tokens_that_are_not_whole_are_refused_by_name(tmp_path: 
             config.write_text(text, encoding="utf-8")
         with pytest.raises(AdapterInvalid, match=message):
             llm.generate([[1, 2, 3]], GREEDY, tmp_path / kind)
-
-
-def test_an_adapter_with_rows_of_its_own_is_refused_in_a_sum(kits: Kits) -> None:
-    kit = kits("llama")
-    llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
-    for kind in ("tokens", "whole_head"):
-        asked = [LoraAdapter(kit.adapters[kind]), LoraAdapter(kit.adapters["plain"])]
-        with pytest.raises(RequestRefused, match="rows of the embedding or the head of its own"):
-            llm.generate([[1, 2, 3]], GREEDY, [asked])
-
-
-def test_the_oracle_distinguishes_each_of_these_adapters_from_the_base(kits: Kits) -> None:
-    kit = kits("qwen2_tied")
-    work = mix(kit, prompts_each=1, seed=6)
-    answers = answer(LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900)), kit, work)
-    for prompt, given, kind in zip(work.prompts, answers, work.kinds, strict=True):
-        verdict = kit.oracle.judge(prompt, given.token_ids, None, given.logprobs)
-        assert verdict.equal == (kind is None), kind
