@@ -8,6 +8,9 @@ import httpx
 import pytest
 
 from tests.adapters.registry_places import database_place
+from tests.api.adapters.hostile_uploads import MAX_RANK, MAX_UPLOAD
+from tests.api.platform import Platform, running_platform
+from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import READY_S, Served, serving, write_adapter, write_base
 from tests.postgresql_server import mortal_postgresql, postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
@@ -68,11 +71,20 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return Kit(root / "base", root / "small", root / "wide")
 
 
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    """The API over a scripted engine, whose answer is "ok". A module that needs other settings has a fixture of its
+    own."""
+    with running_platform(tmp_path_factory.mktemp("platform"), ScriptedEngine([deltas_of(b"ok")])) as running:
+        yield running
+
+
 @pytest.fixture(scope="session")
 def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that tests share, with the default kernels. Each test creates its own tenants, and no test kills a
-    process."""
-    with serving(kit.base, tmp_path_factory.mktemp("server") / "data", kernels="auto") as served:
+    """A server that tests share, with the default kernels and the limits that hostile uploads exceed. Each test creates
+    its own tenants, and no test kills a process."""
+    limits = ("--max-upload-bytes", str(MAX_UPLOAD), "--max-lora-rank", str(MAX_RANK))
+    with serving(kit.base, tmp_path_factory.mktemp("server") / "data", *limits, kernels="auto") as served:
         served.wait_until_ready()
         yield served
 

@@ -90,7 +90,9 @@ class Platform:
     engine: ScriptedEngine
     services: Services
     directory: Path
-    sdk_clients: ExitStack = field(default_factory=ExitStack)
+    # The clients by key, and what closes them and those of the openai package.
+    clients: dict[str, httpx.Client] = field(default_factory=dict)
+    at_end: ExitStack = field(default_factory=ExitStack)
 
     def find(self, kind: type[T]) -> T:
         """The object of this kind among those of the routes and of the background tasks."""
@@ -106,13 +108,21 @@ class Platform:
         ids = self.engine.requests[-1].prompt_token_ids
         return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
 
+    def api(self, key: str) -> httpx.Client:
+        """A client that is closed at the end of the platform. A new client for each request takes as long as many
+        requests do."""
+        if key not in self.clients:
+            self.clients[key] = self.at_end.enter_context(self.client(key))
+        return self.clients[key]
+
     def client(self, key: str) -> httpx.Client:
+        """A client that the caller closes, or with it a stream."""
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
         return httpx.Client(base_url=self.url, headers=bearer(key), timeout=120, verify=False)
 
     def sdk(self, key: str) -> openai.OpenAI:
         """A client of the openai package, closed at the end of the platform."""
-        return self.sdk_clients.enter_context(make_sdk_client(self.url, key))
+        return self.at_end.enter_context(make_sdk_client(self.url, key))
 
     def key(self, tenant: str, adapter: str | None = None) -> str:
         """Creates a key, and the tenant if it does not exist."""
@@ -134,13 +144,11 @@ class Platform:
     ) -> httpx.Response:
         """Sends POST /v1/adapters with the files of an adapter, named as in a PEFT directory."""
         files = {FIELDS[file]: (file, raw) for file, raw in (members or make_members()).items()}
-        with self.client(key) as client:
-            return client.post(path, data={"name": name, **fields}, files=files)
+        return self.api(key).post(path, data={"name": name, **fields}, files=files)
 
 
 def post(platform: Platform, key: str, path: str, body: Any) -> httpx.Response:
-    with platform.client(key) as client:
-        return client.post(path, json=body)
+    return platform.api(key).post(path, json=body)
 
 
 class TinyBase(BaseModelFiles):
@@ -219,5 +227,5 @@ def running_platform(
         # FastAPI builds its routes at the first request, which is not safe on two threads at once. A test may run two
         # platforms.
         httpx.get(platform.url + "/healthz", verify=False).raise_for_status()
-        with platform.sdk_clients:
+        with platform.at_end:
             yield platform

@@ -73,10 +73,10 @@ def fast_byte_tokenizer() -> FastTokenizer:
     return fast
 
 
-def byte_tokenizer() -> Tokenizer:
-    """The same tokenizer as the server loads it, with a chat template."""
+def byte_tokenizer(fast: FastTokenizer | None = None) -> Tokenizer:
+    """The same tokenizer as the server loads it, with a chat template. fast: another one."""
     template = "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
-    return Tokenizer(fast_byte_tokenizer(), {"eos_token": "<eos>"}, template)
+    return Tokenizer(fast or fast_byte_tokenizer(), {"eos_token": "<eos>"}, template)
 
 
 def deltas_of(text: bytes, reason: FinishReason = FinishReason.LENGTH) -> list[TokenDelta]:

@@ -60,8 +60,8 @@ from slora_api.keys.running_requests import RunningRequests
 logger = get_rate_limited_logger(__name__)
 
 LEASE_S = 30.0
-_RENEW_S = 2.0
-_MAX_RETRY_S = 60.0
+RENEW_S = 2.0
+MAX_RETRY_S = 60.0
 _MIN_RETRY_S = 0.1
 _BUSY = (429, 503, 507)
 _EXPIRED = BatchProblem(
@@ -210,7 +210,7 @@ class BatchRun:
 
     async def _keep_lease(self) -> None:
         while True:
-            await asyncio.sleep(_RENEW_S)
+            await asyncio.sleep(RENEW_S)
             self._status = await self._call(
                 self._shared.batches.renew, self._batch.batch_id, self._shared.owner, LEASE_S
             )
@@ -289,7 +289,7 @@ class BatchRun:
     async def _wait_for_budget(self) -> None:
         """Waits until the tenant has CPU time left, or the batch must stop."""
         while (wait_s := self._shared.budget.wait_s(self._batch.tenant)) > 0 and not self._must_stop():
-            await asyncio.sleep(min(wait_s, _RENEW_S))
+            await asyncio.sleep(min(wait_s, RENEW_S))
 
     async def _answer_in_slots(self, line: BatchLine, admitted: asyncio.Event) -> None:
         """Sends a line until it is answered, unless the batch is cancelled or expires first. admitted: set when the
@@ -355,7 +355,7 @@ class BatchRun:
             while not task.done():
                 if self._must_stop():
                     return None
-                await asyncio.wait([task], timeout=_RENEW_S)
+                await asyncio.wait([task], timeout=RENEW_S)
             return task.result()
         finally:
             task.cancel()
@@ -369,14 +369,14 @@ class BatchRun:
         try:
             response = await self._send(line, line_id)
         except StoreUnavailable:
-            return _RENEW_S
+            return RENEW_S
         except TenantSuspended:
-            return _MAX_RETRY_S
+            return MAX_RETRY_S
         if response.status < 400:
             self._shared.budget.charge(self._batch.tenant, -_REFUSAL_CPU_S)
         wait_s = response.headers.get("retry-after")
         if response.status in _BUSY and wait_s is not None:
-            return min(_MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))
+            return min(MAX_RETRY_S, max(_MIN_RETRY_S, float(wait_s)))
         content = write_response(line, line_id, response.status, line_id, bytes(response.body))
         return LineAnswer(line.number, content, response.status >= 400)
 

@@ -27,13 +27,13 @@ from slora_api.keys.running_requests import RunningRequests
 logger = logging.getLogger(__name__)
 
 # The maximum number of batches in progress in one process. Each batch holds one line that waits for a slot.
-_MAX_RUNNING = 16
+MAX_RUNNING = 16
 # This many of the batches are reserved for tenants without another batch in progress in this process.
-_NUM_RESERVED = reserved_slots(_MAX_RUNNING)
+NUM_RESERVED = reserved_slots(MAX_RUNNING)
 _SWEEP_S = 60.0
 # The budget of CPU time of one tenant, in one API process. Reading a line of 2 KB and writing its answer take 0.15 ms,
 # so a fifth of a core is enough for 1,300 lines/s.
-_BURST_S, _REFILL = 0.1, 0.2
+BURST_S, REFILL = 0.1, 0.2
 
 
 class BatchRunner:
@@ -67,7 +67,7 @@ class BatchRunner:
             # a slot.
             FairSlots(num_lines, sys.maxsize, "lines of batches"),
             DelayedLines(num_lines),
-            CpuBudget(_BURST_S, _REFILL, "batches"),
+            CpuBudget(BURST_S, REFILL, "batches"),
             generator.metrics.answered_line,
         )
         self._runs: dict[asyncio.Task[None], str] = {}
@@ -86,10 +86,10 @@ class BatchRunner:
     async def _claim(self) -> None:
         while True:
             batch = None
-            if self._generator.client.ready and len(self._runs) < _MAX_RUNNING:
+            if self._generator.client.ready and len(self._runs) < MAX_RUNNING:
                 with suppress(StoreUnavailable):
                     busy = set(self._runs.values())
-                    is_reserved = len(self._runs) >= _MAX_RUNNING - _NUM_RESERVED
+                    is_reserved = len(self._runs) >= MAX_RUNNING - NUM_RESERVED
                     claim = partial(
                         self._batches.claim, self._work.owner, LEASE_S, busy, others_only=is_reserved
                     )

@@ -43,11 +43,11 @@ _CONTENT = "content"
 _READ_BYTES = 1 << 18
 # The number of rows that one statement reads, and that one transaction writes. Other writers wait only for
 # milliseconds, and the disk reserve has room for the transaction.
-_ROWS_READ, _ROWS_WRITTEN = 2000, 500
+_ROWS_READ, ROWS_WRITTEN = 2000, 500
 # The number of blobs that a reader keeps open.
 _MAX_OPEN = 16
 # `compact` joins consecutive pieces with at most this many bytes into one blob.
-_COMPACTED_BYTES = 8 << 20
+COMPACTED_BYTES = 8 << 20
 # A file that is incomplete after this time was left by a process that was killed.
 _MAX_UPLOAD_S = 3600.0
 _DELETED_AT_ONCE = 100
@@ -199,7 +199,7 @@ class Files:
         num_bytes = 0
         for piece in self._find_pieces(file_id, after):
             num_bytes += piece.num_bytes
-            if pieces and num_bytes > _COMPACTED_BYTES:
+            if pieces and num_bytes > COMPACTED_BYTES:
                 break
             pieces.append(piece)
         if not pieces:
@@ -218,15 +218,15 @@ class Files:
         try:
             with closing(_OpenBlobs(self._blobs.durable)) as opened:
                 self.put(blob, b"".join(_read_pieces(pieces, opened)))
-            for first in range(0, len(pieces), _ROWS_WRITTEN):
+            for first in range(0, len(pieces), ROWS_WRITTEN):
                 with self._database.transaction() as connection:
-                    for piece in pieces[first : first + _ROWS_WRITTEN]:
+                    for piece in pieces[first : first + ROWS_WRITTEN]:
                         row = update(schema.file_pieces).where(
                             _p.file_id == file_id, _p.number == piece.number
                         )
                         connection.execute(row.values(blob=blob, start=start))
                         start += piece.num_bytes
-                    if first + _ROWS_WRITTEN >= len(pieces):
+                    if first + ROWS_WRITTEN >= len(pieces):
                         self._release(connection, file_id, blob)
         except BaseException:
             with suppress(StoreUnavailable), self._database.transaction(even_if_full=True) as connection:
@@ -336,7 +336,7 @@ class Files:
             blobs: set[str] = set()
             while True:
                 with self._database.transaction(even_if_full=True) as connection:
-                    rows = connection.execute(some.limit(_ROWS_WRITTEN)).all()
+                    rows = connection.execute(some.limit(ROWS_WRITTEN)).all()
                     if not rows:
                         connection.execute(delete(schema.files).where(_f.file_id == file_id))
                         break

@@ -62,7 +62,7 @@ _MAX_ECHO_CHARS = 1 << 22
 _MAX_INPUTS = 2048
 # Enough for 1,500 embeddings of 4,096 components in base64, or for 340 as JSON numbers. Writing the numbers takes a
 # second.
-_MAX_EMBEDDING_BYTES = 1 << 25
+MAX_EMBEDDING_BYTES = 1 << 25
 # A float32 as JSON has at most 24 characters and a comma. Three bytes are four characters of base64.
 _FLOAT_BYTES, _BASE64_BYTES = 25.0, 16 / 3
 _MAX_TEMPLATE_KWARGS_CHARS = 1 << 14
@@ -169,7 +169,7 @@ class RequestBounds:
             answer_tokens=request_tokens,
             answer_logprobs=_MAX_ANSWER_LOGPROBS,
             echo_chars=_MAX_ECHO_CHARS,
-            embedding_bytes=_MAX_EMBEDDING_BYTES,
+            embedding_bytes=MAX_EMBEDDING_BYTES,
             template_kwargs_chars=_MAX_TEMPLATE_KWARGS_CHARS,
         )
 

@@ -18,9 +18,9 @@ from slora_api.usage.usage_shipper import UsageShipper
 
 # The time limit for reading the engine's snapshot. The engine answers between two steps, and even the longest step
 # takes well below a second.
-_PATIENCE_S = 2.0
+PATIENCE_S = 2.0
 # Gateways scrape twenty times a second.
-_CACHED_S = 0.05
+CACHED_S = 0.05
 
 
 class Scraper:
@@ -66,7 +66,7 @@ class Scraper:
         number of scrapes is not limited otherwise.
         """
         async with self._making:
-            if time.monotonic() >= self._made_at + _CACHED_S:
+            if time.monotonic() >= self._made_at + CACHED_S:
                 self._for_gateways = self._metrics.render_for_gateway(await self._read_engine())
                 self._made_at = time.monotonic()
             return self._for_gateways
@@ -80,7 +80,7 @@ class Scraper:
             self._asking = asyncio.create_task(self._ask_engine())
             self._asking.add_done_callback(self._note_engine)
         asking = self._asking
-        await asyncio.wait([asking], timeout=_PATIENCE_S)
+        await asyncio.wait([asking], timeout=PATIENCE_S)
         return asking.result() if asking.done() else self._last
 
     def _note_engine(self, asking: "asyncio.Task[EngineNumbers | None]") -> None:

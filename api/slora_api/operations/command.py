@@ -20,7 +20,7 @@ from slora_api.cli.declaration import argument, command, read_duration, read_pos
 from slora_api.cli.output import Columns, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, open_client, walk
 
-_POLL_S = 0.5
+POLL_S = 0.5
 _ENGINES = "/admin/engines"
 
 
@@ -95,7 +95,7 @@ def _restart(client: httpx.Client, name: str, timeout_s: float, *, allow_outage:
     print(f"{name} stops; waiting until it serves again", flush=True)
     begun_at = time.monotonic()
     while True:
-        time.sleep(_POLL_S)
+        time.sleep(POLL_S)
         (found,) = (one for one in _list(client) if one["name"] == name)
         waited_s = time.monotonic() - begun_at
         if found["serving"] and found["restarts"] > stopped["restarts"]:

@@ -42,7 +42,7 @@ _MIN_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 10.0
 # If a child has lived this long, the pause before its next restart is the shortest one again.
 _HEALTHY_S = 30.0
-_STOP_S = 10.0
+STOP_S = 10.0
 _POLL_S = 0.25
 # Exit code of a child whose configuration can never work. argparse uses the same code.
 _REFUSED_EXIT = 2
@@ -279,7 +279,7 @@ class Supervisor:
                 # it is ready.
                 can_finish = page.read().is_serving and not is_stalled
                 try:
-                    await _stop(process, _STOP_S if can_finish else 0)
+                    await _stop(process, STOP_S if can_finish else 0)
                 finally:
                     _kill_group(process.pid)
         finally:

@@ -29,7 +29,7 @@ from slora_api.sandbox.sandbox_process import SandboxProcess
 COMPILE_CPU_S = 0.5
 # A tenant whose forms take 5 ms each can use 20 new forms per second indefinitely.
 _BURST_CPU_S, _REFILL = 5.0, 0.1
-_LIBRARY = "llguidance"
+LIBRARY = "llguidance"
 
 
 class GrammarChecks:
@@ -97,7 +97,7 @@ class GrammarChecks:
 
 def has_compiler() -> bool:
     try:
-        version(_LIBRARY)
+        version(LIBRARY)
     except PackageNotFoundError:
         return False
     return True

@@ -23,13 +23,13 @@ _log = logging.getLogger(__name__)
 # CPU seconds charged for each request that ends its process, because a new process must be started.
 _START_CPU_S = 0.2
 # On a machine with many busy programs, two seconds of CPU time can take a minute.
-_ANSWER_TIMEOUT_S = 60.0
-_START_TIMEOUT_S = 60.0
+ANSWER_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
 # A process may also die without exceeding a limit, for example because of the OOM killer. Its request is retried once.
 _NUM_ATTEMPTS = 2
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 # A fresh process uses 25 to 50 MiB. A process that has grown beyond this limit is replaced.
-_MAX_RESIDENT_BYTES = 96 << 20
+MAX_RESIDENT_BYTES = 96 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +82,12 @@ class SandboxPool:
                 except SandboxStalled:
                     _log.warning(
                         "a process did not answer within %g s and was killed: its %s was not %s",
-                        _ANSWER_TIMEOUT_S,
+                        ANSWER_TIMEOUT_S,
                         self._work.object,
                         self._work.verb,
                     )
                     failure = ServerBusy(
-                        f"The {self._work.object} was not {self._work.verb} within {_ANSWER_TIMEOUT_S:g} s, because "
+                        f"The {self._work.object} was not {self._work.verb} within {ANSWER_TIMEOUT_S:g} s, because "
                         "the server is too busy. Try again."
                     )
                 except SandboxDied as death:
@@ -114,13 +114,13 @@ class SandboxPool:
         started_at = self._clock()
         used_s: float | None = None
         try:
-            answer, used_s = await sandbox.ask(request, _ANSWER_TIMEOUT_S)
+            answer, used_s = await sandbox.ask(request, ANSWER_TIMEOUT_S)
         finally:
             if used_s is None:
                 # The CPU time of a killed process is unknown, but it is at most the limit and at most the elapsed time.
                 used_s = min(self._work.cpu_limit_s, self._clock() - started_at) + _START_CPU_S
             self._budget.charge(tenant, used_s)
-        if answer.resident_bytes > _MAX_RESIDENT_BYTES:
+        if answer.resident_bytes > MAX_RESIDENT_BYTES:
             self._budget.charge(tenant, _START_CPU_S)
             await sandbox.close()
         else:
@@ -138,7 +138,7 @@ class SandboxPool:
             if pause_s > 0:
                 break
             try:
-                sandbox = await self._work.start(_START_TIMEOUT_S)
+                sandbox = await self._work.start(START_TIMEOUT_S)
             except (SandboxDied, SandboxStalled, OSError) as error:
                 self._num_failed_starts += 1
                 _log.error(

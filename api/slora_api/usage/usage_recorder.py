@@ -92,7 +92,7 @@ class UsageRecorder:
     ) -> None:
         self._observe = observe
         self._client = client
-        self._journal = journal
+        self.journal = journal
         self._clock = clock
         self._open: dict[str, OpenRequest] = {}
         # The next batch for the journal.
@@ -108,7 +108,7 @@ class UsageRecorder:
 
     def check(self) -> None:
         """Raises UsageJournalFull if new requests cannot be recorded at present."""
-        self._journal.check()
+        self.journal.check()
 
     def open(
         self, answer: ArrivedAnswer, on_report: Callable[[RequestUsage], None] = lambda usage: None
@@ -131,7 +131,7 @@ class UsageRecorder:
     def close(self) -> None:
         """Hands over the records that still wait for the journal. Call it before the journal is closed."""
         for _, record in self._batch:
-            self._journal.append(record)
+            self.journal.append(record)
         self._batch = []
 
     def _receive(self, request_id: str, usage: RequestUsage | None, timing: RequestTiming | None) -> None:
@@ -180,7 +180,7 @@ class UsageRecorder:
         if not batch:  # `close` has already handed over the batch.
             return
         loop = asyncio.get_running_loop()
-        written = [self._journal.append(record) for _, record in batch]
+        written = [self.journal.append(record) for _, record in batch]
 
         def end_batch(_last: "Future[None]") -> None:
             # This runs on the thread of the journal. The loop may be closed when the process ends.

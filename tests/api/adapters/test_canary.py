@@ -49,8 +49,8 @@ def platform(tmp_path: Path) -> Iterator[Platform]:
 
 
 def names(platform: Platform, key: str) -> list[str]:
-    with platform.client(key) as client:
-        return [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]]
+    client = platform.api(key)
+    return [adapter["name"] for adapter in client.get("/v1/adapters").json()["data"]]
 
 
 def blobs(platform: Platform) -> list[Path]:
@@ -136,9 +136,9 @@ def test_a_version_that_fails_its_canary_does_not_change_its_name(platform: Plat
     kept = blobs(platform)
     platform.engine.canary = lambda request: SAME
     assert platform.upload(key, "x", OTHER).status_code == 422
-    with platform.client(key) as client:
-        assert client.get("/v1/adapters/x").json()["digest"] == first["digest"]
-        assert len(client.get("/v1/adapters/x/versions").json()["data"]) == 1
+    client = platform.api(key)
+    assert client.get("/v1/adapters/x").json()["digest"] == first["digest"]
+    assert len(client.get("/v1/adapters/x/versions").json()["data"]) == 1
     assert blobs(platform) == kept
 
 

@@ -186,9 +186,8 @@ def test_a_client_that_disconnects_ends_its_inspection(tmp_path: Path, slow: Pat
         tmp_path, ScriptedEngine([deltas_of(b"ok")]), bounds, max_upload_bytes=1 << 40
     ) as platform:
         key = platform.key("impatient")
-        with platform.client(key) as client:
-            content = {"data": {"name": "slow"}, "files": {"archive": ("a.tar.gz", slow.read_bytes())}}
-            ask_and_leave(client, "/v1/adapters", lambda: bool(children()), **content)
+        content = {"data": {"name": "slow"}, "files": {"archive": ("a.tar.gz", slow.read_bytes())}}
+        ask_and_leave(platform.api(key), "/v1/adapters", lambda: bool(children()), **content)
         # The whole inspection would take minutes.
         wait_for(lambda: not children() or None)
         assert platform.upload(key, "fine").status_code == 201

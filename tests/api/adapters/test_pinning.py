@@ -45,26 +45,27 @@ def upload(platform: Platform, key: str, name: str, rank: int, seed: int = 0) ->
 def test_pinning_and_unpinning_are_idempotent_and_visible_in_the_adapter(platform: Platform) -> None:
     key = platform.key("acme")
     upload(platform, key, "voice", 2)
-    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
-        for send, pinned in (
-            (admin.put, True),
-            (admin.put, True),
-            (admin.delete, False),
-            (admin.delete, False),
-        ):
-            answer = send(pin_path("acme", "voice"))
-            assert (answer.status_code, answer.json()["pinned"]) == (200, pinned)
-            assert tenant.get("/v1/adapters").json()["data"] == [answer.json()]
-            assert tenant.get("/v1/adapters/voice").json() == answer.json()
+    admin = platform.api(ADMIN_KEY)
+    tenant = platform.api(key)
+    for send, pinned in (
+        (admin.put, True),
+        (admin.put, True),
+        (admin.delete, False),
+        (admin.delete, False),
+    ):
+        answer = send(pin_path("acme", "voice"))
+        assert (answer.status_code, answer.json()["pinned"]) == (200, pinned)
+        assert tenant.get("/v1/adapters").json()["data"] == [answer.json()]
+        assert tenant.get("/v1/adapters/voice").json() == answer.json()
 
 
 @pytest.mark.parametrize(("tenant", "name"), [("nobody", "voice"), ("acme", "nothing"), ("other", "voice")])
 def test_pinning_a_missing_adapter_is_a_404(platform: Platform, tenant: str, name: str) -> None:
     upload(platform, platform.key("acme"), "voice", 2)
     platform.key("other")
-    with platform.client(ADMIN_KEY) as admin:
-        for answer in (admin.put(pin_path(tenant, name)), admin.delete(pin_path(tenant, name))):
-            assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+    admin = platform.api(ADMIN_KEY)
+    for answer in (admin.put(pin_path(tenant, name)), admin.delete(pin_path(tenant, name))):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
 
 
 def test_all_pins_together_take_at_most_half_of_the_pool(platform: Platform) -> None:
@@ -131,14 +132,14 @@ def test_a_ceiling_cannot_be_lowered_below_the_pinned_pages(platform: Platform) 
 def test_a_pin_that_outgrew_the_ceiling_does_not_block_other_changes(platform: Platform) -> None:
     key = platform.key("acme")
     upload(platform, key, "voice", 2)
-    with platform.client(ADMIN_KEY) as admin:
-        admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).raise_for_status()
-        admin.put(pin_path("acme", "voice")).raise_for_status()
-        # The pin follows the name to the new version.
-        upload(platform, key, "voice", 3)
-        for change in ({"weight": 2}, {"max_pool_share": 0.04}, {"max_pool_share": 0.05}):
-            assert admin.patch("/admin/tenants/acme", json=change).status_code == 200
-        assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).status_code == 409
+    admin = platform.api(ADMIN_KEY)
+    admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).raise_for_status()
+    admin.put(pin_path("acme", "voice")).raise_for_status()
+    # The pin follows the name to the new version.
+    upload(platform, key, "voice", 3)
+    for change in ({"weight": 2}, {"max_pool_share": 0.04}, {"max_pool_share": 0.05}):
+        assert admin.patch("/admin/tenants/acme", json=change).status_code == 200
+    assert admin.patch("/admin/tenants/acme", json={"max_pool_share": 0.04}).status_code == 409
 
 
 def test_the_operator_lists_the_pins_of_all_tenants(platform: Platform) -> None:
@@ -146,18 +147,19 @@ def test_the_operator_lists_the_pins_of_all_tenants(platform: Platform) -> None:
         key = platform.key(tenant)
         upload(platform, key, "voice", 1)
         upload(platform, key, "voice", 2)
-    with platform.client(ADMIN_KEY) as admin, platform.client(key) as client:
-        client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 90, "2": 10}})
-        for tenant, name in (("zeta", "voice"), ("acme", "voice@prod")):
-            admin.put(pin_path(tenant, name)).raise_for_status()
-        listed = admin.get("/admin/pins").json()
-        pins = [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]]
-        assert sorted(pins) == [
-            ("acme", "voice", "prod", {"1": 90, "2": 10}),
-            ("zeta", "voice", "latest", {"2": 100}),
-        ]
-        assert all(one["pinned"] for one in listed["data"])
-        assert client.get("/admin/pins").status_code == 403
+    admin = platform.api(ADMIN_KEY)
+    client = platform.api(key)
+    client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 90, "2": 10}})
+    for tenant, name in (("zeta", "voice"), ("acme", "voice@prod")):
+        admin.put(pin_path(tenant, name)).raise_for_status()
+    listed = admin.get("/admin/pins").json()
+    pins = [(one["tenant"], one["name"], one["alias"], one["versions"]) for one in listed["data"]]
+    assert sorted(pins) == [
+        ("acme", "voice", "prod", {"1": 90, "2": 10}),
+        ("zeta", "voice", "latest", {"2": 100}),
+    ]
+    assert all(one["pinned"] for one in listed["data"])
+    assert client.get("/admin/pins").status_code == 403
     shown = run_slora(platform.url, "adapter", "pins", SLORA_ADMIN_KEY=ADMIN_KEY)
     rows = [line.split() for line in shown.splitlines()]
     assert rows == [
@@ -171,8 +173,8 @@ def test_pinned_names_with_the_same_weights_are_counted_once(platform: Platform)
     key = platform.key("acme")
     for name in ("one", "two"):
         upload(platform, key, name, 20)
-    with platform.client(ADMIN_KEY) as admin:
-        assert [admin.put(pin_path("acme", name)).status_code for name in ("one", "two")] == [200, 200]
+    admin = platform.api(ADMIN_KEY)
+    assert [admin.put(pin_path("acme", name)).status_code for name in ("one", "two")] == [200, 200]
 
 
 def test_pins_count_the_pages_of_one_tensor_parallel_rank(

@@ -43,8 +43,7 @@ def alias_path(alias: str) -> str:
 
 
 def put(platform: Platform, key: str, alias: str, versions: dict[str, int], **more: Any) -> httpx.Response:
-    with platform.client(key) as client:
-        return client.put(alias_path(alias), json={"versions": versions, **more})
+    return platform.api(key).put(alias_path(alias), json={"versions": versions, **more})
 
 
 def served(platform: Platform, key: str, model: str, **fields: Any) -> str:
@@ -84,20 +83,20 @@ def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_ver
     assert {model: served(platform, key, model) for model in wanted} == {
         model: f"voice@{number}" for model, number in wanted.items()
     }
-    with platform.client(key) as client:
-        digests = {
-            one["version"]: one["digest"] for one in client.get("/v1/adapters/voice/versions").json()["data"]
-        }
-        for path, body in (
-            (COMPLETIONS, {"prompt": "x"}),
-            (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
-        ):
-            for stream in (False, True):
-                answer = client.post(path, json={"model": "voice@prod", "stream": stream, **body})
-                assert answer.headers["x-slora-adapter"] == "voice@2"
-                assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == digests[2]
-                request = platform.engine.requests[-1]
-                assert f"sha256:{request.adapter_digests}" == digests[2]
+    client = platform.api(key)
+    digests = {
+        one["version"]: one["digest"] for one in client.get("/v1/adapters/voice/versions").json()["data"]
+    }
+    for path, body in (
+        (COMPLETIONS, {"prompt": "x"}),
+        (CHAT, {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        for stream in (False, True):
+            answer = client.post(path, json={"model": "voice@prod", "stream": stream, **body})
+            assert answer.headers["x-slora-adapter"] == "voice@2"
+            assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == digests[2]
+            request = platform.engine.requests[-1]
+            assert f"sha256:{request.adapter_digests}" == digests[2]
     for model in ("voice@4", "voice@canary", "voice@", "voice@0", "other@1"):
         missing = post(platform, key, COMPLETIONS, {"model": model, "prompt": "x"})
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
@@ -106,26 +105,26 @@ def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_ver
 def test_models_are_names_and_aliases_and_a_version_can_be_asked_for(platform: Platform) -> None:
     key = tenant_with(platform, "lists", 2)
     put(platform, key, "prod", {"1": 90, "2": 10})
-    with platform.client(key) as client:
-        listed = client.get("/v1/models").json()["data"]
-        assert [model["id"] for model in listed] == ["base", "voice", "voice@prod"]
-        one = client.get("/v1/models/voice@1").json()
-        assert one["id"] == "voice@1" and one["root"] == listed[2]["root"] != listed[1]["root"]
-        prod = client.get("/v1/models/voice@prod").json()
-        assert prod.pop("limits") and prod == listed[2]
-        assert [one["name"] for one in client.get("/v1/adapters").json()["data"]] == ["voice"]
-        versions = client.get("/v1/adapters/voice/versions").json()["data"]
-        assert [(one["version"], one["aliases"]) for one in versions] == [
-            (2, {"latest": 100, "prod": 10}),
-            (1, {"prod": 90}),
-        ]
-        assert client.get("/v1/adapters/voice@1").json() == versions[1]
-        aliases = client.get("/v1/adapters/voice/aliases").json()["data"]
-        assert [(one["alias"], one["versions"], one["follows_pushes"]) for one in aliases] == [
-            ("latest", {"2": 100}, True),
-            ("prod", {"1": 90, "2": 10}, False),
-        ]
-        assert client.get(alias_path("prod")).json() == aliases[1]
+    client = platform.api(key)
+    listed = client.get("/v1/models").json()["data"]
+    assert [model["id"] for model in listed] == ["base", "voice", "voice@prod"]
+    one = client.get("/v1/models/voice@1").json()
+    assert one["id"] == "voice@1" and one["root"] == listed[2]["root"] != listed[1]["root"]
+    prod = client.get("/v1/models/voice@prod").json()
+    assert prod.pop("limits") and prod == listed[2]
+    assert [one["name"] for one in client.get("/v1/adapters").json()["data"]] == ["voice"]
+    versions = client.get("/v1/adapters/voice/versions").json()["data"]
+    assert [(one["version"], one["aliases"]) for one in versions] == [
+        (2, {"latest": 100, "prod": 10}),
+        (1, {"prod": 90}),
+    ]
+    assert client.get("/v1/adapters/voice@1").json() == versions[1]
+    aliases = client.get("/v1/adapters/voice/aliases").json()["data"]
+    assert [(one["alias"], one["versions"], one["follows_pushes"]) for one in aliases] == [
+        ("latest", {"2": 100}, True),
+        ("prod", {"1": 90, "2": 10}, False),
+    ]
+    assert client.get(alias_path("prod")).json() == aliases[1]
 
 
 def test_a_growing_canary_keeps_its_users_by_user_or_session(platform: Platform) -> None:
@@ -138,13 +137,13 @@ def test_a_growing_canary_keeps_its_users_by_user_or_session(platform: Platform)
     put(platform, key, "prod", {"1": 70, "2": 30})
     first = by_user()
     assert set(first.values()) == {"voice@1", "voice@2"} and by_user() == first
-    with platform.client(key) as client:
-        body = {"model": "voice@prod", "prompt": "x"}
-        for user in users:
-            answer = client.post(COMPLETIONS, json=body, headers={"x-session-id": user})
-            assert answer.headers["x-slora-adapter"] == first[user]
-            both = client.post(COMPLETIONS, json=body | {"user": user}, headers={"x-session-id": "another"})
-            assert both.headers["x-slora-adapter"] == first[user], "a request's user is who it is"
+    client = platform.api(key)
+    body = {"model": "voice@prod", "prompt": "x"}
+    for user in users:
+        answer = client.post(COMPLETIONS, json=body, headers={"x-session-id": user})
+        assert answer.headers["x-slora-adapter"] == first[user]
+        both = client.post(COMPLETIONS, json=body | {"user": user}, headers={"x-session-id": "another"})
+        assert both.headers["x-slora-adapter"] == first[user], "a request's user is who it is"
     put(platform, key, "prod", {"1": 40, "2": 60})
     grown = by_user()
     assert {user for user in users if first[user] == "voice@2"} < {
@@ -155,13 +154,13 @@ def test_a_growing_canary_keeps_its_users_by_user_or_session(platform: Platform)
 
 def test_a_rollback_is_one_call_and_a_move_may_state_the_expected_targets(platform: Platform) -> None:
     key = tenant_with(platform, "rolls", 2)
-    with platform.client(key) as client:
-        assert client.post(alias_path("latest") + "/rollback").json()["versions"] == {"1": 100}
-        assert served(platform, key, "voice") == "voice@1"
-        nothing = client.post(alias_path("latest") + "/rollback")
-        assert (nothing.status_code, nothing.json()["error"]["code"]) == (409, "alias_conflict")
-        assert nothing.headers["x-should-retry"] == "false"
-        assert client.post(alias_path("prod") + "/rollback").status_code == 404
+    client = platform.api(key)
+    assert client.post(alias_path("latest") + "/rollback").json()["versions"] == {"1": 100}
+    assert served(platform, key, "voice") == "voice@1"
+    nothing = client.post(alias_path("latest") + "/rollback")
+    assert (nothing.status_code, nothing.json()["error"]["code"]) == (409, "alias_conflict")
+    assert nothing.headers["x-should-retry"] == "false"
+    assert client.post(alias_path("prod") + "/rollback").status_code == 404
     assert put(platform, key, "prod", {"1": 100}, expected={}).status_code == 200
     moved = put(platform, key, "prod", {"2": 100}, expected={"2": 100})
     assert (moved.status_code, moved.json()["error"]["code"]) == (409, "alias_conflict")
@@ -183,21 +182,21 @@ def test_a_rollback_is_one_call_and_a_move_may_state_the_expected_targets(platfo
 def test_an_invalid_move_is_a_400(
     platform: Platform, body: dict[str, Any], code: str | None, words: str
 ) -> None:
-    with platform.client(tenant_with(platform, "wrong", 1)) as client:
-        answer = client.put(alias_path("prod"), json=body)
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"]) == (400, code) and words in error["message"], answer.text
-        assert client.get(alias_path("prod")).status_code == 404
+    client = platform.api(tenant_with(platform, "wrong", 1))
+    answer = client.put(alias_path("prod"), json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (400, code) and words in error["message"], answer.text
+    assert client.get(alias_path("prod")).status_code == 404
 
 
 def test_another_tenants_aliases_are_a_404(platform: Platform) -> None:
     put(platform, tenant_with(platform, "owner", 1), "prod", {"1": 100})
-    with platform.client(platform.key("stranger")) as client:
-        for path in ("/v1/adapters/voice/versions", "/v1/adapters/voice/aliases", alias_path("prod")):
-            assert client.get(path).status_code == 404
-        assert client.put(alias_path("prod"), json={"versions": {"1": 100}}).status_code == 404
-        assert client.delete(alias_path("prod")).status_code == 404
-        assert client.post(alias_path("prod") + "/rollback").status_code == 404
+    client = platform.api(platform.key("stranger"))
+    for path in ("/v1/adapters/voice/versions", "/v1/adapters/voice/aliases", alias_path("prod")):
+        assert client.get(path).status_code == 404
+    assert client.put(alias_path("prod"), json={"versions": {"1": 100}}).status_code == 404
+    assert client.delete(alias_path("prod")).status_code == 404
+    assert client.post(alias_path("prod") + "/rollback").status_code == 404
 
 
 def test_deleting_a_version_that_an_alias_serves_requires_force_and_frees_its_blob(
@@ -209,24 +208,24 @@ def test_deleting_a_version_that_an_alias_serves_requires_force_and_frees_its_bl
     def blobs() -> int:
         return sum(path.is_file() for path in (platform.directory / "adapters" / "blobs").rglob("*"))
 
-    with platform.client(key) as client:
-        before = blobs()
-        for reference in ("voice@2", "voice"):
-            refused = client.delete(f"/v1/adapters/{reference}")
-            error = refused.json()["error"]
-            assert (refused.status_code, error["code"]) == (409, "adapter_in_use")
-            assert (
-                "`prod`" in error["message"]
-                and "PUT or DELETE /v1/adapters/voice/aliases/prod" in error["message"]
-            )
-        assert client.delete("/v1/adapters/voice@prod", params={"force": "true"}).status_code == 400
-        assert client.delete("/v1/adapters/voice@2", params={"force": "true"}).json()["deleted"]
-        assert client.get(alias_path("prod")).json()["versions"] == {"1": 100}
-        assert client.delete(alias_path("latest")).status_code == 400
-        assert client.delete(alias_path("prod")).json()["deleted"]
-        assert served(platform, key, "voice") == "voice@3"
-        assert client.delete("/v1/adapters/voice").status_code == 200
-        assert client.get("/v1/adapters").json()["data"] == []
+    client = platform.api(key)
+    before = blobs()
+    for reference in ("voice@2", "voice"):
+        refused = client.delete(f"/v1/adapters/{reference}")
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"]) == (409, "adapter_in_use")
+        assert (
+            "`prod`" in error["message"]
+            and "PUT or DELETE /v1/adapters/voice/aliases/prod" in error["message"]
+        )
+    assert client.delete("/v1/adapters/voice@prod", params={"force": "true"}).status_code == 400
+    assert client.delete("/v1/adapters/voice@2", params={"force": "true"}).json()["deleted"]
+    assert client.get(alias_path("prod")).json()["versions"] == {"1": 100}
+    assert client.delete(alias_path("latest")).status_code == 400
+    assert client.delete(alias_path("prod")).json()["deleted"]
+    assert served(platform, key, "voice") == "voice@3"
+    assert client.delete("/v1/adapters/voice").status_code == 200
+    assert client.get("/v1/adapters").json()["data"] == []
     # The tenants of other tests also have versions 1, 2 and 3 with the same weights.
     assert blobs() <= before
 
@@ -236,23 +235,22 @@ def test_the_pin_of_an_alias_covers_the_versions_that_it_points_to(platform: Pla
     put(platform, key, "prod", {"1": 90, "2": 10})
 
     def pinned_versions() -> list[int]:
-        with platform.client(key) as client:
-            versions = client.get("/v1/adapters/voice/versions").json()["data"]
+        versions = platform.api(key).get("/v1/adapters/voice/versions").json()["data"]
         return [one["version"] for one in versions if one["pinned"]]
 
-    with platform.client(ADMIN_KEY) as admin:
-        answer = admin.put("/admin/tenants/pinned/adapters/voice@prod/pin")
-        assert (answer.json()["name"], answer.json()["pinned"]) == ("voice@prod", True)
-        assert pinned_versions() == [2, 1]
-        put(platform, key, "prod", {"2": 100})
-        assert pinned_versions() == [2]
-        assert admin.put("/admin/tenants/pinned/adapters/voice/pin").json()["version"] == 3
-        platform.upload(key, "voice", members(7))
-        assert pinned_versions() == [4, 2]
-        refused = admin.put("/admin/tenants/pinned/adapters/voice@1/pin")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_alias")
-        assert not admin.delete("/admin/tenants/pinned/adapters/voice@prod/pin").json()["pinned"]
-        assert pinned_versions() == [4]
+    admin = platform.api(ADMIN_KEY)
+    answer = admin.put("/admin/tenants/pinned/adapters/voice@prod/pin")
+    assert (answer.json()["name"], answer.json()["pinned"]) == ("voice@prod", True)
+    assert pinned_versions() == [2, 1]
+    put(platform, key, "prod", {"2": 100})
+    assert pinned_versions() == [2]
+    assert admin.put("/admin/tenants/pinned/adapters/voice/pin").json()["version"] == 3
+    platform.upload(key, "voice", members(7))
+    assert pinned_versions() == [4, 2]
+    refused = admin.put("/admin/tenants/pinned/adapters/voice@1/pin")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_alias")
+    assert not admin.delete("/admin/tenants/pinned/adapters/voice@prod/pin").json()["pinned"]
+    assert pinned_versions() == [4]
 
 
 def test_every_version_of_a_canary_counts_towards_the_pin_limit(platform: Platform) -> None:
@@ -262,36 +260,32 @@ def test_every_version_of_a_canary_counts_towards_the_pin_limit(platform: Platfo
         wide = make_members(make_config(r=20), make_tensors(20, seed))
         assert platform.upload(key, "voice", wide).status_code == 201
     put(platform, key, "prod", {"1": 90, "2": 10})
-    with platform.client(ADMIN_KEY) as admin:
-        refused = admin.put("/admin/tenants/wide/adapters/voice@prod/pin")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (409, "pins_full")
-        assert "With `voice@prod` (80 pages)" in refused.json()["error"]["message"]
-        assert admin.put("/admin/tenants/wide/adapters/voice/pin").status_code == 200
+    admin = platform.api(ADMIN_KEY)
+    refused = admin.put("/admin/tenants/wide/adapters/voice@prod/pin")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (409, "pins_full")
+    assert "With `voice@prod` (80 pages)" in refused.json()["error"]["message"]
+    assert admin.put("/admin/tenants/wide/adapters/voice/pin").status_code == 200
 
 
 def test_all_versions_of_a_reference_are_prewarmed_with_the_tenants_share(platform: Platform) -> None:
     key = tenant_with(platform, "warm", 3)
     put(platform, key, "prod", {"1": 90, "2": 10})
-    with platform.client(ADMIN_KEY) as admin:
-        admin.patch("/admin/tenants/warm", json={"weight": 3}).raise_for_status()
-    with platform.client(key) as client:
-        for reference, numbers in (("voice@prod", [1, 2]), ("voice@1", [1]), ("voice", [3])):
-            platform.engine.prewarmed.clear()
-            answer = client.post(f"/v1/adapters/{reference}/prewarm")
-            assert (answer.status_code, answer.json()["name"]) == (202, reference)
-            told = answer.json()["versions"]
-            assert [(one["version"], one["place"]) for one in told] == [(n, "fetching") for n in numbers]
-            asked = [
-                (pin.version.tenant, f"sha256:{pin.version.digest}") for pin in platform.engine.prewarmed
-            ]
-            assert asked == [(platform.tenant_id("warm"), one["digest"]) for one in told]
-            assert {pin.share.weight for pin in platform.engine.prewarmed} == {3}
-        assert client.post("/v1/adapters/voice@4/prewarm").status_code == 404
-        platform.engine.ready = False
-        assert client.post("/v1/adapters/voice/prewarm").status_code == 503
-        platform.engine.ready = True
-    with platform.client(platform.key("cold")) as stranger:
-        assert stranger.post("/v1/adapters/voice/prewarm").status_code == 404
+    platform.api(ADMIN_KEY).patch("/admin/tenants/warm", json={"weight": 3}).raise_for_status()
+    client = platform.api(key)
+    for reference, numbers in (("voice@prod", [1, 2]), ("voice@1", [1]), ("voice", [3])):
+        platform.engine.prewarmed.clear()
+        answer = client.post(f"/v1/adapters/{reference}/prewarm")
+        assert (answer.status_code, answer.json()["name"]) == (202, reference)
+        told = answer.json()["versions"]
+        assert [(one["version"], one["place"]) for one in told] == [(n, "fetching") for n in numbers]
+        asked = [(pin.version.tenant, f"sha256:{pin.version.digest}") for pin in platform.engine.prewarmed]
+        assert asked == [(platform.tenant_id("warm"), one["digest"]) for one in told]
+        assert {pin.share.weight for pin in platform.engine.prewarmed} == {3}
+    assert client.post("/v1/adapters/voice@4/prewarm").status_code == 404
+    platform.engine.ready = False
+    assert client.post("/v1/adapters/voice/prewarm").status_code == 503
+    platform.engine.ready = True
+    assert platform.api(platform.key("cold")).post("/v1/adapters/voice/prewarm").status_code == 404
 
 
 def test_a_rollout_by_command_line(platform: Platform, tmp_path: Path) -> None:

@@ -67,9 +67,9 @@ def test_an_upload_answers_201_with_a_certificate(platform: Platform) -> None:
     # The scripted engine's paces: 1 ns per byte into the pool, and 4 ns per byte from a file.
     predicted = {"host": 1e-6 * num_bytes, "file": 5e-6 * num_bytes}
     assert certificate["predicted_load_ms"] == pytest.approx(predicted, rel=0.01)
-    with platform.client(platform.key("first")) as client:
-        assert client.get("/v1/adapters").json()["data"] == [body]
-        assert client.get("/v1/adapters/shout").json() == body
+    client = platform.api(platform.key("first"))
+    assert client.get("/v1/adapters").json()["data"] == [body]
+    assert client.get("/v1/adapters/shout").json() == body
 
 
 @pytest.mark.parametrize("folder", ["", "shout/"])
@@ -79,10 +79,10 @@ def test_an_archive_is_uploaded_like_its_files(platform: Platform, name: str, fo
     tar = make_tar(list(members.items()))
     raw = {"a.zip": make_zip(members), "a.tar": tar, "a.tar.gz": gzip.compress(tar)}[name]
     key = platform.key("archives")
-    with platform.client(key) as client:
-        answer = client.post("/v1/adapters", data={"name": "packed"}, files={"archive": (name, raw)})
-        assert answer.status_code == 201, answer.text
-        client.delete("/v1/adapters/packed")
+    client = platform.api(key)
+    answer = client.post("/v1/adapters", data={"name": "packed"}, files={"archive": (name, raw)})
+    assert answer.status_code == 201, answer.text
+    client.delete("/v1/adapters/packed")
     assert answer.json()["digest"] == platform.upload(key, "plain").json()["digest"]
     assert answer.json()["chat_template"] is True
 
@@ -128,8 +128,7 @@ def test_a_tenant_may_not_exceed_its_version_quota(tmp_path: Path) -> None:
         # Pushing the newest version again makes no new version. Another tenant gets its own version.
         assert platform.upload(key, "a", other).status_code == 201
         assert platform.upload(platform.key("other"), "c").status_code == 201
-        with platform.client(key) as client:
-            client.delete("/v1/adapters/a@1")
+        platform.api(key).delete("/v1/adapters/a@1")
         assert platform.upload(key, "b").status_code == 201
 
 
@@ -154,8 +153,7 @@ def test_a_tenant_may_not_exceed_its_storage_quota(tmp_path: Path) -> None:
             assert error["code"] == "quota_exceeded"
             assert f"would take {3 * size} bytes, including chat templates" in error["message"]
             assert f"The limit is {2 * size} (stored_bytes)" in error["message"]
-        with platform.client(key) as client:
-            client.delete("/v1/adapters/a@1")
+        platform.api(key).delete("/v1/adapters/a@1")
         assert platform.upload(key, "a", members[2]).status_code == 201
 
 
@@ -171,8 +169,7 @@ def test_chat_templates_and_generation_configs_count_for_the_quota_of_each_versi
             assert answer.status_code == status
         assert answer.json()["error"]["code"] == "quota_exceeded"
         assert "With the 10007 bytes of `a`" in answer.json()["error"]["message"]
-        with platform.client(key) as client:
-            versions = client.get("/v1/adapters/a/versions").json()["data"]
+        versions = platform.api(key).get("/v1/adapters/a/versions").json()["data"]
         assert [one["stored_bytes"] for one in versions] == [size + 10_007] * 2
 
 
@@ -212,13 +209,13 @@ def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_
     assert post(platform, key, "/v1/completions", body).status_code == 404
     platform.upload(key, "now")
     assert post(platform, key, "/v1/completions", body).status_code == 200
-    with platform.client(key) as client:
-        assert client.delete("/v1/adapters/now").json() == {
-            "name": "now",
-            "object": "adapter",
-            "deleted": True,
-        }
-        assert client.delete("/v1/adapters/now").status_code == 404
+    client = platform.api(key)
+    assert client.delete("/v1/adapters/now").json() == {
+        "name": "now",
+        "object": "adapter",
+        "deleted": True,
+    }
+    assert client.delete("/v1/adapters/now").status_code == 404
     assert post(platform, key, "/v1/completions", body).status_code == 404
 
 
@@ -229,10 +226,8 @@ def test_two_tenants_may_use_the_same_name_for_different_adapters(platform: Plat
         platform.upload(two, "mine", make_members(tensors=make_tensors(seed=5))).json()["digest"],
     }
     assert len(digests) == 2
-    with platform.client(one) as client:
-        client.delete("/v1/adapters/mine")
-    with platform.client(two) as client:
-        assert client.get("/v1/adapters/mine").status_code == 200
+    platform.api(one).delete("/v1/adapters/mine")
+    assert platform.api(two).get("/v1/adapters/mine").status_code == 200
 
 
 def test_an_upload_does_not_reveal_whether_another_tenant_has_the_same_weights(tmp_path: Path) -> None:
@@ -258,13 +253,11 @@ def test_an_upload_does_not_reveal_whether_another_tenant_has_the_same_weights(t
         assert seen[0][0] == 201 and len(seen[0][3]) == 2 and seen[0][4] == 1
         assert seen[1] == (*seen[0][:4], 2), "the second is tried out, and forgotten, like the first"
         body = {"model": "mine", "prompt": "x"}
-        with platform.client(keys[0]) as client:
-            client.delete("/v1/adapters/mine").raise_for_status()
+        platform.api(keys[0]).delete("/v1/adapters/mine").raise_for_status()
         assert post(platform, keys[0], "/v1/completions", body).status_code == 404
         assert post(platform, keys[1], "/v1/completions", body).status_code == 200
         assert len(kept_files(platform)) == 2, "of the second, who has what was stored for both"
-        with platform.client(keys[1]) as client:
-            client.delete("/v1/adapters/mine").raise_for_status()
+        platform.api(keys[1]).delete("/v1/adapters/mine").raise_for_status()
         assert not kept_files(platform)
 
 
@@ -282,9 +275,9 @@ def test_uploading_the_same_adapter_keeps_the_version_and_another_one_adds_a_ver
         (2, True),
     ]
     assert first["digest"] == again["digest"] != next_one["digest"]
-    with platform.client(key) as client:
-        assert client.get("/v1/adapters/twice").json()["digest"] == next_one["digest"]
-        assert client.get("/v1/adapters/twice@1").json()["digest"] == first["digest"]
+    client = platform.api(key)
+    assert client.get("/v1/adapters/twice").json()["digest"] == next_one["digest"]
+    assert client.get("/v1/adapters/twice@1").json()["digest"] == first["digest"]
 
 
 @pytest.mark.parametrize("name", ["", "Upper", "a b", "../x", "a/b", "-a", "x" * 129, "base", "default", "ü"])
@@ -312,8 +305,7 @@ def test_a_bad_adapter_is_a_422_with_reasons_and_leaves_nothing_behind(
     assert (answer.status_code, error["type"]) == (422, "adapter_invalid"), answer.text
     assert error["reasons"] and all(set(reason) == {"code", "message"} for reason in error["reasons"])
     assert kept_files(platform) == before
-    with platform.client(key) as client:
-        assert client.get("/v1/adapters").json()["data"] == []
+    assert platform.api(key).get("/v1/adapters").json()["data"] == []
 
 
 MULTIPART = {"Content-Type": "multipart/form-data; boundary=b"}
@@ -338,8 +330,7 @@ BAD_FORMS: dict[str, tuple[dict[str, str], bytes, str | None]] = {
 def test_a_form_that_is_not_an_upload_is_a_400(
     platform: Platform, headers: dict[str, str], body: bytes, param: str | None
 ) -> None:
-    with platform.client(platform.key("forms")) as client:
-        answer = client.post("/v1/adapters", content=body, headers=headers)
+    answer = platform.api(platform.key("forms")).post("/v1/adapters", content=body, headers=headers)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), (
         answer.text

@@ -343,7 +343,7 @@ def test_the_database_has_no_bytes_of_files(desk: Desk) -> None:
 def test_small_answers_are_joined_and_a_failure_in_between_loses_none(
     desk: Desk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(files_module, "_ROWS_WRITTEN", 2)
+    monkeypatch.setattr(files_module, "ROWS_WRITTEN", 2)
     batches = desk.open()
     batch = start(desk, batches, 9)
     contents = {number: b"%d " % number * number + b"\n" for number in range(1, 10)}
@@ -370,7 +370,7 @@ def test_small_answers_are_joined_and_a_failure_in_between_loses_none(
 
 
 def test_large_answers_are_joined_up_to_a_size(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files_module, "_COMPACTED_BYTES", 1000)
+    monkeypatch.setattr(files_module, "COMPACTED_BYTES", 1000)
     batches = desk.open()
     batch = start(desk, batches, 5)
     sizes = (400, 600, 2000, 300, 300)
@@ -542,10 +542,10 @@ def test_every_line_is_answered_once_although_its_process_is_killed(tmp_path: Pa
         content = "\n".join(map(json.dumps, lines))
         key = platform.key("acme")
         acme = platform.tenant_id("acme")
-        with platform.client(key) as client:
-            sent = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", content)})
-            body = {"input_file_id": sent.json()["id"], "endpoint": PATH, "completion_window": "24h"}
-            batch_id = client.post("/v1/batches", json=body).json()["id"]
+        client = platform.api(key)
+        sent = client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("a", content)})
+        body = {"input_file_id": sent.json()["id"], "endpoint": PATH, "completion_window": "24h"}
+        batch_id = client.post("/v1/batches", json=body).json()["id"]
     with closing(Database(tmp_path / "slora.db")) as database:
         files = Files(database, open_catalog(database, tmp_path), FileLimits(100, 1 << 30))
         batches = Batches(database, files, 10)

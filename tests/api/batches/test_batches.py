@@ -24,7 +24,7 @@ PATH = "/v1/chat/completions"
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch notices every 2 s that it was cancelled, or that it may go on."""
-    monkeypatch.setattr(batch_run, "_RENEW_S", 0.1)
+    monkeypatch.setattr(batch_run, "RENEW_S", 0.1)
 
 
 @pytest.fixture
@@ -106,8 +106,8 @@ def check_usage(platform: Platform, key: str) -> None:
     """The usage of the two computed lines is that of a batch, at half the price."""
     prompt_tokens = sum(len(request.prompt_token_ids) for request in platform.engine.requests)
     platform.find(UsageShipper).ship()
-    with platform.client(key) as http:
-        ((result,),) = [bucket["results"] for bucket in http.get("/v1/usage?limit=1").json()["data"]]
+    http = platform.api(key)
+    ((result,),) = [bucket["results"] for bucket in http.get("/v1/usage?limit=1").json()["data"]]
     assert (result["num_model_requests"], result["num_batch_requests"]) == (2, 2)
     assert result["batch_input_tokens"] == result["input_tokens"] == prompt_tokens
     assert result["batch_output_tokens"] == result["output_tokens"] == 6
@@ -229,13 +229,13 @@ def test_a_bad_upload_is_refused_with_its_field(
     small: Platform, form: dict[str, str], file: bytes | None, status: int, words: str
 ) -> None:
     files = {"nothing": b""} if file is None and not form else {} if file is None else {"file": file}
-    with small.client(small.key("acme")) as client:
-        if file is None:
-            boundary = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
-            headers = {"Content-Type": "multipart/form-data; boundary=b"}
-            answer = client.post("/v1/files", content=boundary, headers=headers)
-        else:
-            answer = client.post("/v1/files", data=form, files=files)
+    client = small.api(small.key("acme"))
+    if file is None:
+        boundary = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--b--\r\n'
+        headers = {"Content-Type": "multipart/form-data; boundary=b"}
+        answer = client.post("/v1/files", content=boundary, headers=headers)
+    else:
+        answer = client.post("/v1/files", data=form, files=files)
     assert (answer.status_code, words in answer.text) == (status, True), answer.text
 
 
@@ -258,17 +258,17 @@ def upload(client: httpx.Client, content: bytes = b"{}") -> httpx.Response:
 
 
 def test_a_tenants_files_and_batches_are_limited(small: Platform) -> None:
-    with small.client(small.key("limited")) as client:
-        file_id = upload(client, b"x" * 3000).json()["id"]
-        answer = upload(client, b"x" * 3000)
-        assert answer.status_code == 409 and "max_file_bytes_per_tenant" in answer.text
-        assert upload(client).status_code == 200
-        answer = upload(client)
-        assert answer.status_code == 409 and "max_files_per_tenant" in answer.text
-        body = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
-        assert client.post("/v1/batches", json=body).status_code == 200
-        answer = client.post("/v1/batches", json=body)
-        assert answer.status_code == 409 and "max_batches_per_tenant" in answer.text
+    client = small.api(small.key("limited"))
+    file_id = upload(client, b"x" * 3000).json()["id"]
+    answer = upload(client, b"x" * 3000)
+    assert answer.status_code == 409 and "max_file_bytes_per_tenant" in answer.text
+    assert upload(client).status_code == 200
+    answer = upload(client)
+    assert answer.status_code == 409 and "max_files_per_tenant" in answer.text
+    body = {"input_file_id": file_id, "endpoint": PATH, "completion_window": "24h"}
+    assert client.post("/v1/batches", json=body).status_code == 200
+    answer = client.post("/v1/batches", json=body)
+    assert answer.status_code == 409 and "max_batches_per_tenant" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -284,8 +284,7 @@ def test_a_tenants_files_and_batches_are_limited(small: Platform) -> None:
 )
 def test_a_bad_batch_is_refused_with_its_field(small: Platform, changes: dict[str, Any], words: str) -> None:
     body = {"input_file_id": "file-0", "endpoint": PATH, "completion_window": "24h"} | changes
-    with small.client(small.key("acme")) as client:
-        answer = client.post("/v1/batches", json=body)
+    answer = small.api(small.key("acme")).post("/v1/batches", json=body)
     assert answer.status_code == 400 and words in answer.text, answer.text
 
 
@@ -337,19 +336,16 @@ def test_a_batch_may_use_any_endpoint_of_its_list(
 
 def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again(platform: Platform) -> None:
     key = platform.key("acme")
-    with platform.client(ADMIN_KEY) as admin:
-        quota = {"requests_per_minute": 2, "concurrent_answers": 1}
-        admin.patch("/admin/tenants/acme/quota", json=quota).raise_for_status()
+    quota = {"requests_per_minute": 2, "concurrent_answers": 1}
+    platform.api(ADMIN_KEY).patch("/admin/tenants/acme/quota", json=quota).raise_for_status()
     client = platform.sdk(key)
     batch = submit(client, [line_of("first"), line_of("second")])
     poll(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)  # type: ignore[union-attr]
-    with platform.client(key) as http:
-        chat = {"model": "base", "prompt": "a", "max_tokens": 2}
-        assert http.post("/v1/completions", json=chat).status_code == 200
+    chat = {"model": "base", "prompt": "a", "max_tokens": 2}
+    assert platform.api(key).post("/v1/completions", json=chat).status_code == 200
     counts = client.batches.retrieve(batch.id).request_counts
     assert counts is not None and (counts.completed, counts.failed) == (1, 0)
-    with platform.client(ADMIN_KEY) as admin:
-        admin.patch("/admin/tenants/acme/quota", json=dict.fromkeys(quota)).raise_for_status()
+    platform.api(ADMIN_KEY).patch("/admin/tenants/acme/quota", json=dict.fromkeys(quota)).raise_for_status()
     client.batches.cancel(batch.id)
     wait_for(client, batch.id, "cancelled")
 
@@ -388,13 +384,14 @@ def test_batches_that_wait_for_their_quota_hold_up_no_other_tenant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a bug: lines that waited to be sent again kept all slots, and batches of one tenant all runs."""
-    monkeypatch.setattr(batch_runner, "_MAX_RUNNING", 2)
-    monkeypatch.setattr(batch_runner, "_NUM_RESERVED", 1)
+    monkeypatch.setattr(batch_runner, "MAX_RUNNING", 2)
+    monkeypatch.setattr(batch_runner, "NUM_RESERVED", 1)
     engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
     with running_platform(tmp_path, engine, runs_batches=True, batch_lines_in_flight=1) as platform:
         waiting, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
-        with platform.client(ADMIN_KEY) as admin:
-            admin.patch("/admin/tenants/acme/quota", json={"requests_per_minute": 2}).raise_for_status()
+        platform.api(ADMIN_KEY).patch(
+            "/admin/tenants/acme/quota", json={"requests_per_minute": 2}
+        ).raise_for_status()
         batches = [submit(waiting, [line_of("a"), line_of("b")]) for _ in range(2)]
         poll(lambda: len(engine.requests) == 1)
         ended = wait_for(other, submit(other, [line_of("c"), line_of("d")]).id, "completed")
@@ -425,8 +422,8 @@ def test_one_tenants_lines_leave_places_for_the_lines_of_another(tmp_path: Path)
 def test_a_batch_whose_tenant_has_no_cpu_time_left_waits_and_can_be_cancelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batch_runner, "_BURST_S", 1e-6)
-    monkeypatch.setattr(batch_runner, "_REFILL", 1e-6)
+    monkeypatch.setattr(batch_runner, "BURST_S", 1e-6)
+    monkeypatch.setattr(batch_runner, "REFILL", 1e-6)
     engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
     with running_platform(tmp_path, engine, runs_batches=True) as platform:
         client = platform.sdk(platform.key("acme"))
@@ -472,10 +469,11 @@ def test_a_purge_deletes_the_bytes_of_files(platform: Platform) -> None:
         wait_for(one, submit(one, [line_of("a"), line_of("b", url="/other")]).id, "completed")
     blobs = platform.directory / "adapters" / "blobs"
     before = len(list(blobs.rglob("content")))
-    with platform.client(ADMIN_KEY) as admin:
-        report = admin.post(
-            "/admin/tenants/acme/purge", json={"confirm": "acme", "ledger": "keep"}
-        ).raise_for_status()
+    report = (
+        platform.api(ADMIN_KEY)
+        .post("/admin/tenants/acme/purge", json={"confirm": "acme", "ledger": "keep"})
+        .raise_for_status()
+    )
     assert len(list(blobs.rglob("content"))) == before - 3 == 3, report.text
     assert {one.purpose for one in other.files.list()} == {"batch", "batch_output"}
 
@@ -484,7 +482,7 @@ def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Born from a bug: the lines that the engine was computing when the tenant was suspended failed with a 403."""
-    monkeypatch.setattr(batch_run, "_MAX_RETRY_S", 0.2)
+    monkeypatch.setattr(batch_run, "MAX_RETRY_S", 0.2)
     engine = ScriptedEngine([deltas_of(b"hi", FinishReason.STOP)])
     with running_platform(
         tmp_path, engine, runs_batches=True, follows=True, batch_lines_in_flight=1
@@ -493,12 +491,12 @@ def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
         engine.hang, engine.answers = True, [deltas_of(b"hi")[:1]]
         batch = submit(suspended, [line_of("a"), line_of("b")])
         poll(lambda: len(engine.requests) == 1)
-        with platform.client(ADMIN_KEY) as admin:
-            admin.post("/admin/tenants/acme/suspend").raise_for_status()
-            poll(lambda: len(engine.aborted) == 1)
-            engine.hang, engine.answers = False, [deltas_of(b"hi", FinishReason.STOP)]
-            wait_for(other, submit(other, [line_of("c")]).id, "completed")
-            assert {request.tenant for request in engine.requests[1:]} == {platform.tenant_id("rival")}
-            admin.post("/admin/tenants/acme/resume").raise_for_status()
+        admin = platform.api(ADMIN_KEY)
+        admin.post("/admin/tenants/acme/suspend").raise_for_status()
+        poll(lambda: len(engine.aborted) == 1)
+        engine.hang, engine.answers = False, [deltas_of(b"hi", FinishReason.STOP)]
+        wait_for(other, submit(other, [line_of("c")]).id, "completed")
+        assert {request.tenant for request in engine.requests[1:]} == {platform.tenant_id("rival")}
+        admin.post("/admin/tenants/acme/resume").raise_for_status()
         counts = wait_for(suspended, batch.id, "completed").request_counts
         assert (counts.completed, counts.failed) == (2, 0)

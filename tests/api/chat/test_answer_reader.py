@@ -190,13 +190,7 @@ def test_calls_are_read_in_the_format_of_each_family(case: str) -> None:
 
 FRAGMENTS = [
     *(
-        "<tool_call>",
-        "</tool_call>",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "<|python_tag|>",
-        "<|tool_call|>",
-        "functools",
+        "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<|tool_call|>", "functools",
     ),
     *(
         "```tool_code\n",
@@ -226,7 +220,7 @@ FRAGMENTS = [
         ";",
     ),
     *(X, Y, PX, "text", "<", "'", "ü"),
-]
+]  # fmt: skip
 
 
 @settings(max_examples=100, deadline=None)

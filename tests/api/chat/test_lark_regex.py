@@ -163,21 +163,11 @@ def test_an_expression_matches_what_the_library_accepts(definition: str) -> None
 
 ATOMS = [
     *(
-        '"a"',
-        '"ab"',
-        '"B"i',
-        '"a".."c"',
-        r'"\n"',
-        r'"\"\\"',
-        '"é"',
-        '""',
-        "/a+/",
-        '/[^a"]/',
-        r"/\d|bc/",
+        '"a"', '"ab"', '"B"i', '"a".."c"', r'"\n"', r'"\"\\"', '"é"', '""', "/a+/", '/[^a"]/', r"/\d|bc/",
         "/(?i)k/",
     ),
     *(r"/[^\w-]?/i", "/./s", r"/\/[]b]/", "/(?P<x>a|b){2}/"),
-]
+]  # fmt: skip
 REPETITIONS = ["*", "+", "?", "~2", "~0..2", "{1,}"]
 
 

@@ -2,20 +2,12 @@
 
 import json
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from slora_api.cli.main import main
 from tests.api.command import run_slora
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
+from tests.api.platform import ADMIN_KEY, Platform
 
 
 def slora(platform: Platform, *arguments: str, key: str = ADMIN_KEY) -> str:

@@ -2,7 +2,6 @@
 
 import io
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,8 @@ import pytest
 from slora_api.cli.main import main
 from tests.adapters.hand_made import make_members, write_directory
 from tests.api.command import run_command
-from tests.api.platform import Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform
 from tests.support.terminal import Terminal
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
 
 
 def test_a_push_shows_its_progress_on_a_terminal_only(

@@ -62,9 +62,8 @@ def test_an_upload_shows_each_reason_for_refusal_and_then_the_certificate(
 @pytest.mark.soak
 def test_a_key_without_a_scope_gets_no_controls_for_it(platform: Platform, view: ConsolePage) -> None:
     platform.upload(platform.key("readers"), "greeter").raise_for_status()
-    with platform.client(ADMIN_KEY) as admin:
-        body = {"scopes": ["adapters:read"], "name": _MARKUP}
-        made = admin.post("/admin/tenants/readers/keys", json=body).raise_for_status().json()
+    body = {"scopes": ["adapters:read"], "name": _MARKUP}
+    made = platform.api(ADMIN_KEY).post("/admin/tenants/readers/keys", json=body).raise_for_status().json()
     view.sign_in(made["key"], "adapters/greeter")
     expect(view.page.get_by_role("region", name="Aliases")).to_contain_text("greeter@latest")
     assert view.views() == ["Adapters", "Key"]
@@ -100,8 +99,7 @@ def test_a_new_version_is_rolled_out_to_a_tenth_and_rolled_back(
     page.get_by_role("button", name="Roll back prod").click()
     page.get_by_role("dialog").get_by_role("button", name="Roll back").click()
     expect(row).to_contain_text("@1 100 %")
-    with platform.client(key) as client:
-        alias = client.get("/v1/adapters/greeter/aliases/prod").json()
+    alias = platform.api(key).get("/v1/adapters/greeter/aliases/prod").json()
     assert alias["versions"] == {"1": 100}
 
 
@@ -113,16 +111,16 @@ def test_an_alias_that_another_client_has_moved_is_not_overwritten(
     key, page = platform.key("races"), view.page
     for seed in (1, 2):
         platform.upload(key, "greeter", make_members(tensors=make_tensors(seed=seed))).raise_for_status()
-    with platform.client(key) as client:
-        route = "/v1/adapters/greeter/aliases/prod"
-        client.put(route, json={"versions": {"1": 100}}).raise_for_status()
-        view.sign_in(key, "adapters/greeter")
-        page.get_by_role("button", name="Set the weights of prod").click()
-        client.put(route, json={"versions": {"1": 50, "2": 50}}).raise_for_status()
-        page.get_by_role("button", name="Version 2 for all").click()
-        page.get_by_role("button", name="Move the alias").click()
-        expect(page.get_by_role("dialog").get_by_role("alert")).to_be_visible()
-        assert client.get(route).json()["versions"] == {"1": 50, "2": 50}
+    client = platform.api(key)
+    route = "/v1/adapters/greeter/aliases/prod"
+    client.put(route, json={"versions": {"1": 100}}).raise_for_status()
+    view.sign_in(key, "adapters/greeter")
+    page.get_by_role("button", name="Set the weights of prod").click()
+    client.put(route, json={"versions": {"1": 50, "2": 50}}).raise_for_status()
+    page.get_by_role("button", name="Version 2 for all").click()
+    page.get_by_role("button", name="Move the alias").click()
+    expect(page.get_by_role("dialog").get_by_role("alert")).to_be_visible()
+    assert client.get(route).json()["versions"] == {"1": 50, "2": 50}
 
 
 @pytest.mark.soak
@@ -232,8 +230,8 @@ def test_an_operator_uploads_an_adapter_for_a_tenant(
     expect(page.locator(".notice.good")).to_contain_text("greeter@1 passed all checks")
     panel = page.get_by_role("region", name="Adapters of the tenant")
     expect(panel.get_by_role("row").filter(has_text="greeter")).to_be_visible()
-    with platform.client(key) as client:
-        assert [one["name"] for one in client.get("/v1/adapters").json()["data"]] == ["greeter"]
+    client = platform.api(key)
+    assert [one["name"] for one in client.get("/v1/adapters").json()["data"]] == ["greeter"]
 
 
 @pytest.mark.soak

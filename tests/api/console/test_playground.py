@@ -257,8 +257,7 @@ def test_a_key_that_is_revoked_while_its_answer_streams_is_signed_out(
     view.sign_in(key, "playground")
     send(page, "hello")
     expect(answer(page, "base")).to_contain_text("it begins")
-    with platform.client(ADMIN_KEY) as admin:
-        admin.delete(f"/admin/keys/{key.split('_')[1]}").raise_for_status()
+    platform.api(ADMIN_KEY).delete(f"/admin/keys/{key.split('_')[1]}").raise_for_status()
     expect(page.locator(".notice")).to_contain_text("It was revoked or has expired.")
     assert page.evaluate("sessionStorage.length") == 0
 
@@ -295,8 +294,9 @@ def test_a_refusal_says_when_to_try_again(platform: Platform, view: ConsolePage)
     view.allow("status of 429")
     key, page = platform.key("limited"), view.page
     platform.says("hello")
-    with platform.client(ADMIN_KEY) as admin:
-        admin.patch("/admin/tenants/limited/quota", json={"requests_per_minute": 1}).raise_for_status()
+    platform.api(ADMIN_KEY).patch(
+        "/admin/tenants/limited/quota", json={"requests_per_minute": 1}
+    ).raise_for_status()
     view.sign_in(key, "playground")
     send(page, "hello")
     expect(answer(page, "base")).to_contain_text("complete")

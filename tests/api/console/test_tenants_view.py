@@ -32,8 +32,7 @@ def test_a_new_key_is_shown_once_and_names_are_shown_as_text(platform: Platform,
     page.get_by_label("adapters:write").uncheck()
     confirm(page, "Create")
     secret = page.locator(".secret").inner_text()
-    with platform.client(secret) as client:
-        me = client.get("/v1/me").raise_for_status().json()
+    me = platform.api(secret).get("/v1/me").raise_for_status().json()
     assert (me["name"], me["scopes"]) == (_MARKUP, ["adapters:read", "inference", "usage:read"])
     view.check_accessibility()
     page.get_by_role("button", name="Done").click()
@@ -44,8 +43,7 @@ def test_a_new_key_is_shown_once_and_names_are_shown_as_text(platform: Platform,
     row.get_by_role("button", name="Revoke").click()
     confirm(page, "Revoke")
     expect(row).to_contain_text("revoked")
-    with platform.client(secret) as client:
-        assert client.get("/v1/me").status_code == 401
+    assert platform.api(secret).get("/v1/me").status_code == 401
 
 
 @pytest.mark.soak
@@ -55,15 +53,15 @@ def test_tenants_are_sorted_by_their_use_and_show_only_shares_that_differ(
     page = view.page
     platform.says("hello")
     for name, num_requests in (("sorted-a", 1), ("sorted-b", 2), ("sorted-c", 0)):
-        with platform.client(platform.key(name)) as client:
-            for _ in range(num_requests):
-                body = {"model": "base", "prompt": "long " * (9 if num_requests == 1 else 1)}
-                client.post("/v1/completions", json=body).raise_for_status()
-    with platform.client(ADMIN_KEY) as admin:
-        share = {"weight": 2, "max_pool_share": 0.5}
-        admin.patch("/admin/tenants/sorted-b", json=share).raise_for_status()
-        for number in range(21):
-            admin.post("/admin/tenants", json={"name": f"zz-many-{number}"}).raise_for_status()
+        client = platform.api(platform.key(name))
+        for _ in range(num_requests):
+            body = {"model": "base", "prompt": "long " * (9 if num_requests == 1 else 1)}
+            client.post("/v1/completions", json=body).raise_for_status()
+    admin = platform.api(ADMIN_KEY)
+    share = {"weight": 2, "max_pool_share": 0.5}
+    admin.patch("/admin/tenants/sorted-b", json=share).raise_for_status()
+    for number in range(21):
+        admin.post("/admin/tenants", json={"name": f"zz-many-{number}"}).raise_for_status()
     platform.find(UsageShipper).ship()
     view.sign_in(ADMIN_KEY, "tenants")
     page.get_by_label("Find a tenant").fill("sorted-")
@@ -112,8 +110,8 @@ def test_a_key_is_rotated_and_its_quota_is_set(platform: Platform, view: Console
     secret = page.locator(".secret").inner_text()
     page.get_by_role("button", name="Done").click()
     expect(page.get_by_role("region", name="Keys")).to_contain_text("replaced")
-    with platform.client(secret) as client:
-        limits = [one["limits"] for one in client.get("/v1/quotas").raise_for_status().json()["data"]]
+    client = platform.api(secret)
+    limits = [one["limits"] for one in client.get("/v1/quotas").raise_for_status().json()["data"]]
     assert [one["requests_per_minute"] for one in limits] == [None, 7]
 
 
@@ -136,8 +134,7 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     key = platform.key("short-lived")
     platform.upload(key, "greeter").raise_for_status()
     platform.says("hello")
-    with platform.client(key) as client:
-        client.post("/v1/completions", json={"model": "greeter", "prompt": "x"}).raise_for_status()
+    platform.api(key).post("/v1/completions", json={"model": "greeter", "prompt": "x"}).raise_for_status()
     platform.find(UsageShipper).ship()
     page.get_by_role("button", name="Change the quota").click()
     page.get_by_label("Tokens this month").fill("5000")
@@ -146,8 +143,7 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     page.get_by_role("button", name="Suspend").click()
     confirm(page, "Suspend")
     expect(page.locator(".title")).to_contain_text("suspended")
-    with platform.client(key) as client:
-        assert client.get("/v1/models").status_code == 403
+    assert platform.api(key).get("/v1/models").status_code == 403
     page.get_by_role("button", name="Resume").click()
     confirm(page, "Resume")
     expect(page.locator(".title")).to_contain_text("active")
@@ -158,8 +154,7 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
     page.keyboard.type("d")
     page.keyboard.press("Enter")
     expect(page.get_by_text("The tenant was purged.")).to_be_visible()
-    with platform.client(ADMIN_KEY) as admin:
-        assert admin.get("/admin/tenants/short-lived").status_code == 404
+    assert platform.api(ADMIN_KEY).get("/admin/tenants/short-lived").status_code == 404
     view.open("#/adapters")
     used = page.get_by_role("region", name="Adapters used today").get_by_role("row")
     row = used.filter(has_text="short-lived")
@@ -170,12 +165,12 @@ def test_a_tenant_is_created_limited_suspended_resumed_and_purged(
 def test_usage_has_a_cost_and_is_saved_as_csv(platform: Platform, view: ConsolePage) -> None:
     key = platform.key("accountant")
     platform.says("hello")
-    with platform.client(key) as client:
-        used = (
-            client.post("/v1/completions", json={"model": "base", "prompt": "x"})
-            .raise_for_status()
-            .json()["usage"]
-        )
+    used = (
+        platform.api(key)
+        .post("/v1/completions", json={"model": "base", "prompt": "x"})
+        .raise_for_status()
+        .json()["usage"]
+    )
     platform.find(UsageShipper).ship()
     # A line of a batch costs half.
     line = UsageRecord(
@@ -213,18 +208,17 @@ def test_a_suspended_tenant_is_signed_out_with_the_reason(platform: Platform, vi
     key = platform.key("suspended")
     view.sign_in(key, "usage")
     expect(view.page.get_by_text("Quota of the tenant")).to_be_visible()
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post("/admin/tenants/suspended/suspend").raise_for_status()
+    platform.api(ADMIN_KEY).post("/admin/tenants/suspended/suspend").raise_for_status()
     view.page.get_by_role("button", name="Refresh").first.click()
     expect(view.page.locator(".notice")).to_contain_text("The tenant `suspended` is suspended")
 
 
 @pytest.mark.soak
 def test_the_audit_log_is_filtered_and_paged(platform: Platform, view: ConsolePage) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post("/admin/tenants", json={"name": "audited"})
-        for number in range(52):
-            admin.post("/admin/tenants/audited/keys", json={"name": f"{number} {_MARKUP}"}).raise_for_status()
+    admin = platform.api(ADMIN_KEY)
+    admin.post("/admin/tenants", json={"name": "audited"})
+    for number in range(52):
+        admin.post("/admin/tenants/audited/keys", json={"name": f"{number} {_MARKUP}"}).raise_for_status()
     page = view.page
     view.sign_in(ADMIN_KEY, "audit")
     page.get_by_label("Tenant").fill("audited")
@@ -252,15 +246,13 @@ def test_long_names_fit_both_themes_and_widths(
     platform.engine.reset()
     platform.says("word " * 40 + "w" * 300)
     platform.upload(key, _LONG, make_members()).raise_for_status()
-    with platform.client(key) as client:
-        move = {"versions": {"1": 100}}
-        client.put(f"/v1/adapters/{_LONG}/aliases/{_LONG}", json=move).raise_for_status()
-        client.post(
-            "/v1/files", data={"purpose": "batch"}, files={"file": (_MARKUP, b"{}")}
-        ).raise_for_status()
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post(f"/admin/tenants/{_LONG}/keys", json={"name": "k" * 128}).raise_for_status()
-        admin.put(f"/admin/tenants/{_LONG}/adapters/{_LONG}/pin").raise_for_status()
+    client = platform.api(key)
+    move = {"versions": {"1": 100}}
+    client.put(f"/v1/adapters/{_LONG}/aliases/{_LONG}", json=move).raise_for_status()
+    client.post("/v1/files", data={"purpose": "batch"}, files={"file": (_MARKUP, b"{}")}).raise_for_status()
+    admin = platform.api(ADMIN_KEY)
+    admin.post(f"/admin/tenants/{_LONG}/keys", json={"name": "k" * 128}).raise_for_status()
+    admin.put(f"/admin/tenants/{_LONG}/adapters/{_LONG}/pin").raise_for_status()
     views = {
         key: ("adapters", f"adapters/{_LONG}", "usage", "playground"),
         ADMIN_KEY: ("adapters", "tenants", f"tenants/{_LONG}", "audit"),

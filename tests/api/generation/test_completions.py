@@ -41,13 +41,6 @@ PROMPT = {"model": "base", "prompt": "hello"}
 MESSAGES = {"model": "base", "messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.reset(deltas_of(b"Hi!"))
-    shared.engine.max_model_len = 64
-    return shared
-
-
 def events(answer: httpx.Response) -> list[Any]:
     """The JSON of each event. Also checks the framing."""
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -111,8 +104,7 @@ def test_a_chat_completion_has_openais_shape_and_went_through_the_template(
 
 def test_a_valid_request_id_is_echoed_and_an_invalid_one_is_replaced(platform: Platform, key: str) -> None:
     for sent, echoed in (("my-id.7", True), ("x" * 129, False), ("a b", False)):
-        with platform.client(key) as client:
-            answer = client.get("/v1/models", headers={"x-request-id": sent})
+        answer = platform.api(key).get("/v1/models", headers={"x-request-id": sent})
         assert (answer.headers["x-request-id"] == sent) == echoed
 
 
@@ -548,17 +540,16 @@ def test_a_prompt_that_just_fits_is_accepted(platform: Platform, key: str) -> No
 
 
 def test_json_without_its_content_type_is_refused_with_the_remedy(platform: Platform, key: str) -> None:
-    with platform.client(key) as client:
-        answer = client.post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
+    answer = platform.api(key).post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
     assert answer.status_code == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_framework_errors_have_the_same_form(platform: Platform, key: str) -> None:
-    with platform.client(key) as client:
-        missing, wrong_method = client.get("/v1/nothing"), client.get(COMPLETIONS)
-        too_large = client.post(COMPLETIONS, content=b"x" * ((4 << 20) + 1))
-        two_routes = client.patch("/v1/adapters/voice/aliases/prod")
+    client = platform.api(key)
+    missing, wrong_method = client.get("/v1/nothing"), client.get(COMPLETIONS)
+    too_large = client.post(COMPLETIONS, content=b"x" * ((4 << 20) + 1))
+    two_routes = client.patch("/v1/adapters/voice/aliases/prod")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
     assert (wrong_method.status_code, wrong_method.json()["error"]["code"]) == (405, "method_not_allowed")
     assert (two_routes.status_code, two_routes.headers["allow"]) == (405, "DELETE, GET, PUT")
@@ -604,8 +595,7 @@ def test_an_error_in_the_middle_is_an_event_and_the_last_thing_sent(
 @pytest.mark.parametrize("url", ["/v1/adapters?after=%00", "/v1/adapters/%00", "/v1/nothing?x=a%00b"])
 def test_a_nul_character_in_a_url_is_refused(platform: Platform, key: str, url: str) -> None:
     """PostgreSQL refuses it in text. SQLite found all names that begin with what stands before it."""
-    with platform.client(key) as client:
-        answer = client.get(url)
+    answer = platform.api(key).get(url)
     assert answer.status_code == 400 and "NUL character (%00)" in answer.json()["error"]["message"]
 
 
@@ -637,10 +627,9 @@ def test_without_an_engine_a_request_is_a_503_with_retry_after(platform: Platfor
 def test_a_client_that_disconnects_aborts_its_request(platform: Platform, key: str, stream: bool) -> None:
     platform.engine.answers = [[TokenDelta((65,))]]
     platform.engine.hang = True
-    with platform.client(key) as client:
-        ask_and_leave(
-            client, COMPLETIONS, lambda: bool(platform.engine.hung), json=PROMPT | {"stream": stream}
-        )
+    ask_and_leave(
+        platform.api(key), COMPLETIONS, lambda: bool(platform.engine.hung), json=PROMPT | {"stream": stream}
+    )
     wait_until(lambda: len(platform.engine.aborted) == 1)
     wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
 
@@ -694,30 +683,30 @@ def test_models_are_the_base_and_the_tenants_own(platform: Platform, key: str) -
     other = platform.key("other-models")
     platform.upload(other, "theirs")
     platform.upload(key, "mine")
-    with platform.client(key) as client:
-        models = client.get("/v1/models").json()
-        assert [(model["id"], model["parent"]) for model in models["data"]] == [
-            ("base", None),
-            ("mine", "base"),
-        ]
-        assert models["data"][1]["root"].startswith("sha256:") and models["data"][0]["max_model_len"] == 64
-        mine = client.get("/v1/models/mine").json()
-        assert mine.pop("limits")["max_model_len"] == 64 and mine == models["data"][1]
-        assert client.get("/v1/models/default").json()["id"] == "base"
+    client = platform.api(key)
+    models = client.get("/v1/models").json()
+    assert [(model["id"], model["parent"]) for model in models["data"]] == [
+        ("base", None),
+        ("mine", "base"),
+    ]
+    assert models["data"][1]["root"].startswith("sha256:") and models["data"][0]["max_model_len"] == 64
+    mine = client.get("/v1/models/mine").json()
+    assert mine.pop("limits")["max_model_len"] == 64 and mine == models["data"][1]
+    assert client.get("/v1/models/default").json()["id"] == "base"
 
 
 def test_another_tenants_adapter_looks_like_a_missing_one(platform: Platform, key: str) -> None:
     platform.upload(platform.key("neighbour"), "private")
     answers = []
     for name in ("private", "nothing"):
-        with platform.client(key) as client:
-            answers += [
-                client.post(COMPLETIONS, json=PROMPT | {"model": name}),
-                client.post(CHAT, json=MESSAGES | {"model": name}),
-                client.get(f"/v1/models/{name}"),
-                client.get(f"/v1/adapters/{name}"),
-                client.delete(f"/v1/adapters/{name}"),
-            ]
+        client = platform.api(key)
+        answers += [
+            client.post(COMPLETIONS, json=PROMPT | {"model": name}),
+            client.post(CHAT, json=MESSAGES | {"model": name}),
+            client.get(f"/v1/models/{name}"),
+            client.get(f"/v1/adapters/{name}"),
+            client.delete(f"/v1/adapters/{name}"),
+        ]
     assert {answer.status_code for answer in answers} == {404}
     # The answers differ only in the requested name.
     texts = {answer.text.replace("private", "NAME").replace("nothing", "NAME") for answer in answers}
@@ -826,10 +815,8 @@ def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platf
 
 def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, key: str) -> None:
     post(platform, key, COMPLETIONS, PROMPT)
-    with platform.client(key) as client:
-        client.get("/v1/models/some-name")
-    with platform.client(ADMIN_KEY) as operator:
-        text = operator.get("/metrics").text
+    platform.api(key).get("/v1/models/some-name")
+    text = platform.api(ADMIN_KEY).get("/metrics").text
     lines = {line.split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     for name in (
         'vllm:num_requests_running{engine="0",model_name="base"}',
@@ -901,14 +888,14 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
 
 def test_each_stage_of_a_request_is_counted_once_for_each_prompt(platform: Platform, key: str) -> None:
     """The scripted engine says how long each stage took. Lines of batches would hide what interactive users see."""
-    with platform.client(ADMIN_KEY) as operator:
+    operator = platform.api(ADMIN_KEY)
 
-        def read() -> dict[str, float]:
-            return parse_metrics(operator.get("/metrics").text)
+    def read() -> dict[str, float]:
+        return parse_metrics(operator.get("/metrics").text)
 
-        before = read()
-        post(platform, key, COMPLETIONS, {**PROMPT, "prompt": [[65], [66]]})
-        after = read()
+    before = read()
+    post(platform, key, COMPLETIONS, {**PROMPT, "prompt": [[65], [66]]})
+    after = read()
     grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
     vllm = '{engine="0",model_name="base"}'
     for name, seconds in (("queue", 3.0), ("prefill", 3.0), ("decode", 4.0), ("inference", 7.0)):
@@ -926,12 +913,12 @@ def test_a_long_text_is_tokenised_and_refused_like_a_short_one(platform: Platfor
 
 
 def test_a_prompt_with_a_lone_surrogate_is_not_a_server_error(platform: Platform, key: str) -> None:
-    with platform.client(key) as client:
-        for path, body in ((COMPLETIONS, b'{"model":"base","prompt":"\\ud800"}'),
-                           (CHAT, b'{"model":"base","messages":[{"role":"user","content":"\\ud800"}]}'),
-                           (COMPLETIONS, b'{"model":"\\ud800","prompt":"x"}')):  # fmt: skip
-            answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-            assert answer.status_code in (200, 400, 404), answer.text
+    client = platform.api(key)
+    for path, body in ((COMPLETIONS, b'{"model":"base","prompt":"\\ud800"}'),
+                       (CHAT, b'{"model":"base","messages":[{"role":"user","content":"\\ud800"}]}'),
+                       (COMPLETIONS, b'{"model":"\\ud800","prompt":"x"}')):  # fmt: skip
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        assert answer.status_code in (200, 400, 404), answer.text
 
 
 JSON = st.recursive(
@@ -940,15 +927,9 @@ JSON = st.recursive(
     max_leaves=5,
 )
 FIELDS = [
-    "model",
-    "prompt",
-    "messages",
-    *GenerationFields.model_fields,
-    "logprobs",
-    "top_logprobs",
-    "best_of",
+    "model", "prompt", "messages", *GenerationFields.model_fields, "logprobs", "top_logprobs", "best_of",
     "tools",
-]
+]  # fmt: skip
 
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -960,8 +941,7 @@ def test_no_json_body_is_a_server_error(
     platform: Platform, key: str, path: str, changes: dict[str, Any]
 ) -> None:
     body = json.dumps((PROMPT if path == COMPLETIONS else MESSAGES) | changes)
-    with platform.client(key) as client:
-        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    answer = platform.api(key).post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code in (200, 400, 404), (body, answer.text)
     if answer.status_code != 200:
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}

@@ -34,12 +34,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield platform
 
 
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.reset(deltas_of(b"sum"))
-    return shared
-
-
 def ask(platform: Platform, key: str, adapters: Any, **fields: Any) -> httpx.Response:
     body = {"model": "default", "prompt": "hello", "adapters": adapters, **fields}
     return post(platform, key, COMPLETIONS, body)
@@ -51,8 +45,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str, str]:
 
 
 def digest_of(platform: Platform, key: str, name: str) -> str:
-    with platform.client(key) as client:
-        digest: str = client.get(f"/v1/adapters/{name}").json()["digest"]
+    digest: str = platform.api(key).get(f"/v1/adapters/{name}").json()["digest"]
     return digest.removeprefix("sha256:")
 
 
@@ -123,10 +116,10 @@ def test_what_is_no_sum_of_adapters_is_refused_by_name(
 
 def test_a_quota_limits_the_adapters_of_one_request(platform: Platform) -> None:
     key = platform.key("acme")
-    with platform.client(ADMIN_KEY) as admin:
-        quota = f"/admin/keys/{key.split('_')[1]}/quota"
-        assert admin.patch(quota, json={"composed_adapters": 1}).json()["limits"]["composed_adapters"] == 1
-        assert admin.patch(quota, json={"composed_adapters": 17}).status_code == 400
+    admin = platform.api(ADMIN_KEY)
+    quota = f"/admin/keys/{key.split('_')[1]}/quota"
+    assert admin.patch(quota, json={"composed_adapters": 1}).json()["limits"]["composed_adapters"] == 1
+    assert admin.patch(quota, json={"composed_adapters": 17}).status_code == 400
     two = [{"name": "formal"}, {"name": "brief"}]
     status, param, message = error_of(ask(platform, key, two))
     assert (status, param) == (400, "adapters")
@@ -140,8 +133,7 @@ def test_a_quota_limits_the_adapters_of_one_request(platform: Platform) -> None:
 @pytest.mark.parametrize("weight", ["NaN", "Infinity", "1e400"])
 def test_a_weight_that_is_no_finite_number_is_refused(platform: Platform, key: str, weight: str) -> None:
     body = f'{{"model": "base", "prompt": "a", "adapters": [{{"name": "formal", "weight": {weight}}}]}}'
-    with platform.client(key) as client:
-        answer = client.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
+    answer = platform.api(key).post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and not platform.engine.requests
 
 
@@ -226,5 +218,4 @@ def test_the_journal_has_the_digests_of_a_sum(platform: Platform, key: str) -> N
 
 
 def test_the_limit_is_shown(platform: Platform, key: str) -> None:
-    with platform.client(key) as client:
-        assert client.get("/v1/limits").json()["adapters"] == 4
+    assert platform.api(key).get("/v1/limits").json()["adapters"] == 4

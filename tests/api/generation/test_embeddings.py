@@ -29,12 +29,6 @@ TEXT = {"model": "base", "input": "hello"}
 H = SHAPE.hidden_size
 
 
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.reset()
-    return shared
-
-
 def vector_of(text: str, size: int = H) -> list[float]:
     """The scripted vector, as float32 numbers."""
     return list(array("f", (text.encode()[0] / 256 + place / 3 for place in range(size))))
@@ -157,9 +151,8 @@ BAD = [
 def test_bad_input_is_refused_by_the_name_of_its_field(
     platform: Platform, key: str, fields: dict[str, Any], param: str, reason: str
 ) -> None:
-    with platform.client(key) as client:
-        content = json.dumps(TEXT | fields)
-        answer = client.post(PATH, content=content, headers={"Content-Type": "application/json"})
+    content = json.dumps(TEXT | fields)
+    answer = platform.api(key).post(PATH, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
     assert error["param"] == param and reason in error["message"], error
@@ -183,7 +176,7 @@ def test_missing_fields_and_unknown_models_are_named(platform: Platform, key: st
 def test_embeddings_too_large_for_one_answer_are_refused_before_they_are_computed(
     platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora_api.http.request_bounds._MAX_EMBEDDING_BYTES", 3000)
+    monkeypatch.setattr("slora_api.http.request_bounds.MAX_EMBEDDING_BYTES", 3000)
     body = {"model": "base", "input": ["a"] * 10}
     refused = post(platform, key, PATH, body)
     assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
@@ -251,8 +244,7 @@ def test_one_input_that_fails_ends_the_whole_request(
 def test_a_client_that_disconnects_aborts_its_inputs(platform: Platform, key: str) -> None:
     platform.engine.embeddings, platform.engine.hang = lambda request: [], True
     body = {"model": "base", "input": ["a"] * 100}
-    with platform.client(key) as client:
-        ask_and_leave(client, PATH, lambda: len(platform.engine.hung) == 64, json=body)
+    ask_and_leave(platform.api(key), PATH, lambda: len(platform.engine.hung) == 64, json=body)
     wait_until(lambda: len(platform.engine.aborted) == 64)
     assert len(platform.engine.requests) == 64
     wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
@@ -281,16 +273,14 @@ def test_an_honest_tenant_is_answered_while_another_one_sends_the_largest_list(p
     platform.engine.embeddings = lambda request: [] if request.tenant == hostile else embed(request)
     platform.engine.hang = True
     body = {"model": "base", "input": ["a"] * 2048}
-    with platform.client(key) as client:
-        ask_and_leave(client, PATH, lambda: len(platform.engine.hung) == 64, json=body)
+    ask_and_leave(platform.api(key), PATH, lambda: len(platform.engine.hung) == 64, json=body)
     platform.engine.hang = False
     assert post(platform, honest, PATH, TEXT).status_code == 200
     assert sum(one.tenant == hostile for one in platform.engine.requests) == 64
 
 
 def set_quota(platform: Platform, tenant: str, **limits: int) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        assert admin.patch(f"/admin/tenants/{tenant}/quota", json=limits).status_code == 200
+    assert platform.api(ADMIN_KEY).patch(f"/admin/tenants/{tenant}/quota", json=limits).status_code == 200
 
 
 def test_quotas_charge_the_tokens_of_all_inputs_and_one_request(platform: Platform) -> None:
@@ -299,8 +289,7 @@ def test_quotas_charge_the_tokens_of_all_inputs_and_one_request(platform: Platfo
     first = post(platform, key, PATH, {"model": "base", "input": ["hello", "you", "a"]})
     assert first.status_code == 200, first.text
     assert first.headers["x-ratelimit-limit-tokens"] == "20"
-    with platform.client(ADMIN_KEY) as admin:
-        used = admin.get("/admin/tenants/metered/quota").json()["used"]
+    used = platform.api(ADMIN_KEY).get("/admin/tenants/metered/quota").json()["used"]
     assert (used["requests_per_minute"], used["tokens_per_minute"], used["concurrent_answers"]) == (1, 9, 0)
     second = post(platform, key, PATH, {"model": "base", "input": "x" * 12})
     assert second.status_code == 429 and second.headers["x-ratelimit-remaining-requests"] == "9"
@@ -320,10 +309,10 @@ def test_the_usage_journal_has_a_record_of_each_input(platform: Platform) -> Non
 
 def test_only_keys_with_the_scope_inference_may_embed(platform: Platform) -> None:
     platform.key("scoped")
-    with platform.client(ADMIN_KEY) as admin:
-        made = admin.post("/admin/tenants/scoped/keys", json={"scopes": ["adapters:read"]})
-        assert made.status_code == 201, made.text
-        assert admin.post(PATH, json=TEXT).status_code == 403
+    admin = platform.api(ADMIN_KEY)
+    made = admin.post("/admin/tenants/scoped/keys", json={"scopes": ["adapters:read"]})
+    assert made.status_code == 201, made.text
+    assert admin.post(PATH, json=TEXT).status_code == 403
     assert post(platform, made.json()["key"], PATH, TEXT).status_code == 403
     assert httpx.post(platform.url + PATH, json=TEXT, verify=False).status_code == 401
 

@@ -135,8 +135,7 @@ def test_a_client_that_leaves_before_the_first_token_aborts_its_request(
     hold_heads(hold_s)
     engine, prompt = platform.engine, body.get("prompt")
     num_prompts = len(prompt) if isinstance(prompt, list) else 1
-    with platform.client(key) as client:
-        ask_and_leave(client, path, lambda: len(engine.requests) == num_prompts, json=body)
+    ask_and_leave(platform.api(key), path, lambda: len(engine.requests) == num_prompts, json=body)
     wait_until(lambda: len(engine.aborted) == num_prompts)
     wait_until(lambda: platform.services.generator.limiter.num_generations == 0)
 

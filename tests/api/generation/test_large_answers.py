@@ -111,15 +111,17 @@ def test_an_echo_is_streamed_in_chunks_of_a_bounded_number_of_tokens(
 @pytest.mark.parametrize("stream", [False, True])
 @repeated_if_slow
 def test_log_probabilities_in_one_delta_do_not_block_the_event_loop(
-    platform: Platform, recorder: Recorder, key: str, stream: bool
+    platform: Platform, recorder: Recorder, key: str, stream: bool, soak: bool
 ) -> None:
-    platform.engine.answers = [answers(2000)]
-    body = {"model": "base", "messages": [{"role": "user", "content": "x"}], "n": CHOICES, "max_tokens": 2000}
+    num_tokens = 2000 if soak else 1000
+    platform.engine.answers = [answers(num_tokens)]
+    messages = [{"role": "user", "content": "x"}]
+    body = {"model": "base", "messages": messages, "n": CHOICES, "max_tokens": num_tokens}
     answer = post(platform, key, CHAT, body | {"logprobs": True, "top_logprobs": 20, "stream": stream})
     assert answer.status_code == 200
     if not stream:
         contents = [choice["logprobs"]["content"] for choice in answer.json()["choices"]]
-        assert [len(content) for content in contents] == [2000] * CHOICES
+        assert [len(content) for content in contents] == [num_tokens] * CHOICES
         assert contents[0][0]["top_logprobs"][1] == {"token": "B", "logprob": -1.5, "bytes": [66]}
     assert not recorder.slow()
 

@@ -228,9 +228,9 @@ def test_a_scrape_of_many_counters_does_not_block_the_event_loop(
     """Born from a fuzzed server, whose /metrics held the event loop for 36 ms."""
     for at in range(400):
         platform.services.generator.metrics.answered(f"/route/{at}", 200, 0.1)
-    with platform.client(ADMIN_KEY) as operator:
-        assert "/route/399" in operator.get("/metrics").text
-        assert operator.get("/healthz").status_code == 200
+    operator = platform.api(ADMIN_KEY)
+    assert "/route/399" in operator.get("/metrics").text
+    assert operator.get("/healthz").status_code == 200
     assert not recorder.slow()
 
 
@@ -263,33 +263,18 @@ def test_many_large_tools_keep_the_event_loop_little_longer_than_parsing_them(
 @pytest.mark.parametrize(
     "field",
     [
-        "top_k",
-        "max_tokens",
-        "min_tokens",
-        "seed",
-        "n",
-        "best_of",
-        "logprobs",
-        "prompt_logprobs",
-        "priority",
-        "deadline_ms",
-        "temperature",
-        "top_p",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "length_penalty",
+        "top_k", "max_tokens", "min_tokens", "seed", "n", "best_of", "logprobs", "prompt_logprobs", "priority",
+        "deadline_ms", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty",
+        "repetition_penalty", "length_penalty",
     ],
-)
+)  # fmt: skip
 def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, field: str) -> None:
     """Born from a bug: a top_k of 2^64 or more was a 500, because no message to the engine can carry it."""
     for value in (2**31, 2**63, 2**64, -(2**63), -(2**64), 10**60, 1e308, -1e308, math.nan, math.inf):
         for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})):
             name = {"logprobs": "top_logprobs"}.get(field, field) if path == CHAT else field
             raw = json.dumps(body | {name: value}).encode()
-            with platform.client(key) as client:
-                answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
+            answer = platform.api(key).post(path, content=raw, headers={"Content-Type": "application/json"})
             # A seed or a count of 2^31 may be valid.
             if answer.status_code != 200:
                 error = answer.json()["error"]
@@ -317,8 +302,7 @@ def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
     platform: Platform, key: str, path: str, fields: dict[str, Any], param: str | None
 ) -> None:
     raw = json.dumps({"model": "base"} | fields).encode()
-    with platform.client(key) as client:
-        answer = client.post(path, content=raw, headers={"Content-Type": "application/json"})
+    answer = platform.api(key).post(path, content=raw, headers={"Content-Type": "application/json"})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -340,8 +324,9 @@ def test_half_a_surrogate_pair_is_refused_by_the_name_of_its_field(
 def test_no_value_that_the_operator_sends_is_a_server_error(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
-    with platform.client(ADMIN_KEY) as client:
-        answer = client.post(path, content=json.dumps(body), headers={"Content-Type": "application/json"})
+    answer = platform.api(ADMIN_KEY).post(
+        path, content=json.dumps(body), headers={"Content-Type": "application/json"}
+    )
     assert 400 <= answer.status_code < 500 or body.get("weight") == 1e308, answer.text
     assert answer.status_code < 500
 
@@ -350,9 +335,8 @@ def test_no_value_that_the_operator_sends_is_a_server_error(
 def test_no_target_of_an_alias_is_a_server_error(
     platform: Platform, key: str, versions: dict[str, int]
 ) -> None:
-    with platform.client(key) as client:
-        answer = client.put("/v1/adapters/x/aliases/prod", content=json.dumps({"versions": versions}),
-                            headers={"Content-Type": "application/json"})  # fmt: skip
+    answer = platform.api(key).put("/v1/adapters/x/aliases/prod", content=json.dumps({"versions": versions}),
+                        headers={"Content-Type": "application/json"})  # fmt: skip
     assert 400 <= answer.status_code < 500, answer.text
 
 
@@ -365,7 +349,6 @@ def test_no_target_of_an_alias_is_a_server_error(
 def test_a_body_that_is_not_a_json_object_is_a_400(
     platform: Platform, recorder: Recorder, key: str, raw: bytes
 ) -> None:
-    with platform.client(key) as client:
-        answer = client.post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
+    answer = platform.api(key).post(COMPLETIONS, content=raw, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["type"] == "invalid_request_error"
     assert not recorder.slow()

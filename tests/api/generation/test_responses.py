@@ -53,12 +53,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.requests.clear()
-    return shared
-
-
 @pytest.fixture(scope="module")
 def client(shared: Platform, key: str) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=shared.url + "/v1", api_key=key, max_retries=0) as made:
@@ -103,20 +97,10 @@ def test_the_events_of_a_stream_come_in_openais_order(platform: Platform, client
     events = list(client.responses.create(**BODY, tools=[WEATHER], stream=True))  # type: ignore[call-overload]
     kinds = [event.type.removeprefix("response.") for event in events]
     assert list(dict.fromkeys(kinds)) == [
-        "created",
-        "in_progress",
-        "output_item.added",
-        "content_part.added",
-        "reasoning_text.delta",
-        "reasoning_text.done",
-        "content_part.done",
-        "output_item.done",
-        "output_text.delta",
-        "output_text.done",
-        "function_call_arguments.delta",
-        "function_call_arguments.done",
-        "completed",
-    ]
+        "created", "in_progress", "output_item.added", "content_part.added", "reasoning_text.delta",
+        "reasoning_text.done", "content_part.done", "output_item.done", "output_text.delta", "output_text.done",
+        "function_call_arguments.delta", "function_call_arguments.done", "completed",
+    ]  # fmt: skip
     assert [event.sequence_number for event in events] == list(range(len(events)))
     items = [event.item.type for event in events if event.type == "response.output_item.done"]
     assert items == ["reasoning", "message", "function_call"]

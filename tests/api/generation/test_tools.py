@@ -50,12 +50,6 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
-@pytest.fixture
-def platform(shared: Platform) -> Platform:
-    shared.engine.requests.clear()
-    return shared
-
-
 def ask(platform: Platform, key: str, **fields: Any) -> Any:
     return post(platform, key, CHAT, BODY | fields).json()
 

@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
-from slora.core.errors import EngineUnavailable
+from slora.core.errors import EngineUnavailable, UsageJournalFull
 from slora.core.request import EngineRequest, FinishReason, RequestTiming, RequestUsage, TokenDelta
 from slora.core.sampling_params import SamplingParams
 from slora.core.usage_journal import OpenSegment, UsageJournal, UsageRecord, closed_segments
@@ -30,7 +31,7 @@ BODY = {"model": "base", "prompt": "hello"}
 @pytest.fixture
 def platform(shared: Platform) -> Platform:
     """The shared platform with an empty journal."""
-    take_records(shared.directory, shared.services.generator.usage._journal)
+    take_records(shared.directory, shared.services.generator.usage.journal)
     shared.engine.answers, shared.engine.hang = [deltas_of(b"answer")], False
     return shared
 
@@ -53,7 +54,7 @@ def take_records(directory: Path, journal: UsageJournal) -> list[UsageRecord]:
 def records_of(platform: Platform) -> list[UsageRecord]:
     recorder = platform.services.generator.usage
     wait_for(lambda: recorder.num_open == 0 or None)
-    return take_records(platform.directory, recorder._journal)
+    return take_records(platform.directory, recorder.journal)
 
 
 class HeldDisk:
@@ -145,10 +146,10 @@ def test_each_prompt_of_a_request_has_a_record(platform: Platform, key: str) -> 
 
 def test_a_client_that_disconnects_is_billed_for_what_was_computed(platform: Platform, key: str) -> None:
     platform.engine.answers, platform.engine.hang = [deltas_of(b"answer")[:4]], True
-    with platform.client(key) as client:
-        with client.stream("POST", PATH, json={**BODY, "stream": True}) as answer:
-            assert next(events(answer.iter_lines()))
-        ask_and_leave(client, PATH, lambda: len(platform.engine.hung) == 2, json=BODY)
+    client = platform.api(key)
+    with client.stream("POST", PATH, json={**BODY, "stream": True}) as answer:
+        assert next(events(answer.iter_lines()))
+    ask_and_leave(client, PATH, lambda: len(platform.engine.hung) == 2, json=BODY)
     assert [record.usage.generated_tokens for record in records_of(platform)] == [4, 4]
 
 
@@ -170,8 +171,8 @@ def test_a_request_whose_engine_dies_is_recorded_with_the_tokens_that_arrived(
 def test_requests_are_refused_before_the_engine_while_the_journal_is_full(
     platform: Platform, key: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    journal = platform.services.generator.usage._journal
-    monkeypatch.setattr(journal, "_refusal", "it has 5 bytes and the limit is 4")
+    refusal = UsageJournalFull("it has 5 bytes and the limit is 4")
+    monkeypatch.setattr(platform.services.generator.usage.journal, "check", Mock(side_effect=refusal))
     num_requests = len(platform.engine.requests)
     answer = post(platform, key, PATH, BODY)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "usage_journal_full")

@@ -13,7 +13,7 @@ from slora_api.completions.services import AnswerServices
 from slora_api.quotas.routes import QuotaServices
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post
-from tests.api.scripted_engine import EOS, deltas_of, fast_byte_tokenizer
+from tests.api.scripted_engine import EOS, byte_tokenizer, deltas_of, fast_byte_tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT = {"model": "base", "prompt": "hello"}
@@ -227,7 +227,8 @@ def test_special_tokens_of_the_tokenizer_are_added_as_the_request_asks(
 ) -> None:
     fast = fast_byte_tokenizer()
     fast.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", EOS)])
-    monkeypatch.setattr(platform.find(AnswerServices).encoder.tokenizer, "_fast", fast)
+    encoder = platform.find(AnswerServices).encoder
+    monkeypatch.setattr(encoder, "tokenizer", byte_tokenizer(fast))
     for path, body, is_default in ((COMPLETIONS, PROMPT, True), (CHAT, MESSAGES, False)):
         for sent in (None, True, False):
             post(platform, key, path, body | {"add_special_tokens": sent}).raise_for_status()

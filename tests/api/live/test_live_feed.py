@@ -55,14 +55,12 @@ def no_names() -> ServerNames:
 def test_each_key_gets_the_frames_of_its_rights(platform: Platform) -> None:
     key = platform.key("mine")
     platform.engine.snapshot = make_state(platform.tenant_id("mine"))
-    with platform.client(key) as client:
-        answer = client.get("/v1/live", params={"frames": 2}).raise_for_status()
-        own = list(read_events(answer))
+    answer = platform.api(key).get("/v1/live", params={"frames": 2}).raise_for_status()
+    own = list(read_events(answer))
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert [one["tenants"][0]["tenant"] for one in own] == ["mine", "mine"]
     assert "rival" not in answer.text
-    with platform.client(ADMIN_KEY) as operator:
-        (frame,) = read_events(operator.get("/admin/live"))
+    (frame,) = read_events(platform.api(ADMIN_KEY).get("/admin/live"))
     assert [one["tenant"] for one in frame["tenants"]] == ["rival", "mine"]
 
 
@@ -71,8 +69,7 @@ def test_frames_are_as_the_openapi_document_says(platform: Platform, path: str) 
     document = httpx.get(f"{platform.url}/openapi.json", verify=False).json()
     answer = document["paths"][path]["get"]["responses"]["200"]["content"]["text/event-stream"]
     schema = answer["schema"]["contentSchema"] | {"components": document["components"]}
-    with platform.client(platform.key("mine") if path == "/v1/live" else ADMIN_KEY) as client:
-        (frame,) = read_events(client.get(path))
+    (frame,) = read_events(platform.api(platform.key("mine") if path == "/v1/live" else ADMIN_KEY).get(path))
     Draft202012Validator(schema).validate(frame)
     assert frame is not None
     wrong = {**frame, "pool": {}}
@@ -81,38 +78,38 @@ def test_frames_are_as_the_openapi_document_says(platform: Platform, path: str) 
 
 def test_frames_are_null_while_no_engine_answers(platform: Platform) -> None:
     platform.engine.ready = False
-    with platform.client(platform.key("mine")) as client:
-        assert list(read_events(client.get("/v1/live"))) == [None]
+    assert list(read_events(platform.api(platform.key("mine")).get("/v1/live"))) == [None]
     platform.engine.ready = True
 
 
 @pytest.mark.parametrize("is_operator", [False, True])
 def test_a_revoked_key_ends_its_feed_with_the_reason(platform: Platform, is_operator: bool) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
-        platform.key("mine")
-        made = admin.post(path, json={"name": "watcher"}).json()
-        with platform.client(made["key"]) as client:
-            path = "/admin/live" if is_operator else "/v1/live"
-            with client.stream("GET", path, params={"frames": 1000}) as answer:
-                events = read_events(answer)
-                assert next(events)["object"] == "live.frame"
-                admin.delete(f"/admin/keys/{made['key_id']}").raise_for_status()
-                *_, last = events
+    admin = platform.api(ADMIN_KEY)
+    path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
+    platform.key("mine")
+    made = admin.post(path, json={"name": "watcher"}).json()
+    path = "/admin/live" if is_operator else "/v1/live"
+    with platform.api(made["key"]).stream("GET", path, params={"frames": 1000}) as answer:
+        events = read_events(answer)
+        assert next(events)["object"] == "live.frame"
+        admin.delete(f"/admin/keys/{made['key_id']}").raise_for_status()
+        *_, last = events
     assert last["error"]["code"] == "invalid_api_key"
     assert "revoked" in last["error"]["message"]
 
 
 @pytest.mark.parametrize("is_operator", [False, True])
 def test_a_feed_ends_when_its_key_expires(platform: Platform, is_operator: bool) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
-        platform.key("mine")
-        made = admin.post(path, json={"name": "watcher", "expires_at": int(time.time()) + 2}).json()
-        with platform.client(made["key"]) as client:
-            path = "/admin/live" if is_operator else "/v1/live"
-            with client.stream("GET", path, params={"frames": 1000}) as answer:
-                *frames, last = read_events(answer)
+    path = "/admin/keys" if is_operator else "/admin/tenants/mine/keys"
+    platform.key("mine")
+    made = (
+        platform.api(ADMIN_KEY)
+        .post(path, json={"name": "watcher", "expires_at": int(time.time()) + 2})
+        .json()
+    )
+    path = "/admin/live" if is_operator else "/v1/live"
+    with platform.api(made["key"]).stream("GET", path, params={"frames": 1000}) as answer:
+        *frames, last = read_events(answer)
     assert frames[0]["object"] == "live.frame" and last["error"]["code"] == "invalid_api_key"
     assert "expired" in last["error"]["message"]
 

@@ -1,5 +1,6 @@
 """Quotas of tenants and keys, over HTTP."""
 
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -10,8 +11,10 @@ import openai
 import pytest
 
 from slora.core.errors import EngineUnavailable
-from slora.core.request import FinishReason
-from slora_api.quotas.quota_meter import QuotaMeter, format_duration
+from slora.core.request import FinishReason, RequestUsage
+from slora.core.usage_journal import UsageRecord
+from slora_api.quotas.quota_meter import format_duration
+from slora_api.usage.usage_ledger import UsageLedger
 from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -21,14 +24,10 @@ PROMPT = {"model": "base", "prompt": "hello", "max_tokens": 5}
 STREAM = PROMPT | {"stream": True}
 NONE = dict.fromkeys(
     [
-        "requests_per_minute",
-        "tokens_per_minute",
-        "tokens_per_day",
-        "tokens_per_month",
-        "concurrent_answers",
+        "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month", "concurrent_answers",
         "composed_adapters",
     ]
-)
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -43,8 +42,7 @@ def platform(tmp_path: Path, engine: ScriptedEngine) -> Iterator[Platform]:
 
 
 def set_quota(platform: Platform, path: str, **changes: int | None) -> httpx.Response:
-    with platform.client(ADMIN_KEY) as admin:
-        return admin.patch(f"/admin/{path}/quota", json=changes)
+    return platform.api(ADMIN_KEY).patch(f"/admin/{path}/quota", json=changes)
 
 
 def key_id(key: str) -> str:
@@ -52,8 +50,9 @@ def key_id(key: str) -> str:
 
 
 def used(platform: Platform, path: str) -> dict[str, int]:
-    with platform.client(ADMIN_KEY) as admin:
-        found: dict[str, int] = admin.get(f"/admin/{path}/quota").raise_for_status().json()["used"]
+    found: dict[str, int] = (
+        platform.api(ADMIN_KEY).get(f"/admin/{path}/quota").raise_for_status().json()["used"]
+    )
     return found
 
 
@@ -75,11 +74,11 @@ def test_answers_carry_the_limit_with_less_left(platform: Platform) -> None:
     key = platform.key("acme")
     set_quota(platform, "tenants/acme", tokens_per_minute=100, requests_per_minute=3)
     set_quota(platform, f"keys/{key_id(key)}", tokens_per_minute=60)
-    with platform.client(key) as client:
-        whole = client.post("/v1/completions", json=PROMPT)
-        stream = client.post("/v1/completions", json=PROMPT | {"stream": True})
-        unread = client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
-        chat = client.post("/v1/chat/completions", json={"model": "base", "messages": [], "stream": True})
+    client = platform.api(key)
+    whole = client.post("/v1/completions", json=PROMPT)
+    stream = client.post("/v1/completions", json=PROMPT | {"stream": True})
+    unread = client.post("/v1/completions", content=b"{", headers={"Content-Type": "application/json"})
+    chat = client.post("/v1/chat/completions", json={"model": "base", "messages": [], "stream": True})
     assert [one.status_code for one in (whole, stream, unread, chat)] == [200, 200, 400, 400]
     shown = [
         [one.headers[f"x-ratelimit-{name}"] for name in ("limit-requests", "limit-tokens")]
@@ -125,8 +124,10 @@ def test_a_refusal_names_the_limit_and_the_exact_wait(platform: Platform) -> Non
     assert (
         "x-should-retry" not in refused.headers and refused.headers["x-ratelimit-remaining-requests"] == "0"
     )
-    with platform.client(ADMIN_KEY) as admin:
-        assert 'slora_quota_refusals_total{quota="requests_per_minute"} 1.0' in admin.get("/metrics").text
+    assert (
+        'slora_quota_refusals_total{quota="requests_per_minute"} 1.0'
+        in platform.api(ADMIN_KEY).get("/metrics").text
+    )
 
 
 def test_a_request_that_can_never_fit_is_not_retried(platform: Platform) -> None:
@@ -172,8 +173,11 @@ def test_an_exhausted_budget_is_not_retried_and_says_when_the_next_one_begins(pl
 
 
 def test_a_budget_includes_what_the_ledger_knows(platform: Platform) -> None:
-    platform.find(QuotaMeter)._history = type("Ledger", (), {"used_tokens": lambda *_: 95})()  # type: ignore[assignment]
     key = platform.key("acme")
+    record = UsageRecord(
+        "r", platform.tenant_id("acme"), key_id(key), None, time.time(), RequestUsage(60, 0, 35)
+    )
+    UsageLedger(platform.services.foundation.database).add([record])
     set_quota(platform, "tenants/acme", tokens_per_month=100)
     refused = complete(platform, key)
     assert refused.json()["error"]["code"] == "insufficient_quota"
@@ -226,13 +230,12 @@ def test_a_client_that_hangs_up_is_charged_for_what_was_generated(
     key = platform.key("acme")
     set_quota(platform, "tenants/acme", tokens_per_minute=100)
     engine.answers, engine.hang = [deltas_of(b"abc", FinishReason.LENGTH)[:2]], True
-    with platform.client(key) as client:
-        with client.stream("POST", "/v1/completions", json=STREAM) as stream:
-            lines = stream.iter_lines()
-            while '"b"' not in next(lines):
-                pass
-        while used(platform, "tenants/acme")["concurrent_answers"]:
+    with platform.api(key).stream("POST", "/v1/completions", json=STREAM) as stream:
+        lines = stream.iter_lines()
+        while '"b"' not in next(lines):
             pass
+    while used(platform, "tenants/acme")["concurrent_answers"]:
+        pass
     assert used(platform, "tenants/acme")["tokens_per_minute"] == 7
 
 
@@ -242,20 +245,21 @@ def test_answers_in_progress_are_limited_for_the_tenant_and_for_the_key(
     key, other = platform.key("acme"), platform.key("acme")
     set_quota(platform, f"keys/{key_id(key)}", concurrent_answers=2)
     engine.hang = True
-    with platform.client(key) as client, platform.client(other) as others:
-        with client.stream("POST", "/v1/completions", json=STREAM | {"n": 2}):
-            refused = client.post("/v1/completions", json=PROMPT)
+    client = platform.api(key)
+    others = platform.api(other)
+    with client.stream("POST", "/v1/completions", json=STREAM | {"n": 2}):
+        refused = client.post("/v1/completions", json=PROMPT)
+        assert refused.status_code == 429
+        assert "This API key has 2 answers in progress, and the limit is 2" in refused.text
+        with others.stream("POST", "/v1/completions", json=STREAM | {"n": 4}):
+            # The default of the server is 6 for each tenant.
+            refused = others.post("/v1/completions", json=PROMPT)
             assert refused.status_code == 429
-            assert "This API key has 2 answers in progress, and the limit is 2" in refused.text
-            with others.stream("POST", "/v1/completions", json=STREAM | {"n": 4}):
-                # The default of the server is 6 for each tenant.
-                refused = others.post("/v1/completions", json=PROMPT)
-                assert refused.status_code == 429
-                assert "Your tenant has 6 answers in progress, and the limit is 6" in refused.text
-                set_quota(platform, "tenants/acme", concurrent_answers=7)
-                with others.stream("POST", "/v1/completions", json=STREAM) as seventh:
-                    assert seventh.status_code == 200
-        too_many = client.post("/v1/completions", json=PROMPT | {"n": 3})
+            assert "Your tenant has 6 answers in progress, and the limit is 6" in refused.text
+            set_quota(platform, "tenants/acme", concurrent_answers=7)
+            with others.stream("POST", "/v1/completions", json=STREAM) as seventh:
+                assert seventh.status_code == 200
+    too_many = client.post("/v1/completions", json=PROMPT | {"n": 3})
     assert (too_many.status_code, too_many.json()["error"]["param"]) == (400, "n")
 
 
@@ -309,8 +313,7 @@ def test_a_tenant_sees_its_own_quotas(platform: Platform) -> None:
     set_quota(platform, f"keys/{key_id(other)}", tokens_per_minute=5)
     set_quota(platform, "tenants/acme", tokens_per_minute=500)
     complete(platform, key)
-    with platform.client(key) as client:
-        of_tenant, of_key = client.get("/v1/quotas").json()["data"]
+    of_tenant, of_key = platform.api(key).get("/v1/quotas").json()["data"]
     assert (of_tenant["tenant"], of_tenant["key_id"]) == ("acme", None)
     assert of_tenant["limits"]["tokens_per_minute"] == 500 and of_tenant["used"]["tokens_per_minute"] == 7
     assert of_key["key_id"] == key_id(key) and set(of_key["limits"].values()) == {None}

@@ -1,7 +1,6 @@
 """Operators list and restart the engines of a host, over HTTP and with `slora engine`."""
 
 import json
-from collections.abc import Iterator
 from functools import partial
 
 import httpx
@@ -9,25 +8,18 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from tests.api.command import run_command, run_slora
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import ADMIN_KEY, Platform
+from tests.api.scripted_engine import deltas_of
 
 NAMES = ("engine-0", "engine-1")
 
 
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
-
-
 @pytest.fixture
-def admin(platform: Platform) -> Iterator[httpx.Client]:
+def admin(platform: Platform) -> httpx.Client:
     platform.engine.reset(deltas_of(b"ok"))
     platform.engine.names = NAMES
     platform.services.generator.metrics.restarts.clear()
-    with platform.client(ADMIN_KEY) as admin:
-        yield admin
+    return platform.api(ADMIN_KEY)
 
 
 def restart(admin: httpx.Client, name: str, **body: bool) -> httpx.Response:
@@ -59,9 +51,9 @@ def test_engines_are_listed_with_what_they_compute_or_why_they_do_not(
 def test_only_an_operator_sees_and_restarts_engines(platform: Platform, admin: httpx.Client) -> None:
     scraper = admin.post("/admin/keys", json={"name": "scraper", "scopes": ["metrics:read"]}).json()["key"]
     for key in (platform.key("acme"), scraper):
-        with platform.client(key) as client:
-            assert client.get("/admin/engines").status_code == 403
-            assert restart(client, "engine-0").status_code == 403
+        client = platform.api(key)
+        assert client.get("/admin/engines").status_code == 403
+        assert restart(client, "engine-0").status_code == 403
     assert platform.engine.lost == {}
 
 
@@ -131,7 +123,7 @@ def test_the_command_restarts_one_engine_after_the_other(
 def test_the_command_stops_at_an_engine_that_does_not_come_back(
     platform: Platform, admin: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slora_api.operations.command._POLL_S", 1.01)
+    monkeypatch.setattr("slora_api.operations.command.POLL_S", 1.01)
     command = ("engine", "restart", "--rolling", "--timeout", "1s")
     refused = run_slora(platform.url, *command, code=1, SLORA_ADMIN_KEY=ADMIN_KEY)
     assert platform.engine.lost.keys() == {"engine-0"}

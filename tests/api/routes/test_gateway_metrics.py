@@ -38,7 +38,7 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     directory = tmp_path_factory.mktemp("gateway")
     with pytest.MonkeyPatch.context() as patch:
         # The tests change the engine between scrapes.
-        patch.setattr("slora_api.metrics.scraper._CACHED_S", 0.0)
+        patch.setattr("slora_api.metrics.scraper.CACHED_S", 0.0)
         with running_platform(
             directory, ScriptedEngine([deltas_of(b"hello.")]), gateway_metrics=True
         ) as platform:
@@ -162,7 +162,7 @@ def test_while_the_engine_computes_a_long_step_metrics_show_its_last_numbers_wit
             return parse_metrics(operator.get("/metrics").raise_for_status().text)
 
         fresh = read()
-        monkeypatch.setattr(scraper, "_PATIENCE_S", 0.01)
+        monkeypatch.setattr(scraper, "PATIENCE_S", 0.01)
         is_free.clear()
         scrapes = [read() for _ in range(6)]
         counters = [
@@ -199,8 +199,8 @@ def test_gateways_that_scrape_at_the_same_time_share_one_answer(tmp_path: Path) 
         pytest.MonkeyPatch.context() as patch,
         running_platform(tmp_path, engine, gateway_metrics=True) as platform,
     ):
-        patch.setattr("slora_api.metrics.scraper._CACHED_S", 3600.0)
+        patch.setattr("slora_api.metrics.scraper.CACHED_S", 3600.0)
         assert len(asyncio.run(scrape_often(platform))) == 1 and engine.num_asked == 1
-        patch.setattr("slora_api.metrics.scraper._CACHED_S", 0.0)
+        patch.setattr("slora_api.metrics.scraper.CACHED_S", 0.0)
         scrape(platform).raise_for_status()
         assert engine.num_asked == 2

@@ -58,8 +58,7 @@ def send(
     platform: Platform, key: str, path: str = "/v1/adapters", *, source: str = SOURCE, name: str = "voice"
 ) -> httpx.Response:
     form: Any = {"name": (None, name), "source": (None, source)}
-    with platform.client(key) as client:
-        return client.post(path, files=form)
+    return platform.api(key).post(path, files=form)
 
 
 def test_an_operator_uploads_an_adapter_for_a_tenant_and_the_tenants_limits_apply(platform: Platform) -> None:
@@ -172,8 +171,7 @@ def test_a_download_ends_with_its_client(platform: Platform, hub: Hub) -> None:
     def has_begun() -> bool:
         return any(path.endswith(".safetensors") for path in hub.asked) and bool(downloads())
 
-    with platform.client(key) as client:
-        ask_and_leave(client, "/v1/adapters", has_begun, files=form)
+    ask_and_leave(platform.api(key), "/v1/adapters", has_begun, files=form)
     assert wait_for(lambda: not downloads())
     assert wait_for(lambda: not any((platform.directory / "quarantine").iterdir()))
 

@@ -1,37 +1,29 @@
 """Clients can query the limits of a request. Routes that accept small objects refuse large bodies."""
 
 import json
-from collections.abc import Iterator
 
 import httpx
 import pytest
 
-from tests.api.platform import Platform, bearer, running_platform
-from tests.api.scripted_engine import ScriptedEngine
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
+from tests.api.platform import Platform, bearer
 
 
 def test_limits_are_shown_for_the_server_and_for_each_model(platform: Platform) -> None:
-    with platform.client(platform.key("acme")) as client:
-        shown = client.get("/v1/limits").json()
-        assert shown.pop("object") == "limits"
-        # The longest token of this tokenizer, <eos>, has 5 characters, and the context has 64 tokens.
-        assert (shown["max_model_len"], shown["prompt_chars"], shown["prompts"]) == (64, 320, 256)
-        assert client.get("/v1/models/base").json()["limits"] == shown
+    client = platform.api(platform.key("acme"))
+    shown = client.get("/v1/limits").json()
+    assert shown.pop("object") == "limits"
+    # The longest token of this tokenizer, <eos>, has 5 characters, and the context has 64 tokens.
+    assert (shown["max_model_len"], shown["prompt_chars"], shown["prompts"]) == (64, 320, 256)
+    assert client.get("/v1/models/base").json()["limits"] == shown
 
 
 def test_limits_need_a_key_and_an_engine(platform: Platform) -> None:
     assert httpx.get(platform.url + "/v1/limits").status_code == 401
     platform.engine.ready = False
     try:
-        with platform.client(platform.key("acme")) as client:
-            assert client.get("/v1/limits").status_code == 503
-            assert client.get("/v1/models/base").json()["limits"] is None
+        client = platform.api(platform.key("acme"))
+        assert client.get("/v1/limits").status_code == 503
+        assert client.get("/v1/models/base").json()["limits"] is None
     finally:
         platform.engine.ready = True
 

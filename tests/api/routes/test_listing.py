@@ -14,19 +14,12 @@ from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.keys.key_admin import KeyAdmin
 from tests.api.command import run_slora
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import ADMIN_KEY, Platform
 
 NUM_NAMES = 25
 NAMES = [f"voice-{number:02d}" for number in range(NUM_NAMES)]
 VERSIONS = list(range(NUM_NAMES, 0, -1))
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +44,13 @@ def key(platform: Platform, registry: Registry) -> str:
 
 
 @pytest.fixture
-def client(platform: Platform, key: str) -> Iterator[httpx.Client]:
-    with platform.client(key) as client:
-        yield client
+def client(platform: Platform, key: str) -> httpx.Client:
+    return platform.api(key)
 
 
 @pytest.fixture
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as admin:
-        yield admin
+def admin(platform: Platform) -> httpx.Client:
+    return platform.api(ADMIN_KEY)
 
 
 def walk(client: httpx.Client, path: str, called: str, **params: Any) -> list[list[Any]]:
@@ -88,13 +79,13 @@ def test_adapters_come_in_pages_that_hold_all_of_them_once(client: httpx.Client)
 
 def test_an_operator_lists_the_adapters_of_one_tenant_in_pages(platform: Platform, key: str) -> None:
     path, everything = "/admin/tenants/t/adapters", ["many", *NAMES]
-    with platform.client(key) as client, platform.client(ADMIN_KEY) as admin:
-        assert walk(admin, path, "name", limit=10) == [everything[:10], everything[10:20], everything[20:]]
-        shown = admin.get(path, params={"limit": 3, "after": "voice-03"}).json()
-        assert shown == client.get("/v1/adapters", params={"limit": 3, "after": "voice-03"}).json()
-        assert admin.get("/admin/tenants/nobody/adapters").status_code == 404
-        platform.key("without-adapters")
-        assert walk(admin, "/admin/tenants/without-adapters/adapters", "name") == [[]]
+    admin = platform.api(ADMIN_KEY)
+    assert walk(admin, path, "name", limit=10) == [everything[:10], everything[10:20], everything[20:]]
+    shown = admin.get(path, params={"limit": 3, "after": "voice-03"}).json()
+    assert shown == platform.api(key).get("/v1/adapters", params={"limit": 3, "after": "voice-03"}).json()
+    assert admin.get("/admin/tenants/nobody/adapters").status_code == 404
+    platform.key("without-adapters")
+    assert walk(admin, "/admin/tenants/without-adapters/adapters", "name") == [[]]
 
 
 def test_an_operator_finds_adapters_of_any_tenant_by_a_part_of_a_name(

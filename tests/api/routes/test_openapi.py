@@ -21,12 +21,6 @@ Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
 def document(platform: Platform) -> Json:
     found: Json = httpx.get(f"{platform.url}/openapi.json", verify=False).raise_for_status().json()
     return found

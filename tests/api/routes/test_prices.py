@@ -1,6 +1,5 @@
 """The prices of tokens: set by the operator, read by any key, kept in the database."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,21 +22,13 @@ def test_prices_are_kept_and_every_key_reads_them(tmp_path: Path) -> None:
             "cached_input": 0.25,
             "output": 2,
         }
-        with platform.client(key) as client:
-            assert client.put("/admin/prices", json={"input": 0}).status_code == 403
+        assert platform.api(key).put("/admin/prices", json={"input": 0}).status_code == 403
     with running_platform(tmp_path, ScriptedEngine()) as platform:
-        with platform.client(key) as client:
-            assert client.get("/v1/prices").json() == changed.json()
-        with platform.client(ADMIN_KEY) as admin:
-            cached = {"input": 1, "cached_input": 0, "output": 2}
-            assert admin.put("/admin/prices", json=cached).json()["cached_input"] == 0
-            assert admin.put("/admin/prices", json={}).json() == NONE
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("prices"), ScriptedEngine()) as running:
-        yield running
+        assert platform.api(key).get("/v1/prices").json() == changed.json()
+        admin = platform.api(ADMIN_KEY)
+        cached = {"input": 1, "cached_input": 0, "output": 2}
+        assert admin.put("/admin/prices", json=cached).json()["cached_input"] == 0
+        assert admin.put("/admin/prices", json={}).json() == NONE
 
 
 @pytest.mark.parametrize(
@@ -52,8 +43,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     ],
 )
 def test_a_wrong_price_is_refused_and_changes_nothing(platform: Platform, body: str, param: str) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        before = admin.get("/v1/prices").json()
-        refused = admin.put("/admin/prices", content=body, headers={"Content-Type": "application/json"})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
-        assert admin.get("/v1/prices").json() == before
+    admin = platform.api(ADMIN_KEY)
+    before = admin.get("/v1/prices").json()
+    refused = admin.put("/admin/prices", content=body, headers={"Content-Type": "application/json"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+    assert admin.get("/v1/prices").json() == before

@@ -4,7 +4,6 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -20,19 +19,12 @@ from slora_adapters.version import AdapterVersion
 from slora_api.usage import usage_report
 from slora_api.usage.usage_ledger import UsageLedger
 from tests.api.command import run_slora
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import ADMIN_KEY, Platform
 
 # 2026-11-01T00:00:00Z, and the day as a query.
 DAY = 1_793_491_200
 RANGE = {"start_time": DAY, "end_time": DAY + 86_400}
 VOICE, GONE, TONE = "a" * 64, "b" * 64, "c" * 64
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -61,15 +53,13 @@ def key(platform: Platform) -> str:
 
 
 @pytest.fixture
-def client(platform: Platform, key: str) -> Iterator[httpx.Client]:
-    with platform.client(key) as client:
-        yield client
+def client(platform: Platform, key: str) -> httpx.Client:
+    return platform.api(key)
 
 
 @pytest.fixture
-def admin(platform: Platform, key: str) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
+def admin(platform: Platform, key: str) -> httpx.Client:
+    return platform.api(ADMIN_KEY)
 
 
 def read(client: httpx.Client, path: str = "/v1/usage", **params: Any) -> list[dict[str, Any]]:

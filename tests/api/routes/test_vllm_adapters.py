@@ -80,8 +80,7 @@ def test_loading_needs_the_admin_key_and_a_tenant_if_there_are_several(
     assert (unsaid.status_code, unsaid.json()["error"]["param"]) == (400, "tenant")
     assert send(platform, "load", lora_name="voice", lora_path="voice", tenant="two").status_code == 200
     assert send(platform, "load", lora_name="voice", lora_path="voice", tenant="three").status_code == 404
-    with platform.client(key) as client:
-        assert client.get("/v1/adapters").json()["data"] == []
+    assert platform.api(key).get("/v1/adapters").json()["data"] == []
     assert send(platform, "unload", lora_name="voice", tenant="one").status_code == 404
     assert send(platform, "unload", lora_name="voice", tenant="two").status_code == 200
 

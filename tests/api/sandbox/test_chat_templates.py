@@ -234,15 +234,15 @@ def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
         assert platform.upload(key, "slow", members).status_code == 201
         (idle,) = renderers()
         body = {"model": "slow", "messages": SLOW_MESSAGES}
-        with platform.client(key) as client:
-            used_s = cpu_seconds(idle)
-            ask_and_leave(client, "/v1/chat/completions", lambda: cpu_seconds(idle) > used_s + 0.1, json=body)
-            with suppress(psutil.NoSuchProcess):
-                while idle.is_running():
-                    # Without the end of its client, it would use 2 s.
-                    assert cpu_seconds(idle) < used_s + 1.5
-                    time.sleep(0.01)
-            answer = client.post("/v1/chat/completions", json={**body, "messages": EMPTY})
+        client = platform.api(key)
+        used_s = cpu_seconds(idle)
+        ask_and_leave(client, "/v1/chat/completions", lambda: cpu_seconds(idle) > used_s + 0.1, json=body)
+        with suppress(psutil.NoSuchProcess):
+            while idle.is_running():
+                # Without the end of its client, it would use 2 s.
+                assert cpu_seconds(idle) < used_s + 1.5
+                time.sleep(0.01)
+        answer = client.post("/v1/chat/completions", json={**body, "messages": EMPTY})
         assert answer.status_code == 200, answer.text
 
 
@@ -281,7 +281,7 @@ def test_the_memory_of_renderings_is_released() -> None:
 def test_a_renderer_that_grew_too_large_is_replaced(
     monkeypatch: pytest.MonkeyPatch, asked: list[SandboxProcess]
 ) -> None:
-    monkeypatch.setattr(sandbox_pool, "_MAX_RESIDENT_BYTES", 1)
+    monkeypatch.setattr(sandbox_pool, "MAX_RESIDENT_BYTES", 1)
 
     async def use(templates: ChatTemplates) -> list[str]:
         return [await templates.render("acme", EMPTY, text) for text in ("one", "two")]
@@ -329,10 +329,10 @@ def test_a_stalled_renderer_is_replaced_and_its_request_retried(
     async def use(templates: ChatTemplates) -> str:
         await templates.render("acme", EMPTY, "first")
         os.kill(asked[0].pid, signal.SIGSTOP)
-        monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 0.2)
+        monkeypatch.setattr(sandbox_pool, "ANSWER_TIMEOUT_S", 0.2)
         rendering = asyncio.create_task(templates.render("acme", EMPTY, "second"))
         await until(lambda: len(asked) == 2)
-        monkeypatch.setattr(sandbox_pool, "_ANSWER_TIMEOUT_S", 120.0)
+        monkeypatch.setattr(sandbox_pool, "ANSWER_TIMEOUT_S", 120.0)
         return await rendering
 
     assert with_templates(use) == "second" and len(asked) == 3
@@ -344,7 +344,7 @@ def test_renderers_that_do_not_start_are_a_503_until_they_do(monkeypatch: pytest
 
     async def use(templates: ChatTemplates) -> str:
         with monkeypatch.context() as broken:
-            broken.setattr(sandbox_pool, "_START_TIMEOUT_S", 0.0)
+            broken.setattr(sandbox_pool, "START_TIMEOUT_S", 0.0)
             with pytest.raises(ServerBusy, match=r"could be started; .* Try again in 2 s") as refused:
                 await templates.render("acme", EMPTY, "x")
         # During the pause, no further start is tried.

@@ -78,7 +78,7 @@ def test_hostile_forms_are_refused_and_do_not_affect_others() -> None:
 
 
 def test_a_server_without_the_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_checks, "_LIBRARY", "a-package-that-nobody-has")
+    monkeypatch.setattr(grammar_checks, "LIBRARY", "a-package-that-nobody-has")
 
     async def use(checks: GrammarChecks) -> None:
         await checks.check("acme", None)

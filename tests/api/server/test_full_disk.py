@@ -66,8 +66,7 @@ def test_a_revocation_that_could_be_written_nowhere_holds_and_says_that_a_restar
         assert answer.status_code == 503
         assert f"key {key_id} is revoked in this process" in answer.json()["error"]["message"]
         assert status_of(platform, revoked) == 401
-    with platform.client(ADMIN_KEY) as admin:
-        assert admin.delete(f"/admin/keys/{key_id}").status_code == 200
+    assert platform.api(ADMIN_KEY).delete(f"/admin/keys/{key_id}").status_code == 200
     assert not platform.services.keys.store.journal.pending()
 
 
@@ -94,31 +93,32 @@ def test_on_a_full_disk_changes_are_refused_by_name_until_there_is_room(platform
     other = make_members(tensors=make_tensors(seed=3))
     assert platform.upload(key, "a").status_code == 201
     check = DiskWatch(platform.services.foundation.reserve, platform.services.keys.admin).check
-    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
-        assert not is_read_only(admin)
-        with largest_file(LIMIT):
-            refused = [
-                admin.post("/admin/tenants", json={"name": "new"}),
-                admin.post("/admin/tenants/acme/keys"),
-                admin.patch("/admin/tenants/acme", json={"weight": 2}),
-                admin.put("/admin/tenants/acme/adapters/a/pin"),
-                tenant.put("/v1/adapters/a/aliases/prod", json={"versions": {"1": 100}}),
-                platform.upload(key, "a", other),
-            ]
-            assert [answer.status_code for answer in refused] == [507] * len(refused)
-            assert {answer.json()["error"]["code"] for answer in refused} == {"disk_full"}
-            assert {answer.headers["x-should-retry"] for answer in refused} == {"false"}
-            messages = [answer.json()["error"]["message"] for answer in refused]
-            assert str(platform.directory) in messages[0], "the operator is told the path"
-            assert "the data directory (--data-dir)" in messages[-1], "a tenant is told what to ask for"
-            assert str(platform.directory) not in messages[-1]
-            assert status_of(platform, key) == 200 and tenant.get("/v1/adapters/a").status_code == 200
-            check()
-            assert admin.get("/readyz").json()["read_only"] is True
-            assert is_read_only(admin)
+    admin = platform.api(ADMIN_KEY)
+    tenant = platform.api(key)
+    assert not is_read_only(admin)
+    with largest_file(LIMIT):
+        refused = [
+            admin.post("/admin/tenants", json={"name": "new"}),
+            admin.post("/admin/tenants/acme/keys"),
+            admin.patch("/admin/tenants/acme", json={"weight": 2}),
+            admin.put("/admin/tenants/acme/adapters/a/pin"),
+            tenant.put("/v1/adapters/a/aliases/prod", json={"versions": {"1": 100}}),
+            platform.upload(key, "a", other),
+        ]
+        assert [answer.status_code for answer in refused] == [507] * len(refused)
+        assert {answer.json()["error"]["code"] for answer in refused} == {"disk_full"}
+        assert {answer.headers["x-should-retry"] for answer in refused} == {"false"}
+        messages = [answer.json()["error"]["message"] for answer in refused]
+        assert str(platform.directory) in messages[0], "the operator is told the path"
+        assert "the data directory (--data-dir)" in messages[-1], "a tenant is told what to ask for"
+        assert str(platform.directory) not in messages[-1]
+        assert status_of(platform, key) == 200 and tenant.get("/v1/adapters/a").status_code == 200
         check()
-        assert admin.get("/readyz").json() == {"status": "ready"}
-        assert platform.upload(key, "a", other).json()["version"] == 2
+        assert admin.get("/readyz").json()["read_only"] is True
+        assert is_read_only(admin)
+    check()
+    assert admin.get("/readyz").json() == {"status": "ready"}
+    assert platform.upload(key, "a", other).json()["version"] == 2
 
 
 def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platform) -> None:
@@ -127,8 +127,7 @@ def test_adapters_can_be_deleted_from_a_disk_that_is_almost_full(platform: Platf
     assert platform.upload(key, "a").status_code == 201
     platform.services.foundation.reserve.report_full()
     assert platform.upload(key, "b").status_code == 507
-    with platform.client(key) as tenant:
-        assert tenant.delete("/v1/adapters/a").status_code == 200
+    assert platform.api(key).delete("/v1/adapters/a").status_code == 200
     assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
 
 
@@ -150,27 +149,28 @@ def test_what_frees_room_or_stops_a_tenant_works_on_a_full_disk(
         return free(reserve)
 
     monkeypatch.setattr(DiskReserve, "free", free_and_record)
-    with platform.client(ADMIN_KEY) as admin, platform.client(key) as tenant:
-        alias = {"versions": {"1": 100}}
-        tenant.put("/v1/adapters/b/aliases/prod", json=alias).raise_for_status()
-        form, files = {"purpose": "batch"}, {"file": ("a", b"{}\n")}
-        ids = [tenant.post("/v1/files", data=form, files=files).json()["id"] for _ in range(2)]
-        batch = {"input_file_id": ids[0], "endpoint": "/v1/completions", "completion_window": "24h"}
-        batch_id = tenant.post("/v1/batches", json=batch).raise_for_status().json()["id"]
-        for client, method, path, body in (
-            (tenant, "POST", f"/v1/batches/{batch_id}/cancel", None),
-            (tenant, "DELETE", f"/v1/files/{ids[1]}", None),
-            (tenant, "DELETE", "/v1/adapters/b/aliases/prod", None),
-            (tenant, "DELETE", "/v1/adapters/b", None),
-            (admin, "DELETE", f"/admin/keys/{platform.key('other').split('_')[1]}", None),
-            (admin, "POST", "/admin/tenants/acme/suspend", None),
-            (admin, "POST", "/admin/tenants/acme/purge", {"confirm": "acme", "ledger": "keep"}),
-        ):
-            platform.services.foundation.reserve.watch()
-            with largest_file(LIMIT) as lift:
-                lifts.append(lift)
-                answer = client.request(method, path, json=body)
-            assert answer.status_code == 200, (method, path, answer.text)
+    admin = platform.api(ADMIN_KEY)
+    tenant = platform.api(key)
+    alias = {"versions": {"1": 100}}
+    tenant.put("/v1/adapters/b/aliases/prod", json=alias).raise_for_status()
+    form, files = {"purpose": "batch"}, {"file": ("a", b"{}\n")}
+    ids = [tenant.post("/v1/files", data=form, files=files).json()["id"] for _ in range(2)]
+    batch = {"input_file_id": ids[0], "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = tenant.post("/v1/batches", json=batch).raise_for_status().json()["id"]
+    for client, method, path, body in (
+        (tenant, "POST", f"/v1/batches/{batch_id}/cancel", None),
+        (tenant, "DELETE", f"/v1/files/{ids[1]}", None),
+        (tenant, "DELETE", "/v1/adapters/b/aliases/prod", None),
+        (tenant, "DELETE", "/v1/adapters/b", None),
+        (admin, "DELETE", f"/admin/keys/{platform.key('other').split('_')[1]}", None),
+        (admin, "POST", "/admin/tenants/acme/suspend", None),
+        (admin, "POST", "/admin/tenants/acme/purge", {"confirm": "acme", "ledger": "keep"}),
+    ):
+        platform.services.foundation.reserve.watch()
+        with largest_file(LIMIT) as lift:
+            lifts.append(lift)
+            answer = client.request(method, path, json=body)
+        assert answer.status_code == 200, (method, path, answer.text)
     assert not list((platform.directory / "adapters" / "blobs").glob("*/*"))
 
 

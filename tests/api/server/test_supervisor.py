@@ -111,7 +111,7 @@ def test_a_child_that_was_ready_once_is_always_restarted(tmp_path: Path) -> None
 
 
 def test_a_child_that_still_starts_is_ended_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_STOP_S", 3600.0)
+    monkeypatch.setattr(supervisor, "STOP_S", 3600.0)
     watched = SupervisedChild("starts", tmp_path)
 
     async def main() -> None:

@@ -96,12 +96,12 @@ def test_a_request_has_a_span_for_each_stage(collector: Collector, tmp_path: Pat
     with running_platform(tmp_path, engine, tracing=tracing) as platform:
         key = platform.key("acme")
         tenant = platform.tenant_id("acme")
-        with platform.client(key) as client:
-            client.headers["traceparent"] = f"00-{TRACE}-{PARENT}-01"
-            body = {"model": "base", "prompt": SECRET, "max_tokens": 4}
-            answer = client.post("/v1/completions", json=body)
-            client.get("/healthz")
-            refused = client.post("/v1/completions", json={"model": SECRET.replace(" ", "-"), "prompt": "x"})
+        client = platform.api(key)
+        client.headers["traceparent"] = f"00-{TRACE}-{PARENT}-01"
+        body = {"model": "base", "prompt": SECRET, "max_tokens": 4}
+        answer = client.post("/v1/completions", json=body)
+        client.get("/healthz")
+        refused = client.post("/v1/completions", json={"model": SECRET.replace(" ", "-"), "prompt": "x"})
     tracing.close()
     assert (answer.status_code, refused.status_code) == (200, 404)
     spans = {

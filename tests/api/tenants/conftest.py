@@ -17,6 +17,5 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 @pytest.fixture(scope="module")
-def admin(platform: Platform) -> Iterator[httpx.Client]:
-    with platform.client(ADMIN_KEY) as client:
-        yield client
+def admin(platform: Platform) -> httpx.Client:
+    return platform.api(ADMIN_KEY)

@@ -32,8 +32,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def create(platform: Platform, **body: Any) -> httpx.Response:
-    with platform.client(ADMIN_KEY) as admin:
-        return admin.post("/admin/tenants/acme/keys", json=body)
+    return platform.api(ADMIN_KEY).post("/admin/tenants/acme/keys", json=body)
 
 
 def key_with(platform: Platform, *models: str, **body: Any) -> str:
@@ -104,9 +103,8 @@ def test_a_forbidden_model_answers_like_one_that_does_not_exist(platform: Platfo
         texts = [re.sub("req_[0-9a-f]+", "", answer.text) for answer in (forbidden, unknown)]
         assert texts[0] == texts[1].replace("nothing", "hidden")
     # A parameter of the query does not change the model.
-    with platform.client(key) as client:
-        bypass = client.post("/v1/completions?model=voice", json={"model": "hidden", **PROMPT})
-        assert bypass.status_code == 404
+    bypass = platform.api(key).post("/v1/completions?model=voice", json={"model": "hidden", **PROMPT})
+    assert bypass.status_code == 404
 
 
 def test_no_route_with_the_name_of_a_model_answers_for_a_forbidden_one(platform: Platform) -> None:
@@ -124,27 +122,27 @@ def test_no_route_with_the_name_of_a_model_answers_for_a_forbidden_one(platform:
                 path = route.path.replace("{model:path}", "{name}").format(
                     name=name, reference=name, alias="prod"
                 )
-                with platform.client(key) as client:
-                    answers.append(client.request(method, path, json=bodies.get(method)))
+                answers.append(platform.api(key).request(method, path, json=bodies.get(method)))
             assert [answer.status_code for answer in answers] == [404, 404], (method, route.path)
             assert answers[0].text == answers[1].text.replace("nothing", "hidden")
             checked += 1
     assert checked >= 10
-    with platform.client(platform.key("acme")) as client:
-        assert client.get("/v1/adapters/hidden").json()["version"] == 2, "nothing was changed"
+    assert platform.api(platform.key("acme")).get("/v1/adapters/hidden").json()["version"] == 2, (
+        "nothing was changed"
+    )
 
 
 def test_lists_have_only_what_the_key_may_use(platform: Platform) -> None:
     def listed(key: str, path: str, **params: Any) -> list[str]:
         field = "id" if path == "/v1/models" else "name"
-        with platform.client(key) as client:
-            found: list[str] = []
-            while True:
-                page = client.get(path, params=params).raise_for_status().json()
-                found += [one[field] for one in page["data"]]
-                if not page["has_more"]:
-                    return found
-                params["after"] = page["last_id"]
+        client = platform.api(key)
+        found: list[str] = []
+        while True:
+            page = client.get(path, params=params).raise_for_status().json()
+            found += [one[field] for one in page["data"]]
+            if not page["has_more"]:
+                return found
+            params["after"] = page["last_id"]
 
     mixed = key_with(platform, "base", "writer", "voice@prod")
     for limit in ({}, {"limit": 1}, {"limit": 2}):
@@ -153,11 +151,11 @@ def test_lists_have_only_what_the_key_may_use(platform: Platform) -> None:
         assert usable(platform, mixed, *models) == models
         assert listed(mixed, "/v1/adapters", **limit) == ["writer"]
     assert listed(key_with(platform, "voice", "writer"), "/v1/adapters", limit=1) == ["voice", "writer"]
-    with platform.client(mixed) as client:
-        assert client.get("/v1/models/voice@prod").status_code == 200
-        assert client.get("/v1/models/voice").status_code == 404
-        assert client.get("/v1/adapters/voice/aliases/prod").status_code == 200
-        assert client.get("/v1/adapters/voice/aliases").status_code == 404
+    client = platform.api(mixed)
+    assert client.get("/v1/models/voice@prod").status_code == 200
+    assert client.get("/v1/models/voice").status_code == 404
+    assert client.get("/v1/adapters/voice/aliases/prod").status_code == 200
+    assert client.get("/v1/adapters/voice/aliases").status_code == 404
 
 
 def test_a_key_changes_only_adapters_that_it_has_as_a_whole(platform: Platform) -> None:
@@ -168,10 +166,10 @@ def test_a_key_changes_only_adapters_that_it_has_as_a_whole(platform: Platform) 
         refused = platform.upload(key, name, members)
         assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
         assert f"does not contain `{name}`" in refused.json()["error"]["message"]
-    with platform.client(key) as client:
-        move = {"versions": {"2": 100}}
-        assert client.put("/v1/adapters/voice/aliases/prod", json=move).status_code == 404
-        assert client.put("/v1/adapters/writer/aliases/prod", json=move).status_code == 200
+    client = platform.api(key)
+    move = {"versions": {"2": 100}}
+    assert client.put("/v1/adapters/voice/aliases/prod", json=move).status_code == 404
+    assert client.put("/v1/adapters/writer/aliases/prod", json=move).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -204,10 +202,10 @@ def test_an_invalid_allow_list_is_refused_by_field(
 
 def test_another_tenants_adapter_is_not_accepted_in_an_allow_list(platform: Platform) -> None:
     platform.key("stranger")
-    with platform.client(ADMIN_KEY) as admin:
-        refused = admin.post("/admin/tenants/stranger/keys", json={"models": ["voice"]})
-        assert refused.status_code == 400
-        assert admin.post("/admin/tenants/nobody/keys", json={"models": ["voice"]}).status_code == 404
+    admin = platform.api(ADMIN_KEY)
+    refused = admin.post("/admin/tenants/stranger/keys", json={"models": ["voice"]})
+    assert refused.status_code == 400
+    assert admin.post("/admin/tenants/nobody/keys", json={"models": ["voice"]}).status_code == 404
 
 
 def test_an_unknown_model_is_answered_with_a_near_name_that_the_key_may_use(platform: Platform) -> None:
@@ -215,13 +213,16 @@ def test_an_unknown_model_is_answered_with_a_near_name_that_the_key_may_use(plat
     for name in ("greeter", "llama-3.2_sql.lora"):
         platform.upload(keys["near"], name).raise_for_status()
     platform.upload(keys["elsewhere"], "greeter-two").raise_for_status()
-    with platform.client(ADMIN_KEY) as admin:
-        only = admin.post("/admin/tenants/near/keys", json={"models": ["greeter@latest"]}).json()["key"]
+    only = (
+        platform.api(ADMIN_KEY)
+        .post("/admin/tenants/near/keys", json={"models": ["greeter@latest"]})
+        .json()["key"]
+    )
 
     def ask(key: str, model: str) -> list[str]:
-        with platform.client(key) as client:
-            body = {"model": model, "prompt": "x"}
-            answers = [client.post("/v1/completions", json=body), client.get(f"/v1/models/{model}")]
+        client = platform.api(key)
+        body = {"model": model, "prompt": "x"}
+        answers = [client.post("/v1/completions", json=body), client.get(f"/v1/models/{model}")]
         assert {answer.status_code for answer in answers} == {404}
         return [answer.json()["error"]["message"].partition(" does not exist.")[2] for answer in answers]
 

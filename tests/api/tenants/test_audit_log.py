@@ -52,8 +52,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 
 def entries(platform: Platform, **wanted: Any) -> list[dict[str, Any]]:
-    with platform.client(ADMIN_KEY) as admin:
-        answer = admin.get("/admin/audit", params=wanted).raise_for_status().json()
+    answer = platform.api(ADMIN_KEY).get("/admin/audit", params=wanted).raise_for_status().json()
     found: list[dict[str, Any]] = answer["data"]
     return found
 
@@ -143,13 +142,13 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
         if method == "POST" and path.endswith("/adapters"):
             answer = platform.upload(ADMIN_KEY if caller == "operator" else secret, body, path=place)
         elif path == "/v1/files":
-            with platform.client(secret) as client:
-                answer = client.post(path, data={"purpose": "batch"}, files={"file": body.encode()})
+            answer = platform.api(secret).post(path, data={"purpose": "batch"}, files={"file": body.encode()})
         else:
             if path == "/v1/batches":
                 body = {"input_file_id": last_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-            with platform.client(ADMIN_KEY if caller == "operator" else secret) as client:
-                answer = client.request(method, place, json=body)
+            answer = platform.api(ADMIN_KEY if caller == "operator" else secret).request(
+                method, place, json=body
+            )
         assert answer.is_success, (method, path, answer.text)
         if path.startswith(("/v1/files", "/v1/batches")):
             last_id = answer.json()["id"]
@@ -174,10 +173,10 @@ def test_every_route_that_changes_something_records_it_once(platform: Platform) 
 
 def test_entries_say_what_changed(platform: Platform) -> None:
     key = platform.key("detailed", "voice@prod")
-    with platform.client(ADMIN_KEY) as admin:
-        admin.patch("/admin/tenants/detailed", json={"weight": 3, "max_pool_share": 0.5})
-        digest = platform.upload(key, "voice").json()["digest"].removeprefix("sha256:")
-        admin.delete(f"/admin/keys/{key.split('_')[1]}")
+    admin = platform.api(ADMIN_KEY)
+    admin.patch("/admin/tenants/detailed", json={"weight": 3, "max_pool_share": 0.5})
+    digest = platform.upload(key, "voice").json()["digest"].removeprefix("sha256:")
+    admin.delete(f"/admin/keys/{key.split('_')[1]}")
     revoked, pushed, changed, _, created = entries(platform, tenant="detailed")
     assert (revoked["action"], revoked["target"]) == ("key.revoke", key.split("_")[1])
     assert (pushed["target"], pushed["details"]["added"]) == ("voice", {"1": digest})
@@ -198,10 +197,10 @@ def test_entries_are_filtered_and_paged_newest_first(platform: Platform) -> None
     assert {entry["action"] for entry in entries(platform, action="tenant.create")} == {"tenant.create"}
     assert entries(platform, action="ten") == []
     assert entries(platform, actor="bootstrap", tenant="page-a") == [], "the test itself made the key"
-    with platform.client(ADMIN_KEY) as admin:
-        params: dict[str, Any] = {"limit": 2, "action": "tenant.create"}
-        first = admin.get("/admin/audit", params=params).json()
-        second = admin.get("/admin/audit", params={**params, "after": first["last_id"]}).json()
+    admin = platform.api(ADMIN_KEY)
+    params: dict[str, Any] = {"limit": 2, "action": "tenant.create"}
+    first = admin.get("/admin/audit", params=params).json()
+    second = admin.get("/admin/audit", params={**params, "after": first["last_id"]}).json()
     assert [entry["tenant"] for entry in first["data"]] == ["page-c", "page-b"] and first["has_more"]
     newest, made_at = second["data"][0], first["data"][1]["created"]
     assert newest["tenant"] == "page-a"
@@ -216,8 +215,7 @@ def test_entries_are_filtered_and_paged_newest_first(platform: Platform) -> None
 def test_an_invalid_filter_is_refused_by_field(
     platform: Platform, params: dict[str, Any], param: str
 ) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        answer = admin.get("/admin/audit", params=params)
+    answer = platform.api(ADMIN_KEY).get("/admin/audit", params=params)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -230,11 +228,11 @@ def test_a_client_cannot_choose_the_address_that_is_recorded(platform: Platform)
 
 def test_a_change_that_is_refused_leaves_no_entry(platform: Platform) -> None:
     last = entries(platform, limit=1)
-    with platform.client(ADMIN_KEY) as admin:
-        assert admin.post("/admin/tenants", json={"name": "greedy", "min_pool_share": 1}).status_code == 201
-        assert admin.post("/admin/tenants", json={"name": "late", "min_pool_share": 1}).status_code == 400
-        assert admin.post("/admin/tenants", json={"name": "greedy"}).status_code == 409
-        admin.patch("/admin/tenants/greedy", json={"min_pool_share": 0})
+    admin = platform.api(ADMIN_KEY)
+    assert admin.post("/admin/tenants", json={"name": "greedy", "min_pool_share": 1}).status_code == 201
+    assert admin.post("/admin/tenants", json={"name": "late", "min_pool_share": 1}).status_code == 400
+    assert admin.post("/admin/tenants", json={"name": "greedy"}).status_code == 409
+    admin.patch("/admin/tenants/greedy", json={"min_pool_share": 0})
     post(platform, platform.key("greedy"), "/v1/completions", {"model": "base", "prompt": "x"})
     new = entries(platform, since=last[0]["created"])
     assert not [entry for entry in new if entry["tenant"] == "late"]
@@ -289,13 +287,13 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
 
 
 def test_no_cache_keeps_the_answer_with_a_new_key(platform: Platform) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post("/admin/tenants", json={"name": "uncached"})
-        made = [
-            admin.post("/admin/tenants/uncached/keys"),
-            admin.post("/admin/keys", json={"name": "uncached"}),
-        ]
-        made += [admin.post(f"/admin/keys/{one.json()['key_id']}/rotate") for one in made]
+    admin = platform.api(ADMIN_KEY)
+    admin.post("/admin/tenants", json={"name": "uncached"})
+    made = [
+        admin.post("/admin/tenants/uncached/keys"),
+        admin.post("/admin/keys", json={"name": "uncached"}),
+    ]
+    made += [admin.post(f"/admin/keys/{one.json()['key_id']}/rotate") for one in made]
     assert all(one.status_code == 201 and one.headers["cache-control"] == "no-store" for one in made)
 
 

@@ -50,16 +50,8 @@ def test_every_route_but_the_public_ones_is_closed_without_a_key(platform: Platf
 
 def test_the_public_paths_are_those_of_health_checks_the_document_of_the_api_and_the_console() -> None:
     assert set(PUBLIC_PATHS) == {
-        "/",
-        "/healthz",
-        "/readyz",
-        "/health",
-        "/ping",
-        "/version",
-        "/openapi.json",
-        "/docs",
-        "/console",
-    }
+        "/", "/healthz", "/readyz", "/health", "/ping", "/version", "/openapi.json", "/docs", "/console",
+    }  # fmt: skip
     assert is_public("/console/app.js")
 
 
@@ -127,21 +119,21 @@ def test_a_refusal_names_the_missing_scope_and_the_scopes_of_the_key(platform: P
 
 def test_a_metrics_key_reads_the_metrics_and_nothing_else_of_an_operator(platform: Platform) -> None:
     platform.key("scraped")
-    with platform.client(ADMIN_KEY) as admin:
-        made = admin.post("/admin/keys", json={"name": "prometheus", "scopes": ["metrics:read"]})
-        rotated = admin.post(f"/admin/keys/{made.json()['key_id']}/rotate")
-        for refused in (["inference"], ["metrics:read", "usage:read"], []):
-            answer = admin.post("/admin/keys", json={"name": "wide", "scopes": refused})
-            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "scopes")
-        answer = admin.post("/admin/tenants/scraped/keys", json={"scopes": ["metrics:read"]})
-        assert answer.status_code == 400 and "POST /admin/keys" in answer.json()["error"]["message"]
+    admin = platform.api(ADMIN_KEY)
+    made = admin.post("/admin/keys", json={"name": "prometheus", "scopes": ["metrics:read"]})
+    rotated = admin.post(f"/admin/keys/{made.json()['key_id']}/rotate")
+    for refused in (["inference"], ["metrics:read", "usage:read"], []):
+        answer = admin.post("/admin/keys", json={"name": "wide", "scopes": refused})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "scopes")
+    answer = admin.post("/admin/tenants/scraped/keys", json={"scopes": ["metrics:read"]})
+    assert answer.status_code == 400 and "POST /admin/keys" in answer.json()["error"]["message"]
     assert made.json()["scopes"] == rotated.json()["scopes"] == ["metrics:read"]
-    with platform.client(rotated.json()["key"]) as scraper:
-        assert scraper.get("/metrics").status_code == 200
-        refusal = scraper.get("/admin/tenants")
-        assert refusal.status_code == 403
-        assert "Use an operator's key with the scope `admin`." in refusal.json()["error"]["message"]
-        assert scraper.get("/v1/me").json()["scopes"] == ["metrics:read"]
+    scraper = platform.api(rotated.json()["key"])
+    assert scraper.get("/metrics").status_code == 200
+    refusal = scraper.get("/admin/tenants")
+    assert refusal.status_code == 403
+    assert "Use an operator's key with the scope `admin`." in refusal.json()["error"]["message"]
+    assert scraper.get("/v1/me").json()["scopes"] == ["metrics:read"]
 
 
 def test_a_server_with_a_route_that_names_no_scope_does_not_start() -> None:
@@ -185,10 +177,10 @@ def test_missing_malformed_unknown_expired_and_revoked_keys_get_the_same_answer(
 
 
 def test_a_key_is_shown_once_and_kept_as_a_hash(platform: Platform) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        admin.post("/admin/tenants", json={"name": "shown"})
-        made = admin.post("/admin/tenants/shown/keys", json={"adapter": "mine"}).json()
-        listed = admin.get("/admin/tenants/shown/keys").json()["data"]
+    admin = platform.api(ADMIN_KEY)
+    admin.post("/admin/tenants", json={"name": "shown"})
+    made = admin.post("/admin/tenants/shown/keys", json={"adapter": "mine"}).json()
+    listed = admin.get("/admin/tenants/shown/keys").json()["data"]
     assert [(key["key_id"], key["adapter"], key["revoked"]) for key in listed] == [
         (made["key_id"], "mine", False)
     ]
@@ -200,17 +192,17 @@ def test_a_key_is_shown_once_and_kept_as_a_hash(platform: Platform) -> None:
 
 
 def test_invalid_tenants_and_keys_are_refused(platform: Platform) -> None:
-    with platform.client(ADMIN_KEY) as admin:
-        assert admin.post("/admin/tenants", json={"name": "twice"}).status_code == 201
-        again = admin.post("/admin/tenants", json={"name": "twice"})
-        assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
-        for name in ("", "UPPER", "-x", "a/b", "x" * 129, "é"):
-            refused = admin.post("/admin/tenants", json={"name": name})
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name"), name
-        assert admin.post("/admin/tenants/nobody/keys").status_code == 404
-        assert admin.get("/admin/tenants/nobody/keys").status_code == 404
-        assert admin.post("/admin/tenants/twice/keys", json={"adapter": "No Name"}).status_code == 400
-        assert admin.delete("/admin/keys/nothing0").status_code == 404
+    admin = platform.api(ADMIN_KEY)
+    assert admin.post("/admin/tenants", json={"name": "twice"}).status_code == 201
+    again = admin.post("/admin/tenants", json={"name": "twice"})
+    assert (again.status_code, again.headers["x-should-retry"]) == (409, "false")
+    for name in ("", "UPPER", "-x", "a/b", "x" * 129, "é"):
+        refused = admin.post("/admin/tenants", json={"name": name})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name"), name
+    assert admin.post("/admin/tenants/nobody/keys").status_code == 404
+    assert admin.get("/admin/tenants/nobody/keys").status_code == 404
+    assert admin.post("/admin/tenants/twice/keys", json={"adapter": "No Name"}).status_code == 400
+    assert admin.delete("/admin/keys/nothing0").status_code == 404
 
 
 def test_importing_a_revoked_key_again_does_not_revive_it(platform: Platform) -> None:

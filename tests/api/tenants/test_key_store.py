@@ -233,12 +233,11 @@ def test_operators_have_several_named_keys_which_can_be_revoked(
 ) -> None:
     ada, bob = (admin.post("/admin/keys", json={"name": name}).json() for name in ("ada", "bob"))
     assert (ada["tenant"], ada["scopes"]) == (None, ["admin"])
-    with platform.client(ada["key"]) as client:
-        listed = client.get("/admin/keys").json()["data"]
-        assert {"ada", "bob"} <= {key["name"] for key in listed} and not any("key" in key for key in listed)
-        assert client.delete(f"/admin/keys/{bob['key_id']}").status_code == 200
-    with platform.client(bob["key"]) as client:
-        assert client.get("/admin/keys").status_code == 401
+    client = platform.api(ada["key"])
+    listed = client.get("/admin/keys").json()["data"]
+    assert {"ada", "bob"} <= {key["name"] for key in listed} and not any("key" in key for key in listed)
+    assert client.delete(f"/admin/keys/{bob['key_id']}").status_code == 200
+    assert platform.api(bob["key"]).get("/admin/keys").status_code == 401
     refused = admin.post("/admin/keys", json={"name": ""})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
 
@@ -507,9 +506,9 @@ def test_no_log_and_no_repr_has_a_secret(
     secrets = [made["key"], rotated["key"], operators["key"], make_key().secret]
     texts = []
     for secret in secrets:
-        with platform.client(secret) as client:
-            for path in ("/v1/models", f"/v1/models/{secret}", f"/v1/adapters/{secret}", "/admin/keys"):
-                texts.append(client.get(path, headers={"x-request-id": "r"}).text)
+        client = platform.api(secret)
+        for path in ("/v1/models", f"/v1/models/{secret}", f"/v1/adapters/{secret}", "/admin/keys"):
+            texts.append(client.get(path, headers={"x-request-id": "r"}).text)
     key_store = platform.services.keys.store
     KeyAdmin(key_store).revoke_key(made["key_id"])
     admin_key = open_admin_key(ADMIN_KEY, platform.directory, key_store.pepper)

@@ -56,9 +56,9 @@ def test_keys_adapters_and_pins_stay_with_the_tenant(platform: Platform, admin: 
     (pin,) = admin.get("/admin/pins").json()["data"]
     assert (pin["tenant"], pin["tenant_id"], pin["id"]) == ("new", tenant, f"{tenant}/voice@latest")
     again = platform.key("old")
-    with platform.client(again) as client:
-        assert client.get("/v1/adapters").json()["data"] == []
-        assert client.get("/v1/me").json()["tenant_id"] != tenant
+    client = platform.api(again)
+    assert client.get("/v1/adapters").json()["data"] == []
+    assert client.get("/v1/me").json()["tenant_id"] != tenant
 
 
 class PausedBody:
@@ -126,8 +126,7 @@ def test_an_upload_belongs_to_the_tenant_whose_key_began_it(
     assert answer.status_code in (200, 201), answer.text
     counts = []
     for secret in (key, others[0]):
-        with platform.client(secret) as client:
-            counts.append(len(client.get(listing).raise_for_status().json()["data"]))
+        counts.append(len(platform.api(secret).get(listing).raise_for_status().json()["data"]))
     assert counts == [1, 0]
 
 

@@ -26,8 +26,8 @@ def test_a_suspended_tenant_is_refused_from_the_next_request_until_it_is_resumed
     assert post(platform, key, "/v1/completions", PROMPT).status_code == 200
     assert admin.post("/admin/tenants/paused/suspend").json()["status"] == "suspended"
     refused = [post(platform, key, "/v1/completions", PROMPT), platform.upload(key, "voice")]
-    with platform.client(key) as client:
-        refused += [client.get("/v1/models"), client.delete("/v1/adapters/voice")]
+    client = platform.api(key)
+    refused += [client.get("/v1/models"), client.delete("/v1/adapters/voice")]
     for answer in refused:
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["code"]) == (
@@ -63,8 +63,7 @@ def test_an_upload_that_ends_after_the_suspension_creates_no_version(platform: P
         platform.engine.canary = trial
     assert (answer.status_code, answer.json()["error"]["code"]) == (403, "tenant_suspended")
     tenant_store.resume(platform.tenant_id("uploader"))
-    with platform.client(key) as client:
-        assert client.get("/v1/adapters").json()["data"] == []
+    assert platform.api(key).get("/v1/adapters").json()["data"] == []
 
 
 def test_the_pins_of_a_suspended_tenant_are_released(platform: Platform, admin: httpx.Client) -> None:

@@ -33,14 +33,10 @@ def test_the_life_of_a_tenant(platform: Platform, slora: Callable[..., str]) -> 
     rows = [line.split() for line in log.splitlines()]
     assert [row[4] for row in rows[1:]] == [
         *(
-            "tenant.purged",
-            "tenant.purge",
-            "tenant.rename",
-            "tenant.resume",
-            "tenant.suspend",
+            "tenant.purged", "tenant.purge", "tenant.rename", "tenant.resume", "tenant.suspend",
             "tenant.create",
         )
-    ]
+    ]  # fmt: skip
     assert all(row[2:4] == ["bootstrap", "127.0.0.1"] for row in rows[1:])
     (renamed,) = json.loads(slora("audit", "log", "--action", "tenant.rename", "--json"))
     assert renamed["details"] == {"name": ["acme", "acme-corp"]}

@@ -62,8 +62,7 @@ def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: ht
     own = upload(platform, key, "voice", 1)
     shared = upload(platform, key, "shared", 2)
     assert upload(platform, other, "mine", 2) == shared
-    with platform.client(key) as client:
-        client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
+    platform.api(key).put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
     admin.put("/admin/tenants/leaver/adapters/voice/pin").raise_for_status()
     assert digests(platform) >= {own, shared}
     leaver = platform.tenant_id("leaver")
@@ -83,8 +82,7 @@ def test_a_purge_deletes_what_only_this_tenant_has(platform: Platform, admin: ht
     wait_for(lambda: platform.engine.purged.count(leaver) >= 2 or None)
     assert purge(admin, "leaver").status_code == 404
     again = platform.key("leaver")
-    with platform.client(again) as client:
-        assert client.get("/v1/adapters").json()["data"] == []
+    assert platform.api(again).get("/v1/adapters").json()["data"] == []
 
 
 @pytest.mark.parametrize(
