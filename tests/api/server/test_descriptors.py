@@ -1,7 +1,5 @@
 import logging
 import resource
-import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,19 +10,20 @@ from slora_api.http.http_server import fit_connections
 from tests.api.conftest import Kit
 from tests.api.http.test_acceptor import connect
 from tests.api.served import SLORA, serving
+from tests.support.forked_program import ForkedProgram
 
-SCRIPT = (
-    "import resource; from slora_api.http.http_server import raise_descriptor_limit;"
-    "print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))"
-)
+SCRIPT = """
+import resource
+from slora_api.http.http_server import raise_descriptor_limit
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+print(raise_descriptor_limit(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
 
 
 def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one() -> None:
     """Born from a bug: a server started with a soft limit of 256 accepted no more than 256 connections."""
-    command = ["bash", "-c", 'ulimit -Sn 100; exec "$@"', "bash", sys.executable, "-c", SCRIPT]
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    printed = subprocess.run(command, capture_output=True, check=True, encoding="utf-8").stdout
-    assert printed.split() == [str(hard)] * 3
+    assert ForkedProgram(SCRIPT).finish() == (0, f"{hard} {hard} {hard}\n")
 
 
 @pytest.mark.parametrize(("descriptors", "connections"), [(20_000, 4096), (1024, 896), (256, 128), (64, 32)])

@@ -1,48 +1,43 @@
 """A journal entry takes effect at once in every process of the host, needs no disk space, and survives a restart."""
 
-import subprocess
-import sys
+import os
 from pathlib import Path
 
 from slora_api.keys.key_store import MAX_ENTRIES, RevocationJournal
 from tests.support.file_limit import largest_file
+from tests.support.forked_program import ForkedProgram
 
-# For each key id on its input, prints whether it is revoked.
+# For each key id that is written to a pipe, prints whether it is revoked.
 READER = """
 import sys
 from pathlib import Path
 from slora_api.keys.key_store import RevocationJournal
 journal = RevocationJournal(Path(sys.argv[1]))
 print("ready", flush=True)
-for line in sys.stdin:
+for line in open(sys.argv[2]):
     print(line.strip() in journal, flush=True)
 """
 
 
 def test_an_entry_on_a_full_disk_is_visible_to_another_process_at_once(tmp_path: Path) -> None:
-    path = tmp_path / "revocations"
+    path, pipe = tmp_path / "revocations", tmp_path / "pipe"
     journal = RevocationJournal(path)
-    environment = {"PYTHONPATH": ".:api:adapters:kernels"}
-    command = [sys.executable, "-P", "-c", READER, str(path)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment, encoding="utf-8"
-    ) as reader:
-        assert reader.stdin is not None and reader.stdout is not None
-        assert reader.stdout.readline() == "ready\n"
+    os.mkfifo(pipe)
+    with ForkedProgram(READER, path, pipe) as reader:
+        assert reader.output.readline() == "ready\n"
+        with pipe.open("w", encoding="utf-8") as asked:
 
-        def is_revoked(key_id: str) -> bool:
-            assert reader.stdin is not None and reader.stdout is not None
-            print(key_id, file=reader.stdin, flush=True)
-            return reader.stdout.readline() == "True\n"
+            def is_revoked(key_id: str) -> bool:
+                print(key_id, file=asked, flush=True)
+                return reader.output.readline() == "True\n"
 
-        assert not is_revoked("aaaaaaaa")
-        size = path.stat().st_size
-        with largest_file(size):  # no file may grow
-            assert journal.add("aaaaaaaa") and journal.add("bbbbbbbb")
-        assert is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb") and not is_revoked("cccccccc")
-        journal.remove(["aaaaaaaa"])
-        assert not is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb")
-        reader.stdin.close()
+            assert not is_revoked("aaaaaaaa")
+            size = path.stat().st_size
+            with largest_file(size):  # no file may grow
+                assert journal.add("aaaaaaaa") and journal.add("bbbbbbbb")
+            assert is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb") and not is_revoked("cccccccc")
+            journal.remove(["aaaaaaaa"])
+            assert not is_revoked("aaaaaaaa") and is_revoked("bbbbbbbb")
     journal.close()
     again = RevocationJournal(path)
     assert again.pending() == {"bbbbbbbb"} and "bbbbbbbb" in again
