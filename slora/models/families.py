@@ -23,6 +23,7 @@ from slora.models.rope_config import (
     read_rope_of_type,
 )
 from slora.models.stored_quantization import read_quantization
+from slora.models.weights.checkpoint import find_stored_dtype
 
 _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _MOST_LAYERS = 10_000
@@ -208,7 +209,8 @@ def read_model_config(directory: Path) -> ModelConfig:
     fields = ConfigFields(raw, path)
     config = read_family(fields)
     fields.refuse_unread()
-    return replace(config, eos_token_ids=eos_token_ids)
+    dtype = config.dtype or find_stored_dtype(directory) or "float32"
+    return replace(config, eos_token_ids=eos_token_ids, dtype=dtype)
 
 
 def _read_decoder(
@@ -238,7 +240,7 @@ def _read_decoder(
     window = _read_window(fields, max_positions) if SLIDING in layer_types else None
     return ModelConfig(
         family=fields.text("model_type", ""),
-        dtype=fields.text("dtype", fields.text("torch_dtype", "float32")),
+        dtype=fields.text("dtype", fields.text("torch_dtype", "")),
         vocab_size=fields.whole("vocab_size"),
         num_layers=len(layer_types),
         hidden_size=hidden_size,

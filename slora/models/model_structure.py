@@ -70,6 +70,7 @@ from slora.models.recurrent_layers import (
     find_stateful_modules,
 )
 from slora.models.stored_quantization import StoredQuantization, read_quantization
+from slora.models.weights.checkpoint import find_stored_dtype
 from slora_kernels.layout import LinearShape, ModelShape, NormShape
 
 # The methods that store 8 bits with scales, which are widened.
@@ -231,7 +232,10 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     title = f"{directory}: model_type {config.model_type!r}"
     # The dtype is read before the model is built, because building it in another dtype changes its config.
     # A model that also reads images may name it only for its text part.
-    dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    dtype = config.dtype or config.get_text_config().dtype or find_stored_dtype(directory)
+    if dtype is None:
+        # There are no weights, as for `slora plan`. Published checkpoints with MXFP4 are otherwise in bfloat16.
+        dtype = torch.bfloat16 if has_mxfp4(config) else torch.float32
     trace = _ForwardTrace()
     AttentionInterface.register(_ATTENTION, trace.attend)
     text = config.get_text_config()

@@ -10,6 +10,7 @@ This module does not import torch.
 
 import hashlib
 import json
+import math
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -110,6 +111,24 @@ def name_weight_files(directory: Path) -> list[str]:
     if outside:
         raise ConfigError(f"{index}: {outside[0]!r} points outside the model directory")
     return sorted(names)
+
+
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+
+
+def find_stored_dtype(directory: Path) -> str | None:
+    """Returns the dtype of most unquantized numbers of a checkpoint, or None if its weights are not here (yet).
+
+    It is that of a checkpoint whose config.json names none, such as those of gpt-oss. Raises ConfigError for a damaged
+    file.
+    """
+    counts: dict[str, int] = defaultdict(int)
+    for name in name_weight_files(directory):
+        if (directory / name).is_file():
+            for tensor in read_header(directory / name):
+                if tensor.dtype in _DTYPES:
+                    counts[_DTYPES[tensor.dtype]] += math.prod(tensor.shape)
+    return max(counts, key=lambda dtype: counts[dtype], default=None)
 
 
 _VERSION = 1

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from transformers import AutoConfig, PreTrainedConfig
 
 from slora.core.errors import ConfigError
@@ -530,6 +532,32 @@ def test_a_dtype_that_cannot_be_served_is_refused(tmp_path: Path) -> None:
     ):
         config.resolve_dtype("auto")
     assert config.resolve_dtype("bfloat16") == "bfloat16"
+
+
+@pytest.mark.parametrize("model_impl", ["slora", "transformers"])
+@pytest.mark.parametrize("torch_dtype", [None, NULL])
+def test_a_config_without_a_dtype_means_that_of_most_weights(
+    tmp_path: Path, model_impl: str, torch_dtype: object
+) -> None:
+    """Born from gpt-oss, whose config.json names no dtype: it was planned and served in float32."""
+    assert read(tmp_path, torch_dtype=torch_dtype).dtype == "float32"
+    tensors = {
+        "norm": torch.ones(8),
+        "embedding": torch.ones(8, 8, dtype=torch.bfloat16),
+        "codes": torch.ones(8, 32, dtype=torch.uint8),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert read_model_spec(tmp_path, model_impl).resolve_dtype("auto") == "bfloat16"
+    assert read_model_spec(tmp_path, model_impl).resolve_dtype("float32") == "float32"
+
+
+def test_mxfp4_without_a_dtype_and_without_weights_is_planned_in_bfloat16(tmp_path: Path) -> None:
+    fields = make_config("gpt_oss", num_hidden_layers=2).to_dict() | {
+        "quantization_config": {"quant_method": "mxfp4"}
+    }
+    del fields["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    assert read_model_spec(tmp_path).dtype == "bfloat16"
 
 
 def test_the_shape_has_the_sizes_of_the_config(tmp_path: Path) -> None:
