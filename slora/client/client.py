@@ -43,7 +43,7 @@ from slora.core.messages import (
     unpack,
 )
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, TokenDelta
-from slora_adapters.process.wire import BrokenFrame, read_message, write_message
+from slora_adapters.process.wire import BrokenFrame, MessageReader, write_message
 from slora_adapters.version import AdapterVersion
 
 _log = logging.getLogger(__name__)
@@ -220,8 +220,9 @@ class RemoteEngine:
             self._writer = writer
             lost = _DIED
             try:
-                while (frame := await read_message(reader)) is not None:
-                    self._receive(frame)
+                async for frames in MessageReader(reader):
+                    for frame in frames:
+                        self._receive(frame)
             except (BrokenFrame, InvalidMessage, ConnectionError) as error:
                 level = logging.INFO if self._is_leaving else logging.ERROR
                 _log.log(level, "the connection to the engine failed: %s", error)

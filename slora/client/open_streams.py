@@ -71,7 +71,7 @@ class OpenStream:
         # Indices of the choices that may still get deltas.
         self._unfinished = request.open_choices
         self._outputs: deque[StepOutput] = deque()
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None  # What the reader waits for.
 
     def __aiter__(self) -> Self:
         return self
@@ -84,8 +84,8 @@ class OpenStream:
                 await asyncio.sleep(0)
             while self._unfinished:
                 if not self._outputs:
-                    self._arrived.clear()
-                    await self._arrived.wait()
+                    self._arrived = asyncio.get_running_loop().create_future()
+                    await self._arrived
                 if deltas := self._take():
                     return deltas
         except BaseException:
@@ -107,7 +107,8 @@ class OpenStream:
 
     def put(self, output: StepOutput) -> None:
         self._outputs.append(output)
-        self._arrived.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
 
     async def _begin(self) -> None:
         request_id, self._is_sent = self._request.request_id, True

@@ -6,6 +6,7 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -234,6 +235,14 @@ class SamplingParams:
                 name,
             )
 
+    def with_max_tokens(self, max_tokens: int) -> "SamplingParams":
+        """Returns the same parameters with this `max_tokens`. Only what depends on it is checked again."""
+        made = copy(self)
+        object.__setattr__(made, "max_tokens", max_tokens)
+        made._check_between("max_tokens", 1, _MAX_COUNT)
+        made._check_min_tokens()
+        return made
+
     @property
     def width(self) -> int:
         """Number of sequences that the engine runs in parallel for this request."""
@@ -328,6 +337,9 @@ class SamplingParams:
             refuse_surrogate(text, f"stop[{index}]", "stop")
         check_num_items("stop_token_ids", len(self.stop_token_ids))
         self._check_ids("stop_token_ids", self.stop_token_ids)
+        self._check_min_tokens()
+
+    def _check_min_tokens(self) -> None:
         self._check_between("min_tokens", 0, _MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestRefused(

@@ -112,7 +112,8 @@ class Completion:
         return self.choices[0].logprobs
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, for the same reason as `TokenDelta`.
+@dataclass(slots=True, unsafe_hash=True)
 class CompletionDelta:
     """The new part of answer `choice` to prompt `index`. The last delta of each answer has a finish_reason."""
 
@@ -203,7 +204,8 @@ class Answer:
             delta = TokenDelta((), FinishReason.LENGTH, index=delta.index, num_cached=delta.num_cached)
         choice = self._choices[delta.index]
         delta, text, tokens = choice.take(delta)
-        self.prompt_logprobs.extend(delta.prompt_logprobs)
+        if delta.prompt_logprobs:
+            self.prompt_logprobs.extend(delta.prompt_logprobs)
         self._num_cached += delta.num_cached
         return CompletionDelta(
             self.index,
@@ -311,7 +313,8 @@ class _ChoiceState:
             if delta.finish_reason is not None:
                 text += self._detokenizer.flush()
         self._token_ids.extend(delta.token_ids)
-        self._logprobs.extend(delta.logprobs or ())
+        if delta.logprobs:
+            self._logprobs.extend(delta.logprobs)
         self.reason = delta.finish_reason
         if self._detokenizer is None:
             return delta, "", ()

@@ -41,13 +41,9 @@ class StopMatcher:
     """Searches one text. Matches that end within the first `exempt` characters of a piece are ignored."""
 
     def __init__(self, strings: Sequence[StopString]) -> None:
+        self.is_empty = not strings  # Whether there is no string to find.
         self._strings = strings
         self._matched = [0] * len(strings)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no string to find."""
-        return not self._strings
 
     @property
     def num_pending(self) -> int:
@@ -152,7 +148,9 @@ class Detokenizer:
         """Like `push`, but also returns how many tokens were added. Tokens after the token that completes a stop
         string are not added.
         """
-        if self._stops.is_empty or len(token_ids) <= 1:
+        if self._stops.is_empty:  # This is nearly always the case.
+            return self._decoder.push(token_ids), len(token_ids)
+        if len(token_ids) <= 1:
             return self.push(token_ids), len(token_ids)
         text = ""
         for count, token_id in enumerate(token_ids, start=1):

@@ -20,6 +20,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
+from functools import lru_cache
 from typing import Any, Protocol
 
 from tokenizers import Regex
@@ -132,16 +133,16 @@ class _ByteLevel:
         self._incomplete = b""
 
     def push(self, pieces: Iterable[str]) -> list[str]:
-        return [self._push_one(piece) for piece in pieces]
+        texts = []
+        for piece in pieces:
+            raw = self._incomplete + _bytes_of(piece)
+            text, length = codecs.utf_8_decode(raw, "replace", False)
+            self._incomplete = raw[length:]
+            texts.append(text)
+        return texts
 
     def finish(self, *, drop_incomplete: bool) -> list[str]:
         return [] if drop_incomplete else [self._incomplete.decode("utf-8", "replace")]
-
-    def _push_one(self, piece: str) -> str:
-        raw = self._incomplete + _bytes_of(piece)
-        text, length = codecs.utf_8_decode(raw, "replace", False)
-        self._incomplete = raw[length:]
-        return text
 
     def spell(self, piece: str | bytes, *, is_first: bool) -> bytes:
         return _bytes_of(piece) if isinstance(piece, str) else piece
@@ -244,7 +245,10 @@ class IncrementalDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Adds tokens and returns the text that is now certain."""
-        return "".join(self.push_pieces(self.read_pieces(token_ids)))
+        pieces = self._chain.read_pieces(token_ids, self._skipped)
+        for stage in self._stages:
+            pieces = stage.push(pieces)
+        return "".join(pieces)
 
     def read_pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The strings of the tokens that belong to the text."""
@@ -405,6 +409,8 @@ def _make_byte_table() -> dict[str, int]:
 _BYTE_OF = _make_byte_table()
 
 
+# Most tokens of texts are among a few thousand.
+@lru_cache(1 << 14)
 def _bytes_of(piece: str) -> bytes:
     """The bytes of a token. A token with a character outside the byte table, such as an added token, is plain text."""
     try:

@@ -294,7 +294,8 @@ class CompletionFormat:
         index = delta.index * self._num_choices + delta.choice
         is_first = index not in self._offsets
         offset = self._offsets.get(index, 0)
-        self._offsets[index] = offset + sum(token.width for token in delta.tokens)
+        if delta.tokens or is_first:
+            self._offsets[index] = offset + sum(token.width for token in delta.tokens)
         logprobs = self._logprobs.columns(delta.tokens, _list_now, offset)
         rest = _encode_rest(logprobs, delta.finish_reason, delta.token_ids if self._has_ids else None)
         if self._has_ids and is_first:

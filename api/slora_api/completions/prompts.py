@@ -196,7 +196,9 @@ def _complete(
         # determines where the answer may end.
         is_free = changed.get("structured_output") is None
         changed["min_tokens"] = min(draft.min_tokens, max_tokens) if is_free else 0
-    completed = replace(draft, max_tokens=max_tokens, **changed)
+    completed = (
+        replace(draft, max_tokens=max_tokens, **changed) if changed else draft.with_max_tokens(max_tokens)
+    )
     if completed.structured_output is not None:
         call.encoder.tokenizer.check_form(completed.structured_output, _find_markers(call).values())
     if changed:

@@ -32,10 +32,10 @@ from slora_api.core.errors import ModelNotFound, Starting
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import errors, event_stream, json_body
 from slora_api.http.request_bounds import RequestBounds
-from slora_api.http.wiring import Wired
+from slora_api.http.wiring import DirectRoute, Wired
 from slora_api.keys.authentication import InferenceKey
 
-router = APIRouter(tags=["completions"])
+router = APIRouter(route_class=DirectRoute, tags=["completions"])
 
 
 def _logprobs_format(call: InferenceCall, body: GenerationFields, num_top: int | None) -> LogprobsFormat:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from slora_adapters.process.wire import (
     MAX_FRAME_BYTES,
     BrokenFrame,
+    MessageReader,
     encode,
     read_message,
     receive,
@@ -40,6 +41,36 @@ def test_messages_arrive_in_order_and_then_the_end(sent: list) -> None:
         left.shutdown(socket.SHUT_WR)
         assert [receive(right.recv) for _ in sent] == sent
         assert receive(right.recv) is None
+
+
+@given(st.lists(messages, max_size=5), st.lists(st.integers(0, 200), max_size=5), st.booleans())
+def test_a_reader_of_many_frames_gets_them_wherever_the_bytes_are_cut(
+    sent: list, cuts: list[int], is_torn: bool
+) -> None:
+    raw = b"".join(map(encode, sent)) + (b"\x00\x00\x00\x09ab" if is_torn else b"")
+    ends = sorted({min(cut, len(raw)) for cut in cuts} | {len(raw)})
+
+    async def read() -> list:
+        reader, found = asyncio.StreamReader(), []
+
+        async def feed() -> None:
+            for start, end in zip([0, *ends], ends, strict=False):
+                reader.feed_data(raw[start:end])
+                await asyncio.sleep(0)
+            reader.feed_eof()
+
+        feeding = asyncio.create_task(feed())
+        try:
+            async for frames in MessageReader(reader):
+                found += frames
+        except BrokenFrame:
+            assert is_torn
+        else:
+            assert not is_torn
+        await feeding
+        return found
+
+    assert asyncio.run(read()) == sent
 
 
 def test_a_frame_larger_than_any_buffer_arrives_whole() -> None:
