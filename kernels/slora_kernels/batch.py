@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import KVBlockLayout, lay_out_kv_block
+from slora_kernels.layout import KVBlockLayout, ModelShape, lay_out_kv_block
 
 # More than any model has.
 _ALL_GROUPS = 1 << 16
@@ -21,11 +21,15 @@ _ALL_GROUPS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class KVGeometry:
-    """The layout of K and V of one layer in a page: `[2, num_kv_heads, block_tokens, head_dim]` of `element_dtype`.
+    """The layout of K and V of one layer in a page: `[num_sides, num_kv_heads, block_tokens, head_dim]` of
+    `element_dtype`.
 
     In FP8, the scales begin at byte `layout.scales_start`, one for each vector of head_dim elements.
 
     dtype: the model's dtype.
+    num_sides: 2, or 1 if the values are in the keys, as in latent attention. The whole row of a token is then its key
+    and its value. The caller does not use the last element of a value, which alone is NaN if the row is not finite; in
+    FP8, the scale is NaN.
     """
 
     num_layers: int
@@ -35,6 +39,15 @@ class KVGeometry:
     block_tokens: int
     dtype: torch.dtype
     kv_format: KVFormat = KVFormat.MODEL
+    num_sides: int = 2
+
+    @staticmethod
+    def of(
+        shape: ModelShape, block_tokens: int, dtype: torch.dtype, kv_format: KVFormat = KVFormat.MODEL
+    ) -> "KVGeometry":
+        """The geometry of a model's pages."""
+        heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        return KVGeometry(shape.num_kv_layers, *heads, block_tokens, dtype, kv_format, shape.num_sides)
 
     @property
     def element_dtype(self) -> torch.dtype:
@@ -47,9 +60,8 @@ class KVGeometry:
 
     @property
     def layout(self) -> KVBlockLayout:
-        return lay_out_kv_block(
-            self.num_kv_heads, self.head_dim, self.block_tokens, self.dtype.itemsize, self.kv_format
-        )
+        sizes = self.num_kv_heads, self.head_dim, self.block_tokens, self.dtype.itemsize
+        return lay_out_kv_block(*sizes, self.kv_format, self.num_sides)
 
     @property
     def layer_elements(self) -> int:

@@ -5,7 +5,8 @@ page. A page holds one of three things:
 
 - A KV block: for each layer with attention, K and V of `block_tokens` tokens as
   `[2, num_kv_heads, block_tokens, head_dim]`. The elements are of the model's dtype, or 8-bit floats followed by their
-  scales (`KVFormat`).
+  scales (`KVFormat`). If pages hold latents (`LatentShape`), it has one row of each token, as `[1, 1, block_tokens,
+  head_dim]`.
 - A part of the state that the recurrent layers of a model keep for one sequence.
 - A part of a packed adapter. A packed adapter is one long byte string, cut at page boundaries. A cut may fall inside a
   layer.
@@ -97,18 +98,26 @@ class KVBlockLayout:
 
 @cache
 def lay_out_kv_block(
-    num_kv_heads: int, head_dim: int, block_tokens: int, element_bytes: int, kv_format: KVFormat
+    num_kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    element_bytes: int,
+    kv_format: KVFormat,
+    num_sides: int = 2,
 ) -> KVBlockLayout:
-    """Computes the layout of one layer in a KV block. A block with scales is padded to whole segments.
+    """Computes the layout of one layer in a KV block. A block with scales or latents is padded to whole segments.
 
-    element_bytes: size of one element of the model's dtype.
+    element_bytes: size of one element of the model's dtype. num_sides: 2 for keys and values, 1 if the values are in
+    the keys.
     """
-    vectors = 2 * num_kv_heads * block_tokens
+    vectors = num_sides * num_kv_heads * block_tokens
     if kv_format is KVFormat.MODEL:
-        size = vectors * head_dim * element_bytes
-        return KVBlockLayout(size, size)
-    numbers = vectors * head_dim
-    return KVBlockLayout(numbers, -(-(numbers + vectors * SCALE_BYTES) // SEGMENT_BYTES) * SEGMENT_BYTES)
+        numbers = size = vectors * head_dim * element_bytes
+        is_padded = num_sides == 1
+    else:
+        numbers = vectors * head_dim
+        size, is_padded = numbers + vectors * SCALE_BYTES, True
+    return KVBlockLayout(numbers, -(-size // SEGMENT_BYTES) * SEGMENT_BYTES if is_padded else size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +161,31 @@ class NormShape:
     adds_one: bool = False
 
 
+# Whether the Triton kernels read values from the rows of keys (`Kernels.reads_latents`). Their blocks hold whole heads,
+# padded to a power of two: 1,024 elements for DeepSeek's rows of 576, which have not been shown to fit a GPU's shared
+# memory. So pages on a GPU hold whole keys and values.
+TRITON_READS_LATENTS = False
+
+
+@dataclass(frozen=True, slots=True)
+class LatentShape:
+    """Latent attention (arXiv 2405.04434, section 2.1). Keys and values of all heads are products of one vector of each
+    token, the latent, and the weight of a linear. The heads also share the rotated part of the key.
+
+    linear: path of this linear, as in `LinearShape`. Its output has the keys and the values of a head side by side.
+    width, rope_width: number of elements of the latent, and of the rotated part.
+    key_width: number of the other elements of a head's key.
+    num_kv_heads, head_dim: those of pages that hold whole keys and values.
+    """
+
+    linear: str
+    width: int
+    rope_width: int
+    key_width: int
+    num_kv_heads: int
+    head_dim: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoraSite:
     """A group of modules that read the same input. One shrink and one expand serve all of them.
@@ -186,6 +220,8 @@ class ModelShape:
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
     head_has_bias: whether the head has a bias.
     ties_head: whether the config ties the head to the embedding.
+    latent: set if pages hold latents. A token then has one row in a page, with the latent and the rotated part of the
+        key: the key of the one KV head. The latent is its value.
     layer_norms: the norms that every layer has. final_norm: the norm before the head, with its full path. Adapters
         replace only these norms.
 
@@ -211,6 +247,7 @@ class ModelShape:
     ties_head: bool = False
     layer_norms: tuple[NormShape, ...] = ()
     final_norm: NormShape | None = None
+    latent: LatentShape | None = None
 
     def __post_init__(self) -> None:
         members = [linear for group in self.groups for linear in group]
@@ -246,6 +283,7 @@ class ModelShape:
         of_layer = tuple(tuple(groups) for groups in fields["groups_of_layer"])
         norms = tuple(NormShape(**norm) for norm in fields["layer_norms"])
         final = fields["final_norm"] and NormShape(**fields["final_norm"])
+        latent = fields["latent"] and LatentShape(**fields["latent"])
         return ModelShape(
             **{
                 **fields,
@@ -254,8 +292,16 @@ class ModelShape:
                 "groups_of_layer": of_layer,
                 "layer_norms": norms,
                 "final_norm": final,
+                "latent": latent,
             }
         )
+
+    def with_whole_keys(self) -> "ModelShape":
+        """Returns the shape of the same model with pages that hold no latents."""
+        if self.latent is None:
+            return self
+        heads, width = self.latent.num_kv_heads, self.latent.head_dim
+        return replace(self, num_kv_heads=heads, head_dim=width, latent=None)
 
     def count_added_rows(self, sizes: Sequence[int]) -> int:
         """How many rows an embedding or head of these sizes has behind the base model's; 0 if it is no resized one."""
@@ -347,14 +393,18 @@ class ModelShape:
         first = _find_first_ids(self)[layer][1]
         return self.sites[first : first + len(self.layer_groups(layer))]
 
+    @property
+    def num_sides(self) -> int:
+        """See `lay_out_kv_block`."""
+        return 2 if self.latent is None else 1
+
     def layer_page_bytes(self, block_tokens: int, kv_format: KVFormat = KVFormat.MODEL) -> int:
         """Bytes of one page in one layer (K and V of one block).
 
         Raises ValueError if the page is not a whole number of segments.
         """
-        size = lay_out_kv_block(
-            self.num_kv_heads, self.head_dim, block_tokens, self.element_bytes, kv_format
-        ).num_bytes
+        sizes = self.num_kv_heads, self.head_dim, block_tokens, self.element_bytes, kv_format
+        size = lay_out_kv_block(*sizes, self.num_sides).num_bytes
         if size % SEGMENT_BYTES:
             raise ValueError(
                 f"a page of {block_tokens} tokens takes {size} bytes a layer, which is not a multiple of "

@@ -51,6 +51,10 @@ class Kernels(Protocol):
     def tile_limits(self) -> TileLimits:
         """The maximum number of tokens that a LoRA tile may hold."""
 
+    @property
+    def reads_latents(self) -> bool:
+        """Whether attention reads values from the rows of keys (`KVGeometry.num_sides` is 1)."""
+
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles the kernels that can be compiled before the first step with this geometry.
 
@@ -113,7 +117,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
-        qkv: [T, (Hq + 2 Hk) * D].
+        qkv: [T, (Hq + 2 Hk) * D], or [T, (Hq + Hk) * D] if values are in keys.
         cos_sin: float32 [max_positions, R]. Each row contains the R/2 cosines of a position, then its R/2 sines. R is
         even and at most D. The first R dimensions of a head are rotated. As in Llama, dimension i is paired with
         i + R/2: (a, b) -> (a cos - b sin, b cos + a sin). None: no rotation.

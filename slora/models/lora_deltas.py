@@ -22,6 +22,7 @@ from slora_kernels.batch import AdapterTables, LoraStep, LoraTiles, TokenRows
 from slora_kernels.host_copies import upload
 from slora_kernels.layout import MAX_ADDED_ROWS, SEGMENT_BYTES, LoraSite
 from slora_kernels.ops import Kernels, ShrinkOutput
+from slora_kernels.torch.lora_matmuls import HostLoraTile, plan_tiles
 from slora_kernels.torch.token_rows import replace_embeddings, replace_logits
 
 _Result = TypeVar("_Result")
@@ -117,6 +118,9 @@ class LoraDeltas:
         self._deltas: dict[int, Tensor] = {}
         # For each layer of `_steps`, the tile of each token. Only experts need it.
         self._tile_of_token: dict[int, Tensor] = {}
+        # For each layer of `_steps`, the modules that its adapters change, and its tiles. Only `find_tiles` needs them.
+        self._changed: dict[int, set[int]] = {}
+        self._host_tiles: dict[int, list[HostLoraTile]] = {}
         # The rows of adapters that have norms of their own, as (slot, rows).
         self.norm_runs = [
             (slot, slice(first, first + count))
@@ -124,6 +128,11 @@ class LoraDeltas:
             for slot, first, count in step.tiles.runs
             if memory.has_norms(slot)
         ]
+
+    @property
+    def pages(self) -> Tensor:
+        """The pool, which holds the adapters of `find_tiles`."""
+        return self._pages
 
     @property
     def has_layers(self) -> bool:
@@ -153,6 +162,20 @@ class LoraDeltas:
                     for site, table in zip(used, tables, strict=True)
                 ]
         return ExpertDeltas(routed, memory, kernels)
+
+    def find_tiles(self, site: LoraSite) -> list[list[HostLoraTile]]:
+        """For each layer of the work, the tiles whose adapters change the output of the site's linears, if any do."""
+        found = []
+        for index, step in enumerate(self._steps):
+            if index not in self._changed:
+                slots, tables = step.tiles.tiles[:, 0].long(), step.tables
+                is_changed = tables.modules[slots, :, 0] | tables.affine[slots, :, 0]
+                self._changed[index] = set(is_changed.any(0).nonzero()[:, 0].tolist())
+            if not self._changed[index].isdisjoint(site.module_ids):
+                if index not in self._host_tiles:
+                    self._host_tiles[index] = plan_tiles(step.tiles, step.tables)
+                found.append(self._host_tiles[index])
+        return found
 
     def compute(self, base: Callable[[], Tensor], x: Tensor, site: LoraSite) -> Tensor:
         """Runs `base`, which reads x, and adds the adapters' outputs to its result. Returns the sum."""

@@ -50,6 +50,7 @@ from slora.models.early_attention import (
     install_attention,
     is_early,
 )
+from slora.models.latent_attention import LatentTrace
 from slora.models.mixture_layers import MixtureTrace
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import (
@@ -71,7 +72,7 @@ from slora.models.recurrent_layers import (
 )
 from slora.models.stored_quantization import StoredQuantization, read_quantization
 from slora.models.weights.checkpoint import find_stored_dtype
-from slora_kernels.layout import LinearShape, ModelShape, NormShape
+from slora_kernels.layout import LatentShape, LinearShape, ModelShape, NormShape
 
 # The methods that store 8 bits with scales, which are widened.
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
@@ -122,6 +123,7 @@ class _AttentionCall:
     num_kv_heads: int
     head_dim: int  # The greater one of the widths of keys and values.
     window: int | None
+    latent: LatentShape | None = None  # The path of its linear is the full one.
 
 
 class _ForwardTrace:
@@ -136,6 +138,10 @@ class _ForwardTrace:
         self.counting: list[str] = []  # The attention modules that compute with indexes in the batch.
         self.is_complete = False  # Set after the pass. Later passes are not recorded.
         self._names: dict[int, str] = {}
+        self._latents: LatentTrace | None = None
+
+    def hook_latents(self, model: PreTrainedModel) -> None:
+        self._latents = LatentTrace(model)
 
     def hook_linears(self, model: PreTrainedModel) -> None:
         """Installs a hook on each linear. Attention needs no hook, because transformers' attention registry calls
@@ -174,7 +180,13 @@ class _ForwardTrace:
         key_width += NUM_BIAS_COLUMNS if options.get(KEY_BIAS) is not None else 0
         width, window = max(key_width, value.shape[3]), options.get("sliding_window") or None
         if not self.is_complete:
-            self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window))
+            latent = None
+            # A bias of keys, a cap or a sink would be computed with the whole keys, or change the sum of the weights.
+            if self._latents is not None and not any(
+                options.get(option) is not None for option in (KEY_BIAS, "softcap", "s_aux")
+            ):
+                latent = self._latents.describe(module, name, query, key, value)
+            self.calls.append(_AttentionCall(name, num_heads, key.shape[1], width, window, latent))
         return query.new_empty(1, num_tokens, num_heads, value.shape[3]), None
 
     def find_counting(self, model: PreTrainedModel, mixtures: MixtureTrace) -> tuple[str, ...]:
@@ -245,6 +257,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     _refuse_ropes(model, title)
     trace.hook_linears(model)
     trace.hook_norms(model)
+    trace.hook_latents(model)
     mixtures = MixtureTrace(model, _TOKENS)
     with _refusing(f"{title} can't be run with paged attention"), trace.indices:
         counting = trace.find_counting(model, mixtures)
@@ -257,6 +270,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
+    latent = _find_latent(calls, layers_path, trace)
     max_positions = _count_positions(text, directory)
     chunked_layers = () if is_early(config) else _find_chunked_layers(model, calls, max_positions, title)
     return ModelSpec(
@@ -270,8 +284,10 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             num_layers=num_layers,
             num_heads=calls[0].num_heads,
             # A layer with fewer KV heads stores each of them several times, and one with narrower heads adds zeros.
-            num_kv_heads=max(call.num_kv_heads for call in calls),
-            head_dim=max(call.head_dim for call in calls),
+            num_kv_heads=max(call.num_kv_heads for call in calls) if latent is None else 1,
+            head_dim=(
+                max(call.head_dim for call in calls) if latent is None else latent.width + latent.rope_width
+            ),
             hidden_size=_size(text, "hidden_size", directory),
             vocab_size=_size(text, "vocab_size", directory),
             element_bytes=4,
@@ -286,6 +302,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             head_has_bias=model.get_output_embeddings().bias is not None,
             layer_norms=norms,
             final_norm=final_norm,
+            latent=latent,
         ),
         attention_paths=tuple(call.module for call in calls),
         chunked_layers=tuple(chunked_layers),
@@ -594,6 +611,17 @@ def _layers_path(
         f"{title} makes {len(calls)} attention calls, but not one in each layer; layers without "
         "attention, or with another kind of state, can't be served"
     )
+
+
+def _find_latent(calls: list[_AttentionCall], layers_path: str, trace: _ForwardTrace) -> LatentShape | None:
+    """Returns the latents of all layers with attention. None if a layer has none, or if they differ."""
+    found = set()
+    for call in calls:
+        if call.latent is None or not trace.can_adapt(call.latent.linear):
+            return None
+        path = call.latent.linear.removeprefix(f"{layers_path}.").partition(".")[2]
+        found.add(replace(call.latent, linear=path))
+    return found.pop() if len(found) == 1 else None
 
 
 def _linears(

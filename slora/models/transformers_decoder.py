@@ -36,6 +36,7 @@ from slora.models.early_attention import (
     join_bias,
     set_attention,
 )
+from slora.models.latent_attention import LatentLayer
 from slora.models.lora_deltas import LoraDeltas, OwnLogits, hide_absent, widen_logits
 from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
@@ -57,7 +58,7 @@ from slora.models.weights.packed_weight import PackedWeight, pack_head
 from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import LoraSite, ModelShape, NormShape
+from slora_kernels.layout import LatentShape, LoraSite, ModelShape, NormShape
 from slora_kernels.ops import Kernels
 from slora_kernels.torch.torch_kernels import apply_activation
 
@@ -218,9 +219,12 @@ class _LayerAttention:
 
     ATTRIBUTE = "slora_attention"
 
-    def __init__(self, current: _CurrentStep, layer: int, *, is_chunked: bool) -> None:
+    def __init__(
+        self, current: _CurrentStep, layer: int, latent: LatentLayer | None, *, is_chunked: bool
+    ) -> None:
         self._current = current
         self._layer = layer
+        self._latent = latent
         self.is_chunked = is_chunked
 
     def attend(
@@ -233,16 +237,23 @@ class _LayerAttention:
 
         Pages hold heads of the model's widest keys or values. Zeros beside narrower ones change neither scores nor
         sums. If the pages hold more KV heads than the layer has, each of its heads is stored several times.
+
+        If pages hold latents, the key and the value are those that `LatentLayer.keep` returned.
         """
         step, (query, key, value) = self._current.step, qkv
         memory, kernels = step.memory, step.kernels
         if bias is not None:
             bias = bias[:, step.attention.batch.positions]
             query, key = join_bias(query, key, bias, rule.scale)
+        changes = []
+        if self._latent is not None:
+            changes = self._latent.read_changes(step.deltas)
+            query = self._latent.absorb(query[0].transpose(0, 1), changes).transpose(0, 1)[None]
         width, copies = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1]
+        sides = (key, value)[: memory.geometry.num_sides]
         heads = [
             F.pad(part[0], (0, width - part.shape[3]))
-            for part in (query, *(side.repeat_interleave(copies, dim=1) for side in (key, value)))
+            for part in (query, *(side.repeat_interleave(copies, dim=1) for side in sides))
         ]
         rows = kernels.rotate_and_write_kv(
             torch.cat(heads).transpose(0, 1).flatten(1),
@@ -254,7 +265,10 @@ class _LayerAttention:
         )
         attention = step.find_attention(chunk)
         out = kernels.attend(rows, memory.pages, memory.geometry, self._layer, attention, rule)
-        return out.view(1, query.shape[2], query.shape[1], width)[..., : value.shape[3]]
+        out = out.view(query.shape[2], query.shape[1], width)[..., : value.shape[3]]
+        if self._latent is not None:
+            out = self._latent.expand_values(out, changes)
+        return out[None]
 
 
 class _RecurrentLayer:
@@ -322,8 +336,9 @@ class TransformersDecoder:
         # By the site's group, from the first adapter on that needs them.
         self._squares: dict[int, Tensor] = {}
         self._model = _load(spec, directory, dtype, device)
+        self._latents = dict(self._install_latents())
         if device.type == "cpu":
-            _fix_order_of_sums(self._model)
+            _fix_order_of_sums(self._model, spec.sizes.latent)
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
@@ -450,6 +465,8 @@ class TransformersDecoder:
         check_recurrent_layers(self._model, self.spec)
         for path, block, experts in self._experts:
             experts.check(path, block, kernels)
+        for path, latent in self._latents.items():
+            latent.check(path)
         check_parity(self, geometry, kernels)
 
     @contextmanager
@@ -467,10 +484,22 @@ class TransformersDecoder:
         for layer, path in enumerate(self.spec.attention_paths):
             module = self._model.get_submodule(path)
             is_chunked = layer in self.spec.chunked_layers
-            attention = _LayerAttention(self._current, layer, is_chunked=is_chunked)
+            latent = self._latents.get(path)
+            attention = _LayerAttention(self._current, layer, latent, is_chunked=is_chunked)
             setattr(module, _LayerAttention.ATTRIBUTE, attention)
         for path in self.spec.counting_paths:
             install_counter(self._model.get_submodule(path), self._current.find_counter)
+
+    def _install_latents(self) -> Iterator[tuple[str, LatentLayer]]:
+        """Lets attention modules pass on latents, if pages hold them. Yields their layers by path."""
+        shape = self.spec.sizes
+        if shape.latent is None:
+            return
+        sites = dict(zip((module.path for module in shape.modules[:-2]), shape.sites[:-2], strict=True))
+        name = shape.latent.linear.rpartition(".")[2]
+        for path in self.spec.attention_paths:
+            module, site = self._model.get_submodule(path), sites[f"{path}.{name}"]
+            yield path, LatentLayer(module, shape.latent, shape.num_heads, site, self._current.find_deltas)
 
     def _install_experts(self) -> Iterator[tuple[str, nn.Module, ExpertLayer]]:
         """Replaces the forward passes of experts and of the modules that hold them. Yields the path of each layer's
@@ -590,11 +619,14 @@ class _PackedLinear(nn.Linear):
         return linear
 
 
-def _fix_order_of_sums(model: PreTrainedModel) -> None:
+def _fix_order_of_sums(model: PreTrainedModel, latent: LatentShape | None) -> None:
     """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows."""
     linears: defaultdict[Tensor, list[nn.Linear]] = defaultdict(list)
-    for module in model.modules():
-        if isinstance(module, nn.Linear) and (type(module) is nn.Linear or is_early_linear(module)):
+    for path, module in model.named_modules():
+        if latent is not None and path.endswith(f".{latent.linear}"):
+            # Steps multiply with its rows.
+            module.forward = partial(_multiply, module)
+        elif isinstance(module, nn.Linear) and (type(module) is nn.Linear or is_early_linear(module)):
             linears[module.weight].append(module)
         elif type(module) is Conv1D:
             # Its weight is [in, out]. Afterwards, `weight.T` is contiguous.

@@ -22,7 +22,7 @@ from slora_adapters.peft.validation import MAX_LABELS
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import MAX_ADDED_ROWS, Affine, ModelShape, lay_out_adapter
+from slora_kernels.layout import MAX_ADDED_ROWS, Affine, lay_out_adapter
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.ops import Kernels
 
@@ -41,6 +41,8 @@ class ModelPart:
         self.dtype_name = spec.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.kernels = load_kernels(config.kernels, self.device)
+        if not self.kernels.reads_latents:
+            spec = spec.with_whole_keys()
         if config.kv_format is KVFormat.FP8:
             check_float8_kv(self.device)
         _check_positions(config, spec)
@@ -54,7 +56,7 @@ class ModelPart:
         if collectives.size > 1:
             load = partial(load_model, collectives=collectives)
         self.model: Model = load(config, spec, dtype, self.device, wanted_len)
-        self.geometry = _geometry(self.shape, config, dtype)
+        self.geometry = KVGeometry.of(self.shape, config.block_tokens, dtype, config.kv_format)
         self.full_page_bytes = find_full_page_bytes(self.shape, config)
         self.footprint = spec.footprint(config.block_tokens, self.dtype_name, self.full_page_bytes)
         self._continues_states = spec.continues_states
@@ -98,18 +100,6 @@ def find_device(config: EngineConfig, rank: int) -> torch.device:
     device = resolve_device(config.device, config.kernels)
     is_divided = config.tensor_parallel_size > 1
     return torch.device("cuda", rank) if device.type == "cuda" and is_divided else device
-
-
-def _geometry(shape: ModelShape, config: EngineConfig, dtype: torch.dtype) -> KVGeometry:
-    return KVGeometry(
-        num_layers=shape.num_kv_layers,
-        num_heads=shape.num_heads,
-        num_kv_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        block_tokens=config.block_tokens,
-        dtype=dtype,
-        kv_format=config.kv_format,
-    )
 
 
 def _check_positions(config: EngineConfig, model: ModelSpec) -> None:

@@ -209,9 +209,7 @@ def _load(packed: PackedAdapter, shape: ModelShape, dtype: torch.dtype, device: 
     """Creates pages for this adapter alone, and one slot that points to them."""
     page_bytes = shape.num_layers * shape.layer_page_bytes(_BLOCK_TOKENS)
     num_pages = -(-packed.layout.num_bytes // page_bytes)
-    geometry = KVGeometry(
-        shape.num_layers, shape.num_heads, shape.num_kv_heads, shape.head_dim, _BLOCK_TOKENS, dtype
-    )
+    geometry = KVGeometry.of(shape, _BLOCK_TOKENS, dtype)
     memory = DeviceMemory(geometry, shape, page_bytes, num_pages, 1, num_pages, device)
     # The pages are in reverse order, so that a kernel that ignores the page table fails.
     pages = list(range(num_pages - 1, -1, -1))

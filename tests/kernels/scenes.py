@@ -163,7 +163,7 @@ def write(kernels: Kernels, scene: AttentionScene, k: Tensor, v: Tensor) -> Tens
     """Writes k and v [T, Hk, D] of the batch's tokens, without rotation, into a copy of the pages."""
     pages, geometry = scene.pages.clone(), scene.geometry
     q = torch.zeros(len(k), geometry.num_heads, geometry.head_dim, dtype=k.dtype, device=k.device)
-    qkv = torch.cat((q, k, v), dim=1).flatten(1)
+    qkv = torch.cat((q, k, v)[: 1 + geometry.num_sides], dim=1).flatten(1)
     step = kernels.prepare_attention(scene.batch)
     kernels.rotate_and_write_kv(qkv, None, pages, geometry, scene.layer, step)
     return pages

@@ -268,3 +268,56 @@ def test_a_non_finite_token_affects_only_the_tokens_that_attend_to_it(
         out = attend(kernels, replace(scene, pages=pages), make_rule(scene, window)).view(-1, 6, 16)
         assert out[:, 3:].isnan().all(dim=(1, 2)).tolist() == sees.tolist()
         assert bool(out[:, :3].isfinite().all()) and bool(out[~sees].isfinite().all())
+
+
+# Latents: (query heads, KV heads, row, block tokens).
+LATENTS = ((16, 1, 48, 16), (20, 1, 28, 8), (3, 1, 576, 16))
+
+
+def make_latents(
+    kernels: Kernels, heads: tuple[int, int, int, int], dtype: torch.dtype, kv_format: KVFormat
+) -> KVGeometry:
+    if not kernels.reads_latents:
+        pytest.skip("these kernels do not read values from keys")
+    return KVGeometry(2, *heads, dtype, kv_format, num_sides=1)
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_the_rows_of_latents_are_keys_and_values(
+    kernels: Kernels, device: str, dtype: torch.dtype, kv_format: KVFormat
+) -> None:
+    for heads in LATENTS:
+        geometry = make_latents(kernels, heads, dtype, kv_format)
+        assert 2 * geometry.layout.num_bytes <= replace(geometry, num_sides=2).layout.num_bytes + 256
+        check_against_twin(kernels, device, geometry, (*MIXED, (23, 90)))
+        scene = build_attention(geometry, MIXED, device=device)
+        together = attend(kernels, scene, make_rule(scene))
+        for b in range(len(MIXED)) if device == "cpu" else ():
+            first, last = scene.batch.query_starts[b : b + 2].tolist()
+            alone = attend(kernels, take_alone(scene, b), make_rule(scene))
+            assert torch.equal(together[first:last], alone)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_a_latent_is_written_once_and_one_that_is_not_finite_reaches_no_earlier_token(
+    kernels: Kernels, device: str, dtype: torch.dtype
+) -> None:
+    geometry = make_latents(kernels, LATENTS[0], dtype, KVFormat.MODEL)
+    scene = build_attention(geometry, [(5, 40), (1, 40), (20, 50), (4, 4)], device=device)
+    rows = torch.randn(len(scene.q), 1, 48).to(dtype)
+    # The last token of a chunk, a decoded token, and one within a chunk.
+    bad_rows = [4, 5, 16]
+    rows[bad_rows, 0, 3] = torch.tensor([-torch.inf, torch.nan, torch.inf], dtype=dtype)
+    pages, expected = write(kernels, scene, rows.to(device), rows.to(device)), scene.pages.clone()
+    exact = rows.double().to(device)
+    reference.write_kv(expected, geometry, scene.layer, scene.batch.kv_slots, exact, exact)
+    assert torch.equal(pages.view(dtype).nan_to_num(7.0), expected.view(dtype).nan_to_num(7.0))
+    sequence_of = torch.repeat_interleave(torch.arange(4), scene.batch.query_starts.diff().cpu())
+    tokens = torch.arange(len(scene.q))
+    sees = torch.zeros(len(tokens), dtype=torch.bool)
+    for bad in bad_rows:
+        sees |= (tokens >= bad) & (sequence_of == sequence_of[bad])
+    out = attend(kernels, replace(scene, pages=pages), make_rule(scene)).view(-1, 16, 48)[..., :-1]
+    assert out.isnan().all(dim=(1, 2)).tolist() == sees.tolist()
+    assert bool(out[~sees].isfinite().all())

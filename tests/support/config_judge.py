@@ -18,7 +18,6 @@ from slora.models.model_structure import find_auto_class
 from slora.models.parity_check import compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
-from slora_kernels.kv_format import KVFormat
 from tests.support.tiny_models import fill_randomly
 
 _CPU = torch.device("cpu")
@@ -95,16 +94,7 @@ def serve_logits(
     model: Model = load_model(
         EngineConfig(directory, quantization=quantization), spec, torch.float32, _CPU, num_rows
     )
-    sizes = spec.sizes
-    geometry = KVGeometry(
-        num_layers=sizes.num_layers,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        block_tokens=16,
-        dtype=torch.float32,
-        kv_format=KVFormat.MODEL,
-    )
+    geometry = KVGeometry.of(spec.sizes, 16, torch.float32)
     model.check(geometry, kernels)
     runs = compute_paged_logits(model, spec, geometry, kernels, _CPU, prompts, num_rows)
     return list(runs.values())

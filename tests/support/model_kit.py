@@ -20,7 +20,7 @@ from tests.support.peft_adapters import (
     WHOLE_KINDS,
     make_adapter,
 )
-from tests.support.tiny_models import OTHER_MODELS, RECURRENT_MODELS, make_model, write_model
+from tests.support.tiny_models import LATENT_MODELS, OTHER_MODELS, RECURRENT_MODELS, make_model, write_model
 
 # A and B with this standard deviation make weight deltas about as large as the base weights.
 _ADAPTER_STD = 0.15
@@ -82,7 +82,7 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     # A token passes through all linears of attention, but not through those of all experts.
     if model == "phimoe":
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
-    if model.startswith("deepseek"):
+    if model in LATENT_MODELS:
         return LATENT_KINDS
     # One linear outside the layers is not adapted, which "all-linear" would name.
     if model == "gemma4_text":

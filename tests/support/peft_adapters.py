@@ -88,6 +88,12 @@ LATENT_KINDS: dict[str, dict[str, object]] = {
     },
     "odd_rank_on_latent": {"r": 5, "lora_alpha": 7, "target_modules": ["kv_b_proj"]},
 }
+_EXPANDING = ["kv_a_proj_with_mqa", "kv_b_proj"]
+# Kinds that also scale or shift the outputs of the linear that expands latents.
+LATENT_DORA_KINDS: dict[str, dict[str, object]] = {
+    "dora_on_latent": {"r": 4, "lora_alpha": 8, "use_dora": True, "target_modules": _EXPANDING},
+    "bias_on_latent": {"r": 3, "lora_alpha": 5, "lora_bias": True, "target_modules": _EXPANDING},
+}
 
 # Kinds that adapt experts and routers, some of them beside other linears. PEFT 0.21 takes "all-linear" for all of them
 # in Mixtral and Qwen3-MoE, and adapts the two parts of gate_up_proj with twice the rank.

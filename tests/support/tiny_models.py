@@ -169,6 +169,7 @@ _LATENT = {
     "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN,
 }  # fmt: skip
+LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
 _MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
 # fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
@@ -201,6 +202,8 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     # Latent attention: the values are wider than the keys, or narrower.
     "deepseek_v2": {**_LATENT, "v_head_dim": 28, "q_lora_rank": None, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
+    "glm4_moe_lite": {**_LATENT, "v_head_dim": 14, "q_lora_rank": 24, "n_group": 1, "topk_group": 1},
+    "minicpm3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "scale_emb": 3, "scale_depth": 1.2},
     # The layers with full attention have fewer and wider heads than the others, and no v_proj. The last layers have the
     # keys and values of the first.
     "gemma4_text": {

@@ -324,12 +324,19 @@ def _check_invocation(
             f"alora_invocation_tokens names token {max(config.invocation)}, but the base model has {shape.vocab_size} "
             "tokens",
         )
-    for module_id in sorted(targets.keys() & {shape.embedding_module, shape.head_module}):
+    for module_id in sorted(targets):
         path = shape.modules[module_id].path
-        yield Reason(
-            "alora_invocation_tokens",
-            f"the adapter is activated (alora_invocation_tokens) and adapts {path}, which is not served together",
-        )
+        if module_id in (shape.embedding_module, shape.head_module):
+            yield Reason(
+                "alora_invocation_tokens",
+                f"the adapter is activated (alora_invocation_tokens) and adapts {path}, which is not served together",
+            )
+        elif shape.latent is not None and path.endswith(f".{shape.latent.linear}"):
+            yield Reason(
+                "alora_invocation_tokens",
+                f"the adapter is activated (alora_invocation_tokens) and adapts {path}, which would expand the latents "
+                "of the tokens before the invocation, too; train it without this linear",
+            )
 
 
 def names_module(name: str, path: str) -> bool:

@@ -22,7 +22,9 @@ from slora_kernels.cpu.job_fields import (
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.cpu.worker_sizes import (
+    HAS_TILES,
     NO_WINDOW,
+    ROWS,
     TILE_ROWS,
     count_float_scratch,
     count_operand_scratch,
@@ -59,6 +61,21 @@ def _choose_heads_per_item(num_tiles: int, num_heads: int, group: int, max_query
     ]
     enough = count_busy_items()
     return max((heads for heads in fitting if num_tiles * num_heads // heads >= enough), default=1)
+
+
+def _split_query_heads(batch: AttentionBatch, num_heads: int) -> int:
+    """Returns into how many parts the query heads of a single KV head are divided, which are items of their own.
+
+    If all sequences decode, this is the least number that leaves an item for each thread, because each part reads all
+    keys. A part then also fits the rows of a tile, if there are tiles. If any sequence prefills, the number is 1.
+    """
+    if batch.max_query_len > 1:
+        return 1
+    most = ROWS if HAS_TILES else TILE_ROWS
+    fitting = [n for n in range(1, num_heads + 1) if num_heads % n == 0 and num_heads // n <= most]
+    num_items = [n * len(batch.context_lens) for n in fitting]
+    enough = (n for n, items in zip(fitting, num_items, strict=True) if items >= torch.get_num_threads())
+    return min(enough, default=num_heads)
 
 
 @cache
@@ -128,7 +145,11 @@ class AttentionPlan:
     def _pack_shared_fields(self, pages: Tensor, geometry: KVGeometry) -> None:
         """Computes the fields that the jobs of all layers share, and the number of items."""
         self._pages, self._geometry = pages, geometry
-        batch, group, size = self._batch, geometry.group_heads, geometry.head_dim
+        batch, size, kv_heads = self._batch, geometry.head_dim, geometry.num_kv_heads
+        if geometry.num_sides == 1:
+            assert kv_heads == 1, "several KV heads have no values"
+            kv_heads = _split_query_heads(batch, geometry.num_heads)
+        group = geometry.num_heads // kv_heads
         elements = pack_pages(pages, geometry.element_dtype.itemsize)
         scales = NO_TENSOR
         self._layer_elements = geometry.layer_elements
@@ -145,12 +166,15 @@ class AttentionPlan:
             size,
             geometry.block_tokens,
             scales,
+            geometry.num_sides,
         )
         # Lower than any score, so that it changes no sum.
         self._no_sinks = torch.full((geometry.num_heads,), -1e30)
         self._tiles = _tile_queries(batch, max(1, TILE_ROWS // group))
-        heads = _choose_heads_per_item(len(self._tiles), geometry.num_kv_heads, group, batch.max_query_len)
-        self._num_items = len(self._tiles) * geometry.num_kv_heads // heads
+        heads = 1
+        if geometry.num_sides > 1:
+            heads = _choose_heads_per_item(len(self._tiles), kv_heads, group, batch.max_query_len)
+        self._num_items = len(self._tiles) * kv_heads // heads
         # Scratch of each thread: the start of each key of a block (int64), float32 values, values of `operand_dtype`.
         starts, floats = 2 * count_starts(), count_float_scratch(size)
         # Scratch of a thread begins at a cache line.
@@ -164,10 +188,11 @@ class AttentionPlan:
             (address, threads, pitch),
             (address + 4 * floats, threads, 4 * pitch // operand_dtype(geometry.dtype).itemsize),
             (first, threads, pitch // 2),
-            geometry.num_kv_heads,
+            kv_heads,
             group,
             size,
             geometry.block_tokens,
             heads,
             scales,
+            geometry.num_sides,
         )

@@ -95,6 +95,7 @@ class CpuKernels:
 
     name = "cpu"
     tile_limits = TileLimits(TILE_TOKENS)
+    reads_latents = True
 
     @staticmethod
     def on(device: torch.device) -> "CpuKernels":

@@ -21,7 +21,7 @@ from slora_kernels.batch import (
     QueryKeyNorm,
 )
 from slora_kernels.coded_weight import CodedWeight
-from slora_kernels.layout import LARGEST_E4M3, SEGMENT_BYTES, LoraSite
+from slora_kernels.layout import LARGEST_E4M3, SCALE_BYTES, SEGMENT_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 
 
@@ -92,18 +92,22 @@ def norm_heads(heads: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def view_layer(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
-    """Returns one layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D]."""
+    """Returns one layer as a view: pages uint8 [num_pages, full_page_bytes] -> [num_pages, 2, Hk, block_tokens, D].
+
+    If values are in keys, there is one side instead of 2.
+    """
     first = layer * geometry.layout.num_bytes
     numbers = pages[:, first : first + geometry.layout.scales_start].view(geometry.element_dtype)
-    return numbers.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+    sizes = geometry.num_sides, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim
+    return numbers.view(-1, *sizes)
 
 
 def view_scales(pages: Tensor, geometry: KVGeometry, layer: int) -> Tensor:
     """One layer's scales in the same pages, as a view -> bfloat16 [num_pages, 2, Hk, block_tokens]."""
     first = layer * geometry.layout.num_bytes + geometry.layout.scales_start
-    count = 2 * geometry.num_kv_heads * geometry.block_tokens
-    scales = pages[:, first : first + 2 * count].view(torch.bfloat16)
-    return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
+    sizes = geometry.num_sides, geometry.num_kv_heads, geometry.block_tokens
+    scales = pages[:, first : first + SCALE_BYTES * math.prod(sizes)].view(torch.bfloat16)
+    return scales.view(-1, *sizes)
 
 
 def round_scale_up(largest: Tensor) -> Tensor:
@@ -122,10 +126,13 @@ def write_kv(pages: Tensor, geometry: KVGeometry, layer: int, slots: Tensor, k: 
 
     `KVFormat` describes how values that are not finite are stored.
     """
-    sides = torch.stack((k, v), dim=1)
+    sides = torch.stack((k, v)[: geometry.num_sides], dim=1)
     stored = sides if geometry.has_scales else sides.to(geometry.dtype)
     wrong = ~stored.isfinite().all(-1).all(1)
-    sides[:, 0][wrong], sides[:, 1][wrong] = torch.nan, 0.0
+    if geometry.num_sides > 1:
+        sides[:, 0][wrong], sides[:, 1][wrong] = torch.nan, 0.0
+    else:
+        sides[wrong], sides[..., -1][wrong] = 0.0, torch.nan
     page, offset = slots // geometry.block_tokens, slots % geometry.block_tokens
     if geometry.has_scales:
         scales = round_scale_up(sides.abs().amax(-1))
@@ -147,8 +154,12 @@ def rotate_and_write_kv(
 ) -> Tensor:
     """Returns normed and rotated q [T, Hq, D] as a new tensor; mutates pages."""
     heads = qkv.view(qkv.shape[0], -1, geometry.head_dim)
-    sizes = [geometry.num_heads, geometry.num_kv_heads, geometry.num_kv_heads]
-    q, k, v = torch.split(heads, sizes, dim=1)
+    q, k, v = (
+        heads[:, : geometry.num_heads],
+        heads[:, geometry.num_heads :],
+        heads[:, -geometry.num_kv_heads :],
+    )
+    k = k[:, : geometry.num_kv_heads]
     q, k = q.double(), k.double()
     if norms is not None:
         q, k = norm_heads(q, norms.query, norms.eps), norm_heads(k, norms.key, norms.eps)
@@ -169,7 +180,7 @@ def read_context(
     rows = numbers.view(geometry.element_dtype).double()
     if geometry.has_scales:
         rows *= view_scales(pages, geometry, layer)[page, :, :, offset].double()[..., None]
-    return rows[:, 0], rows[:, 1]
+    return rows[:, 0], rows[:, -1]
 
 
 def attend(

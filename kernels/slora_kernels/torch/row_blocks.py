@@ -146,6 +146,41 @@ def multiply_batches(x: Tensor, y: Tensor, *, transposes: bool) -> Tensor:
     return out
 
 
+def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiplies each head by a weight of its own: x [T, H, K] times weight [H, K, N] -> [T, H, N].
+
+    The weight may be a view whose last two dimensions are transposed. On a CPU, the bits of a row do not depend on the
+    other rows.
+    """
+    heads, width, columns = weight.shape
+
+    def multiply(rows: Tensor) -> Tensor:
+        return torch.bmm(rows.view(-1, heads, width).transpose(0, 1), weight).transpose(0, 1).flatten(1)
+
+    rows = x.reshape(len(x), heads * width)
+    if x.device.type != "cpu":
+        return multiply(rows).view(-1, heads, columns)
+    counts = _find_head_counts(weight.shape, weight.stride(), x.dtype, torch.get_num_threads())
+    return multiply_in_blocks(rows, multiply, counts).view(-1, heads, columns)
+
+
+@cache
+def _find_head_counts(
+    sizes: tuple[int, int, int], strides: tuple[int, ...], dtype: torch.dtype, threads: int
+) -> tuple[int, ...]:
+    heads, width, columns = sizes
+    if dtype != torch.float32 and width < _FEW_TERMS:
+        return ROW_COUNTS[:1]
+    rows, flat = _make_trial(columns, width, dtype)
+    x = rows[:, None].expand(-1, heads, -1)
+    weight = torch.empty_strided(sizes, strides, dtype=dtype).copy_(flat.T.expand(sizes))
+
+    def multiply(index: Tensor) -> Tensor:
+        return torch.bmm(x[index].transpose(0, 1), weight).transpose(0, 1).flatten(1)
+
+    return _choose_counts(multiply, weight.numel())
+
+
 @cache
 def _find_batch_counts(
     rows: int, columns: int, terms: int, transposes: bool, threads: int

@@ -30,7 +30,7 @@ from slora_kernels.batch import (
     TokenRows,
 )
 from slora_kernels.coded_weight import CodedWeight
-from slora_kernels.layout import LARGEST_E4M3, LoraSite
+from slora_kernels.layout import LARGEST_E4M3, SCALE_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.argmax import find_argmax
 from slora_kernels.torch.grouped_matmuls import grouped_linear
@@ -161,15 +161,19 @@ def _plan_attention(batch: AttentionBatch, window: int | None, block_tokens: int
 
 def _view_scales(shares: Tensor, geometry: KVGeometry) -> Tensor:
     """Views the scales of gathered blocks of one layer: uint8 [n, block_bytes] -> bfloat16 [n, 2, Hk, block_tokens]."""
-    count = 2 * geometry.num_kv_heads * geometry.block_tokens
-    scales = shares[:, geometry.layout.scales_start :][:, : 2 * count].view(torch.bfloat16)
-    return scales.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens)
+    sizes = geometry.num_sides, geometry.num_kv_heads, geometry.block_tokens
+    scales = shares[:, geometry.layout.scales_start :][:, : SCALE_BYTES * math.prod(sizes)]
+    return scales.view(torch.bfloat16).view(-1, *sizes)
 
 
 def _view_elements(shares: Tensor, geometry: KVGeometry) -> Tensor:
-    """Views K and V of gathered blocks of one layer: uint8 [n, block_bytes] -> [n, 2, Hk, block_tokens, D]."""
+    """Views K and V of gathered blocks of one layer: uint8 [n, block_bytes] -> [n, 2, Hk, block_tokens, D].
+
+    If values are in keys, there is one side instead of 2.
+    """
     elements = shares[:, : geometry.layout.scales_start].view(geometry.element_dtype)
-    return elements.view(-1, 2, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim)
+    sizes = geometry.num_sides, geometry.num_kv_heads, geometry.block_tokens, geometry.head_dim
+    return elements.view(-1, *sizes)
 
 
 def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
@@ -182,13 +186,19 @@ def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _replace_wrong(sides: Tensor) -> Tensor:
-    """Replaces K by NaN and V by 0 where K or V is not finite. sides: K and V [T, 2, Hk, D]."""
+    """Replaces K by NaN and V by 0 where K or V is not finite. sides: K and V [T, 2, Hk, D].
+
+    If there is one side, only its last element becomes NaN, see `KVGeometry.num_sides`.
+    """
     wrong = ~sides.isfinite().all(-1, keepdim=True).all(1, keepdim=True)
-    return torch.where(wrong, sides.new_tensor((torch.nan, 0.0))[:, None, None], sides)
+    instead = sides.new_tensor((torch.nan, 0.0))[:, None, None]
+    if sides.shape[1] == 1:
+        instead = F.pad(sides.new_zeros(sides.shape[3] - 1), (0, 1), value=torch.nan)
+    return torch.where(wrong, instead, sides)
 
 
-def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> Tensor:
-    """Gathers K and V of the blocks `block_ids` [n, C] -> float32 [2, Hk, n, C * block_tokens, D].
+def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> tuple[Tensor, Tensor]:
+    """Gathers K and V of the blocks `block_ids` [n, C] -> two tensors float32 [Hk, n, C * block_tokens, D].
 
     shares: uint8 [num_blocks, block_bytes], one layer of one page in each row. `shares` has to be contiguous,
     because index_select over a strided view would first copy the whole pool.
@@ -199,7 +209,8 @@ def _gather_column(shares: Tensor, block_ids: Tensor, geometry: KVGeometry) -> T
     if geometry.has_scales:
         sides.mul_(_view_scales(gathered, geometry).float()[..., None])
     sides = sides.view(n, columns, *sides.shape[1:]).permute(2, 3, 0, 1, 4, 5)
-    return sides.reshape(2, geometry.num_kv_heads, n, columns * geometry.block_tokens, geometry.head_dim)
+    sides = sides.reshape(len(sides), sides.shape[1], n, columns * geometry.block_tokens, geometry.head_dim)
+    return sides[0], sides[-1]
 
 
 class _OnlineSoftmax:
@@ -253,7 +264,7 @@ def _attend_pass(
         k, v = _gather_column(shares, block_ids[:active, first : first + width], geometry)
         hidden = places >= limits[:active]
         # Pages may hold old data, even NaN, past the context or outside the window. V is set to 0 there, because a
-        # weight of 0 times NaN is NaN.
+        # weight of 0 times NaN is NaN. K may be the same tensor, and its scores there are masked.
         whole = sum(walk >= start + column for walk in work.walks[:active])
         v[:, whole:].masked_fill_((places >= work.limits[whole:active, -1:])[..., None], 0.0)
         if window is not None:
@@ -316,6 +327,7 @@ class TorchKernels:
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.
     tile_limits = TileLimits(1 << 30)
+    reads_latents = True
 
     @staticmethod
     def on(device: torch.device) -> "TorchKernels":
@@ -373,7 +385,8 @@ class TorchKernels:
             turned = _norm_heads(turned.float(), geometry.num_heads, norms)
         if cos_sin is not None:
             turned = _rotate_heads(turned.float(), cos_sin[step.batch.positions])
-        sides = torch.stack((turned[:, geometry.num_heads :], heads[:, turning:].to(turned.dtype)), dim=1)
+        keys, values = turned[:, geometry.num_heads :], heads[:, turning:].to(turned.dtype)
+        sides = torch.stack((keys, values)[: geometry.num_sides], dim=1)
         page = step.batch.kv_slots // geometry.block_tokens
         offset = step.batch.kv_slots % geometry.block_tokens
         first = layer * geometry.layout.num_bytes

@@ -1,4 +1,4 @@
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +7,7 @@ import pytest
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter, read_adapter, refuse_pickles
-from slora_kernels.layout import ModelShape, NormShape
+from slora_kernels.layout import LatentShape, ModelShape, NormShape
 from tests.adapters.hand_made import (
     SHAPE,
     changed,
@@ -266,3 +266,22 @@ def test_a_tied_pair_adapts_embedding_and_head() -> None:
     adapter = parse_adapter({name: memoryview(raw) for name, raw in members.items()}, shape, AdapterLimits())
     # The stored config names the head.
     assert "lm_head" in adapter.config.target_modules
+
+
+def test_an_activated_adapter_of_the_linear_that_expands_latents_is_refused(tmp_path: Path) -> None:
+    """The page has one latent of a token, whose key would be the base's for some rows and the adapter's for others."""
+    latent = LatentShape("self_attn.q_proj", 20, 8, 12, num_kv_heads=4, head_dim=20)
+    shape = replace(SHAPE, num_kv_heads=1, head_dim=28, latent=latent)
+    assert shape.with_whole_keys() == replace(SHAPE, num_kv_heads=4, head_dim=20)
+    assert shape.layer_page_bytes(16) == 16 * 28 * 4 and ModelShape.from_plain(asdict(shape)) == shape
+    assert shape.layer_page_bytes(3) == 512, "a page is padded to whole segments"
+    for invocation, kind in (([], shape), ([3, 4], SHAPE), ([3, 4], shape)):
+        config = make_config(alora_invocation_tokens=invocation) if invocation else make_config()
+        directory = write_directory(tmp_path, make_members(config))
+        if invocation and kind is shape:
+            with pytest.raises(
+                AdapterInvalid, match=r"layers\.0\.self_attn\.q_proj, which would expand the latents"
+            ):
+                read_adapter(directory, kind, AdapterLimits())
+        else:
+            assert read_adapter(directory, kind, AdapterLimits()).pairs

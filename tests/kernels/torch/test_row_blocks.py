@@ -14,6 +14,7 @@ from slora_kernels.torch.row_blocks import (
     Multiply,
     find_row_counts,
     multiply_batches,
+    multiply_heads,
     multiply_in_blocks,
     multiply_rows,
 )
@@ -114,7 +115,21 @@ def test_a_product_of_matrices_is_the_same_bits_in_every_batch(*, transposes: bo
             assert torch.equal(product, among_all[part])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transposes", (False, True))
+def test_a_product_of_heads_is_the_same_bits_in_every_batch(dtype: torch.dtype, *, transposes: bool) -> None:
+    """The weight is a part of a larger one, as in latent attention."""
+    x = draw(520, 6, 32 if transposes else 24, dtype=dtype)
+    stack = draw(6, 40, 32, dtype=dtype, seed=1)
+    weight = stack[:, 24:].mT if transposes else stack[:, :24]
+    check_rows(lambda rows: multiply_heads(rows, weight), x)
+    exact = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    unit = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}[dtype]
+    torch.testing.assert_close(multiply_heads(x, weight).double(), exact, rtol=unit, atol=unit * 6)
+
+
 def test_no_rows_give_no_rows() -> None:
+    assert multiply_heads(torch.empty(0, 2, 5), draw(2, 5, 4)).shape == (0, 2, 4)
     assert multiply_rows(torch.empty(0, 5), draw(3, 5)).shape == (0, 3)
 
 

@@ -17,12 +17,12 @@ from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
-from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
+from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, mix
 from tests.support.coded_checkpoints import write_mxfp4
-from tests.support.cpu_kernels import KERNELS
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.model_kit import kinds_for, make_kit
-from tests.support.peft_adapters import expert_lora_kinds
-from tests.support.tiny_models import OTHER_MODELS, count_layers, make_config, write_model
+from tests.support.peft_adapters import LATENT_DORA_KINDS, LATENT_KINDS, expert_lora_kinds
+from tests.support.tiny_models import LATENT_MODELS, OTHER_MODELS, count_layers, make_config, write_model
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
@@ -34,8 +34,7 @@ NUM_PAGES = {
     "qwen2_5_vl": 27,
     "smolvlm": 27,
     "gpt_oss": 14,
-    "deepseek_v2": 10,
-    "deepseek_v3": 10,
+    **dict.fromkeys(LATENT_MODELS, 26),
     "gemma4_text": 11,
     "llama4_text": 14,
 }
@@ -45,8 +44,8 @@ TINY = {
 }  # fmt: skip
 
 
-# They differ from others only in names.
-SOAKED = ("smolvlm", "xglm")
+# They differ from others only in names, or in the order of rotated elements.
+SOAKED = ("smolvlm", "xglm", "glm4_moe_lite", "minicpm3")
 
 
 @pytest.mark.parametrize(
@@ -63,6 +62,28 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
     short = f"{stats.preemptions} preemptions, {stats.adapter_evictions} evictions"
     report(f"{model} by transformers' classes, {short}: {verdict}")
     assert stats.preemptions + stats.adapter_evictions > 0
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
+@pytest.mark.parametrize(
+    "model",
+    ["deepseek_v2", *(pytest.param(name, marks=pytest.mark.soak) for name in LATENT_MODELS[1:])],
+)
+def test_latents_are_shared_swapped_and_read_again(
+    tmp_path: Path, report: Callable[[str], None], model: str, kernels: str
+) -> None:
+    """Beside plain adapters on all linears of attention, there are some with DoRA and biases on `kv_b_proj`."""
+    kit = make_kit(tmp_path, model, LATENT_KINDS | LATENT_DORA_KINDS, num_hidden_layers=2)
+    assert kit.spec.shape("float32").layer_page_bytes(16) == 16 * (20 + 8) * 4
+    prefix = [5, 9, 2, 7] * 9
+    tails = mix(kit, prompts_each=3, seed=5)
+    work = Work([prefix + prompt[:20] for prompt in tails.prompts], tails.kinds)
+    settings = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 23, "preemption": "swap"}
+    verdict, stats = judge_engine(kit, work, PARAMS, 44, kernels=kernels, **settings)
+    moved = f"{stats.swapped_in_pages} pages swapped, {stats.prefix_hits} cached tokens"
+    report(f"latents of {model} with {kernels} kernels, {moved}: {verdict}")
+    assert stats.swapped_in_pages > 0 and stats.prefix_hits > 0
     assert verdict.equal, verdict
 
 

@@ -286,6 +286,8 @@ def attend_tile(
 # TILES [n, 4] are (sequence, first token, tokens, KV tokens before the first).
 # ITEM_HEADS is the number of KV heads of an item, a divisor of KV_HEADS.
 # SCALES is used only in fp8. SINKS [1, heads] are `INITIAL_MAX` in a model without sinks.
+# SIDES is 1 if values are in keys, so V begins where K does. Each of the KV_HEADS is then the only one in a page, with
+# a part of its query heads, and ITEM_HEADS is 1.
 (
     Q,
     OUT,
@@ -307,7 +309,8 @@ def attend_tile(
     BLOCK_TOKENS,
     ITEM_HEADS,
     SCALES,
-) = range(20)
+    SIDES,
+) = range(21)
 
 
 def attend_worker(job: Job) -> None:
@@ -329,7 +332,10 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
     block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
     window, cap = read_int(job, WINDOW), read_float(job, SOFTCAP) * LOG2_E
     item_heads, sinks = read_int(job, ITEM_HEADS), read_float_matrix(job, SINKS)[0]
-    head_elements, side = block_tokens * size, kv_heads * block_tokens * size
+    sides = read_int(job, SIDES)
+    # From one KV head to the next.
+    head_elements, head_scales = (block_tokens * size, block_tokens) if sides > 1 else (0, 0)
+    side = kv_heads * head_elements
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
     starts = read_int64_matrix(job, STARTS)[worker]
@@ -370,7 +376,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                 block_tokens,
                 start,
                 side,
-                scale_start + head * block_tokens,
+                scale_start + head * head_scales,
             )
         else:
             for h in range(item_heads):
@@ -393,7 +399,7 @@ def attend_items(job: Job, pages: Array, scales: Array | None, scale_start: Int)
                     block_tokens,
                     start + h * head_elements,
                     side,
-                    scale_start + (head + h) * block_tokens,
+                    scale_start + (head + h) * head_scales,
                 )
         for m in range(num_rows):
             row = m % head_rows

@@ -193,7 +193,7 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
 #
 # LAYER_START and SCALE_START are where the layer's elements and scales begin in a page.
 # COS_SIN has no columns if nothing is rotated.
-# QUERY_NORM, KEY_NORM and HEAD_EPS are used only if NORMED, and SCALES only in fp8.
+# QUERY_NORM, KEY_NORM and HEAD_EPS are used only if NORMED, and SCALES only in fp8. SIDES is 1 if values are in keys.
 (
     QKV,
     COS_SIN,
@@ -211,7 +211,8 @@ def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Ar
     HEAD_DIM,
     BLOCK_TOKENS,
     SCALES,
-) = range(16)
+    SIDES,
+) = range(17)
 
 _LARGEST_E4M3 = np.float32(LARGEST_E4M3)
 _NAN_SCALE, _SMALLEST_SCALE = 0x7FC0, 0x0080
@@ -258,13 +259,35 @@ def rotate_and_write_fp8_worker(job: Job) -> None:
 
 
 @compiled
+def write_key(target: Array, key: Array) -> None:
+    """Writes a key that is also the value, see `KVGeometry.num_sides`."""
+    if find_largest_magnitude(key) >= INFINITY_BITS:
+        fill(target, _ZERO)
+        fill(target[target.shape[0] - 1 :], _NAN)
+    else:
+        copy_row(target, key)
+
+
+@compiled
+def write_scaled_key(target: Array, scale_target: Array, key: Array) -> None:
+    """Like `write_key`, in fp8."""
+    largest = find_largest_magnitude(key)
+    scale = _NAN_SCALE if largest >= INFINITY_BITS else compute_scale(largest)
+    scale_target[0] = scale
+    if scale == _NAN_SCALE:
+        fill(target, _ZERO)
+    else:
+        quantize_row(target, key, scale)
+
+
+@compiled
 def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None:
     qkv = read_model_matrix(job, QKV)
     cos_sin, positions = read_float_matrix(job, COS_SIN), read_int64_matrix(job, POSITIONS)[0]
     kv_slots, normed = read_int64_matrix(job, KV_SLOTS)[0], read_int(job, NORMED)
     heads, kv_heads, size = read_int(job, HEADS), read_int(job, KV_HEADS), read_int(job, HEAD_DIM)
     block_tokens, layer_start = read_int(job, BLOCK_TOKENS), read_int(job, LAYER_START)
-    turning, side = heads + kv_heads, kv_heads * block_tokens
+    turning, side, has_values = heads + kv_heads, kv_heads * block_tokens, read_int(job, SIDES) > 1
     token = take_item(job)
     while token < count_items(job):
         row, angles = qkv[token], cos_sin[positions[token]]
@@ -283,7 +306,20 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
             source = (heads + head) * size
             vector = head * block_tokens + offset
             target = layer_start + vector * size
-            key, value = row[source : source + size], row[source + kv_heads * size :][:size]
+            key = row[source : source + size]
+            if not has_values:
+                if not normed:
+                    rotate_head(key, key, angles)
+                if scales is not None:
+                    write_scaled_key(
+                        page[target : target + size],
+                        scales[slot // block_tokens, read_int(job, SCALE_START) + vector :],
+                        key,
+                    )
+                else:
+                    write_key(page[target : target + size], key)
+                continue
+            value = row[source + kv_heads * size :][:size]
             key_target = page[target : target + size]
             value_target = page[target + side * size : target + side * size + size]
             if scales is not None:

@@ -36,6 +36,7 @@ from slora_kernels.cpu.workers.attention import (
     PAGES,
     SCALE,
     SCRATCH,
+    SIDES,
     SINKS,
     SOFTCAP,
     STARTS,
@@ -800,7 +801,8 @@ def attend_tile_items(job: Job) -> None:
     block_tokens, factor = read_int(job, BLOCK_TOKENS), read_float(job, SCALE) * LOG2_E
     window, cap = min(read_int(job, WINDOW), _WHOLE_CONTEXT), read_float(job, SOFTCAP) * LOG2_E
     item_heads, sinks = read_int(job, ITEM_HEADS), read_float_matrix(job, SINKS)[0]
-    head_elements, side = block_tokens * size, kv_heads * block_tokens * size
+    head_elements = block_tokens * size if read_int(job, SIDES) > 1 else 0
+    side = kv_heads * head_elements
     worker = take_thread_index(job)
     scratch, operands = read_float_matrix(job, SCRATCH)[worker], read_operand_matrix(job, OPERANDS)[worker]
     sums = scratch[: TILE_ROWS * size]
