@@ -106,9 +106,11 @@ class Engine:
         num_pages = len(self.runner.memory.pages)
         budget = config.token_budget(self.runner.device.type)
         prefix_cache = config.prefix_cache
-        if model.states and prefix_cache != "off":
+        if not model.continues_states and prefix_cache != "off":
             _log.warning(
-                "the prefix cache is off: it does not keep the recurrent state of a model (%s)", model.family
+                "the prefix cache is off: transformers' class computes prompts of this model (%s) only from their "
+                "beginning",
+                model.family,
             )
             prefix_cache = "off"
         scheduler = SchedulerConfig(

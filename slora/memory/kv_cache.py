@@ -14,6 +14,9 @@ A cached block can be evicted only while no cached block follows it. So a prefix
 stays usable, and eventually every cached page can be evicted. With a sliding window a sequence frees early blocks, so a
 block may outlive the block before it. Requests find such a block again once the block before it has been recomputed.
 
+The recurrent state after the last token of a block can be inserted too, under `state_key`. It follows that block, as
+the next block does.
+
 This module handles pages and keys. It does not depend on tokens, sequences or torch.
 """
 
@@ -32,15 +35,20 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import Int32Array
 
 
+def state_key(key: bytes) -> bytes:
+    """The key of the recurrent state after the last token of the block with this key."""
+    return key + b" state"
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class PrefixBlock:
-    """A page whose content has a key, in use or idle."""
+    """A block of KV or a recurrent state whose content has a key, in use or idle."""
 
     is_pinned: ClassVar[bool] = False
-    pages: list[int]  # One page.
+    pages: list[int]  # A block has one page. References to the pages of a state are always to all of them.
     key: bytes
     parent: bytes | None  # Key of the block before it, inserted or not; None for a first block.
-    tenant: TenantAccount  # Owner of the page; other tenants may use it if the scope is public.
+    tenant: TenantAccount  # Owner of the pages; other tenants may use them if the scope is public.
     adapters: tuple[AdapterVersion, ...]
     rank: int = 0  # Set for the evictor, as is `ticket`.
     ticket: int = 0
@@ -50,6 +58,7 @@ class PrefixBlock:
 
     @property
     def page(self) -> int:
+        """The first page. The block is in use or idle as this page is."""
         return self.pages[0]
 
 
@@ -59,7 +68,7 @@ class KVCache:
     enabled: whether prefixes are cached; if not, no block is inserted.
     public_owner: with a public prefix cache, the tenant that owns the idle blocks of the base model. If a tenant with
         a floor owned them, its protected blocks could hide evictable blocks of other tenants.
-    num_evictions: blocks evicted to free their pages.
+    num_evictions: blocks and states evicted to free their pages.
     """
 
     def __init__(
@@ -97,8 +106,8 @@ class KVCache:
     def release(self, pages: list[int]) -> None:
         """Drops one reference from each page.
 
-        `pages` are in token order. A page with a key and without references becomes cached; one without a key becomes
-        free.
+        `pages` are in token order, after those of the state. A page with a key and without references becomes cached;
+        one without a key becomes free.
         """
         without_key = []
         # Start at the end: only a block that no idle block follows is a candidate for eviction. In token order each
@@ -107,10 +116,12 @@ class KVCache:
             block = self._by_page.get(page)
             if block is None:
                 without_key.append(page)
+            elif page != block.page:
+                continue  # The first page of a state is released with all others.
             elif self._pool.is_shared(page):
-                self._pool.release([page])
+                self._pool.release(block.pages)
             else:
-                self._pool.cache([page])
+                self._pool.cache(block.pages)
                 self._become_idle(block)
         self._pool.release(without_key)
 
@@ -129,31 +140,37 @@ class KVCache:
     # -- keys ---------------------------------------------------------------------------------------------------
 
     def insert(
-        self, page: int, key: bytes, parent: bytes | None, adapters: tuple[AdapterVersion, ...]
+        self, pages: list[int], key: bytes, parent: bytes | None, adapters: tuple[AdapterVersion, ...]
     ) -> None:
-        """Inserts the completely computed block in the held page `page`.
+        """Inserts the completely computed block in a held page, or the recurrent state in several.
 
-        Does nothing if the key already has a page: one copy is enough.
+        Does nothing if the key already has pages: one copy is enough.
 
         parent: key of the block before it.
         adapters: the adapters in the block's key, each once.
         """
         if not self.enabled or key in self._by_key:
             return
-        assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
-        assert not self._pool.is_cached(page), f"page {page} is cached without a key"
-        block = PrefixBlock([page], key, parent, self._pool.owner(page), adapters)
-        self._by_key[key] = self._by_page[page] = block
+        for page in pages:
+            assert page not in self._by_page, f"{self._by_page[page]!r} already has a key"
+            assert not self._pool.is_cached(page), f"page {page} is cached without a key"
+        block = PrefixBlock(pages, key, parent, self._pool.owner(pages[0]), adapters)
+        self._by_key[key] = block
+        self._by_page.update(dict.fromkeys(pages, block))
         for adapter in adapters:
             self._by_adapter.setdefault(adapter, {})[key] = block
 
-    def match(self, keys: list[bytes], first_needed: Callable[[int], int]) -> int:
+    def match(
+        self, keys: list[bytes], first_needed: Callable[[int], int], *, needs_state: bool = False
+    ) -> int:
         """Returns the largest n such that blocks [first_needed(n), n) are all present.
 
         keys: keys of all leading blocks.
 
         first_needed(n): the first of the n leading blocks to which any later token attends. It is less than n and never
             decreases as n grows. Without a window it is 0. With a window, the blocks before it may be missing.
+
+        needs_state: whether the recurrent state after n blocks must be present as well.
 
         Worked example: of 5 blocks the third is missing. Without a window n is 2. If only the last two blocks before n
         are needed, n is 5.
@@ -163,7 +180,8 @@ class KVCache:
         for index, key in enumerate(keys):
             if key in self._by_key:
                 num_present += 1
-                if first_needed(index + 1) > index - num_present:
+                has_state = not needs_state or state_key(key) in self._by_key
+                if has_state and first_needed(index + 1) > index - num_present:
                     longest = index + 1
             elif first_of_all <= index:
                 break  # Every longer match needs this block.
@@ -172,9 +190,9 @@ class KVCache:
         return longest
 
     def acquire(self, keys: list[bytes]) -> list[int]:
-        """Adds a reference to each block and returns the pages.
+        """Adds a reference to each block or state and returns the pages.
 
-        keys: keys of exactly the blocks that are needed.
+        keys: keys of exactly the blocks and states that are needed.
         """
         blocks = [self._by_key[key] for key in keys]
         for block in blocks:
@@ -183,17 +201,22 @@ class KVCache:
                 self._leave_idle(block)
             else:
                 self._pool.retain(block.pages)
-        return [block.page for block in blocks]
+        return [page for block in blocks for page in block.pages]
 
     def invalidate(self, keys: Iterable[bytes]) -> None:
-        """Removes the keys of blocks whose content is invalid, so that no later request finds them.
+        """Removes the keys of blocks whose content is invalid, and of the states after them, so that no later request
+        finds them.
 
         Sequences that use them keep their pages.
         """
         for key in keys:
-            block = self._by_key.get(key)
-            if block is not None:
-                self._remove(block)
+            for block in (self._by_key.get(state_key(key)), self._by_key.get(key)):
+                if block is not None:
+                    self._remove(block)
+
+    def remove_key(self, page: int) -> None:
+        """Removes the key of a page that has one, and of the other pages of its state."""
+        self._remove(self._by_page[page])
 
     def remove_adapter(self, adapter: AdapterVersion) -> None:
         """Removes the keys of all blocks that a deleted adapter helped to compute. Idle blocks become free."""
@@ -218,23 +241,24 @@ class KVCache:
         Raises AssertionError with the first mismatch.
         """
         self._check_keys()
-        idle = [block for block in self._by_page.values() if self._is_idle(block)]
+        idle = [block for block in self._by_key.values() if self._is_idle(block)]
         counted = Counter(block.parent for block in idle if block.parent is not None)
         assert counted == self._num_idle_children, "the number of idle child blocks is wrong"
-        for block in self._by_page.values():
+        for block in self._by_key.values():
             is_end = self._is_idle(block) and not counted[block.key]
             assert bool(block.ticket) == is_end, (
                 f"{block!r} is {'the end of a prefix and not ' * is_end}a candidate for eviction"
             )
 
     def _check_keys(self) -> None:
-        assert len(self._by_key) == len(self._by_page), "two keys share a page"
-        keyed = Counter(adapter for block in self._by_page.values() for adapter in block.adapters)
+        num_pages = sum(len(block.pages) for block in self._by_key.values())
+        assert num_pages == len(self._by_page), "two keys share a page"
+        keyed = Counter(adapter for block in self._by_key.values() for adapter in block.adapters)
         assert keyed == {adapter: len(blocks) for adapter, blocks in self._by_adapter.items()}, (
             "the blocks of an adapter are not all listed under it"
         )
         for page, block in self._by_page.items():
-            assert block.pages == [page] and self._by_key.get(block.key) is block, (
+            assert page in block.pages and self._by_key.get(block.key) is block, (
                 f"{block!r} is stored under the wrong key or page"
             )
             assert self._pool.owner(page) is block.tenant, f"the page of {block!r} belongs to another tenant"
@@ -254,7 +278,8 @@ class KVCache:
         The block is ranked now, even if the idle blocks that follow it delay its eviction for a long time.
         """
         if self.public_owner is not None and not block.adapters:
-            self._pool.transfer(block.page, self.public_owner)
+            for page in block.pages:
+                self._pool.transfer(page, self.public_owner)
             block.tenant = self.public_owner
         block.rank = self._evictor.next_rank()
         if block.key not in self._num_idle_children:
@@ -290,8 +315,10 @@ class KVCache:
         self._remove(block)
 
     def _remove(self, block: PrefixBlock) -> None:
-        """Removes the block's key, and frees its page if the block is idle."""
-        del self._by_key[block.key], self._by_page[block.page]
+        """Removes the block's key, and frees its pages if the block is idle."""
+        del self._by_key[block.key]
+        for page in block.pages:
+            del self._by_page[page]
         for adapter in block.adapters:
             blocks = self._by_adapter[adapter]
             del blocks[block.key]
@@ -313,7 +340,8 @@ class KVCache:
 # the first page that the sequence still holds.
 #
 # A model with recurrent layers keeps a state for each sequence, which every step overwrites. Its bytes fill whole pages
-# that belong to the same table. Forks share them until one of them computes its next token.
+# that belong to the same table. Forks share them until one of them computes its next token. If these pages have a key,
+# the sequence computes its next token on a copy, and the prefix cache keeps them.
 
 
 class BlockTable:
@@ -432,8 +460,17 @@ class BlockTable:
 
     def count_shared(self, token: int, kv: KVCache) -> int:
         """Number of shared pages that must be copied before the KV of `token` and the state after it are written."""
-        count = len(self.state_pages) if self.state_pages and kv.is_shared(self.state_pages[0]) else 0
+        count = len(self.state_pages) if self._shares_state(kv) else 0
         return count + self._shares_block(token, kv)
+
+    def claim_state(self, kv: KVCache) -> bool:
+        """Takes the key of the state away, if the table has the only reference to its pages, which then need not be
+        copied. Returns whether it did.
+        """
+        if not self.state_pages or kv.is_shared(self.state_pages[0]) or not kv.has_key(self.state_pages[0]):
+            return False
+        kv.remove_key(self.state_pages[0])
+        return True
 
     def copy_on_write(self, token: int, kv: KVCache, tenant: TenantAccount) -> list[tuple[int, int]]:
         """Replaces the pages that `count_shared` counts by new pages that `tenant` owns.
@@ -441,7 +478,7 @@ class BlockTable:
         Returns (source, target) of each, whose bytes the caller copies. A source keeps its key; the targets have none.
         """
         index, shares_block = token // self.block_tokens, self._shares_block(token, kv)
-        sources = self.state_pages if self.state_pages and kv.is_shared(self.state_pages[0]) else []
+        sources = self.state_pages if self._shares_state(kv) else []
         num_state_pages = len(sources)
         if shares_block:
             sources = [*sources, int(self._array[index])]
@@ -460,6 +497,11 @@ class BlockTable:
         self._release(self.held_pages, kv)
         self.num_pages = self.num_freed = 0
         self.state_pages = []
+
+    def _shares_state(self, kv: KVCache) -> bool:
+        return bool(self.state_pages) and (
+            kv.is_shared(self.state_pages[0]) or kv.has_key(self.state_pages[0])
+        )
 
     def _shares_block(self, token: int, kv: KVCache) -> bool:
         index = token // self.block_tokens

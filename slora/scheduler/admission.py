@@ -173,11 +173,13 @@ class Admission:
         num_cached_blocks = self._prefixes.count_cached(sequence) if swapped is None else 0
         num_computed = num_cached_blocks * block_tokens if swapped is None else swapped.num_computed
         num_tokens = min(len(sequence.token_ids) - num_computed, sequence.max_chunk_tokens, budget)
+        num_tokens = self._prefixes.limit_chunk(sequence, num_computed, num_tokens)
         num_reserved_tokens = num_computed + num_tokens
         if sequence.is_starving:
             num_reserved_tokens = self._count_reserved_tokens(sequence, num_computed)
         num_blocks = -(-num_reserved_tokens // block_tokens)
         num_present = num_cached_blocks if swapped is None else swapped.num_freed
+        # A state of the prefix cache is copied.
         new_pages = num_blocks - num_present + footprint.state_pages
         # Pages that are cached now and will be held by this sequence.
         taken = self._prefixes.num_pages(num_cached_blocks)
@@ -219,10 +221,11 @@ class Admission:
         if needs.num_cached_blocks:
             self._prefixes.adopt(sequence, needs.num_cached_blocks)
         has_room = residency.can_free_slots(len(needs.to_load))
-        evict_pinned = False
-        while has_room and not self._preemption.make_room(
-            needs.new_pages, sequence, evict_pinned=evict_pinned
-        ):
+        new_pages, evict_pinned = needs.new_pages, False
+        while has_room and not self._preemption.make_room(new_pages, sequence, evict_pinned=evict_pinned):
+            if self._claim_state(sequence, new_pages):
+                new_pages -= self._paging.footprint.state_pages
+                continue
             others = [s for s in self._batch if s.tenant is not tenant and s.tenant.is_above_floor]
             has_room = within_floor and not evict_pinned
             if has_room and others:
@@ -235,6 +238,12 @@ class Admission:
             for resident in residents:
                 residency.release(resident)
         return has_room
+
+    def _claim_state(self, sequence: Sequence, new_pages: int) -> bool:
+        """Takes a state from the prefix cache instead of copying it, if the sequence would not fit otherwise."""
+        num_pages = new_pages - self._paging.footprint.state_pages
+        helps = self._paging.evictor.can_make_room(num_pages, sequence.tenant)
+        return (helps or self._batch.runs_alone(sequence)) and sequence.blocks.claim_state(self._paging.kv)
 
     def _start(self, sequence: Sequence, needs: _Needs, plan: StepPlan) -> int:
         """Adds the sequence to the batch.

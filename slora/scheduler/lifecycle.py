@@ -196,8 +196,10 @@ class Lifecycle:
             sequence.times.admitted_at = self._paging.pool.now
         if sequence.swapped is not None:
             self._swapping.swap_in(sequence, plan)
-        missing = sequence.blocks.pages_missing(num_tokens)
-        sequence.blocks.allocate(missing, sequence.tenant, self._paging.kv)
+        blocks, kv = sequence.blocks, self._paging.kv
+        blocks.allocate(blocks.pages_missing(num_tokens), sequence.tenant, kv)
+        # A state of the prefix cache is copied.
+        plan.copies.extend(blocks.copy_on_write(sequence.num_computed, kv, sequence.tenant))
         self.batch.assign_row(sequence)
         plan.rows_to_write.append(sequence)
         self._add_to_batch(sequence)

@@ -334,6 +334,8 @@ class Scheduler:
             sequence.num_state_tokens = sequence.num_computed
             # If the chunk samples, its last token may be pending or be computed again.
             self.prefixes.insert(sequence, sequence.num_computed - chunk.samples)
+            if self.paging.footprint.state_pages:
+                self.prefixes.insert_state(sequence, chunk.start)
             if chunk.samples and sequence.num_choices > 1 and sequence.search is None:
                 self._fork(chunk)
             for choice in chunk.sampled_sequences:
@@ -514,6 +516,7 @@ class Scheduler:
         budget = self._background_budget(plan, num_tokens)
         for sequence in running:
             fitting = budget.fit(sequence, min(sequence.num_uncomputed, sequence.max_chunk_tokens))
+            fitting = self.prefixes.limit_chunk(sequence, sequence.num_computed, fitting)
             if fitting and self._continue_sequence(sequence, fitting, plan):
                 budget.spend(sequence, fitting)
         self._admission.admit_background(plan, budget)
@@ -546,6 +549,7 @@ class Scheduler:
                 self._continue_sequence(sequence, 1, plan)
                 continue
             num_tokens = min(sequence.num_uncomputed, sequence.max_chunk_tokens, budget.fit(sequence.tenant))
+            num_tokens = self.prefixes.limit_chunk(sequence, sequence.num_computed, num_tokens)
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
                 budget.spend(sequence.tenant, num_tokens)
         return budget
@@ -596,8 +600,8 @@ class Scheduler:
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if the pool has too few.
 
-        If other sequences share the page of the first token or the recurrent state, these pages are copied first
-        (copy-on-write). Returns False if `sequence` itself was preempted or ended.
+        If other sequences share the page of the first token or the recurrent state, or the prefix cache keeps the
+        state, these pages are copied first (copy-on-write). Returns False if `sequence` itself was preempted or ended.
         """
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
         self._preemption.free_behind_window(sequence)
@@ -605,6 +609,9 @@ class Scheduler:
         if not missing and not copied:  # The common case: a decoding sequence whose last block has room.
             return True
         while not self._preemption.make_room(missing + copied, sequence):
+            if blocks.claim_state(kv):
+                copied = blocks.count_shared(start, kv)
+                continue
             victim = self._preemption.choose_victim(missing + copied, sequence.tenant)
             self._preemption.preempt(victim, plan)
             # A victim that cannot be queued again ends its whole request. If `sequence` is another choice of that

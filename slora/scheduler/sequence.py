@@ -13,7 +13,8 @@ Invariants:
     row       a running sequence owns row `row` of the sampling table
     named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
     state     for a model with recurrent layers: the pages of the state hold it as it is after `num_state_tokens`
-              tokens; a sequence that must compute one of these tokens again restarts
+              tokens; a sequence that must compute one of these tokens again restarts. The prefix cache had the blocks
+              of the first `num_matched` tokens, and has the state after `num_kept` tokens
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
     matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
@@ -207,6 +208,8 @@ class Sequence:
         "num_deferrals",
         "num_failed_steps",
         "num_inserted",
+        "num_kept",
+        "num_matched",
         "num_pending",
         "num_places",
         "num_preemptions",
@@ -270,7 +273,7 @@ class Sequence:
         # Number of failed steps of which the sequence may be the cause, since it last gained a token.
         self.num_failed_steps = 0
         self.blocks = blocks
-        self.num_state_tokens = 0
+        self.num_state_tokens = self.num_matched = self.num_kept = 0
         self.block_keys: list[bytes] = []
         self.num_inserted = 0
         self.swapped: SwappedBlocks | None = None

@@ -186,7 +186,7 @@ def test_each_page_shows_its_content_and_its_tenant() -> None:
     paging.kv.allocate(2, paging.tenants.find("b", is_background=True))
     assert count_cells(paging, mapper) == {"adapter a": 10, "kv b": 12}
     for at, page in enumerate(kept):
-        paging.kv.insert(page, b"key%d" % at, None, ())
+        paging.kv.insert([page], b"key%d" % at, None, ())
     paging.kv.release(kept)
     paging.residency.advance_load(resident, 10)  # the load was its only user
     assert count_cells(paging, mapper) == {"idle_adapter a": 10, "kv b": 9, "prefix b": 3}

@@ -306,14 +306,14 @@ def test_what_states_cannot_do_is_refused_by_name(
         LLM(kit.directory, **{"pool_bytes": kit.pool_bytes(40), **settings})
 
 
-def test_the_prefix_cache_is_off_and_said_to_be(kits: Kits) -> None:
-    engine, _ = start_engine(kits("lfm2"), 40)
+def test_the_prefix_cache_is_off_for_a_class_that_computes_no_chunk_from_a_state(
+    kits: Kits, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = start_engine(kits("jamba"), 100, block_tokens=4)
     assert engine.info.prefix_cache == "off"
-    request = EngineRequest("a", "t", [7] * 40, (), PARAMS)
-    first = drive(engine, [[request]])["a"]
-    second = drive(engine, [[request]])["a"]
-    assert second.num_cached == 0
-    assert second.token_ids == first.token_ids
+    assert "computes prompts of this model (jamba) only from their beginning" in caplog.text
+    request = EngineRequest("a", "t", [7] * 80, (), PARAMS)
+    assert [drive(engine, [[request]])["a"].num_cached for _ in range(2)] == [0, 0]
 
 
 def test_the_backlog_counts_the_pages_of_states() -> None:

@@ -140,7 +140,7 @@ def test_a_copy_belongs_to_the_tenant_that_writes_it() -> None:
 def test_copy_on_write_of_a_cached_page_keeps_the_key_on_the_original() -> None:
     setup = Setup(5)
     table = setup.table(1)
-    setup.kv.insert(int(table.pages[0]), b"key", None, ())
+    setup.kv.insert([int(table.pages[0])], b"key", None, ())
     fork = table.fork(setup.kv)
     assert fork.count_shared(3, setup.kv)
     [(source, target)] = fork.copy_on_write(3, setup.kv, setup.tenant)
@@ -153,7 +153,7 @@ def test_copy_on_write_of_a_cached_page_keeps_the_key_on_the_original() -> None:
 def test_writing_into_a_page_that_others_can_find_is_an_error() -> None:
     setup = Setup(5)
     table = setup.table(2)
-    setup.kv.insert(int(table.pages[0]), b"key", None, ())
+    setup.kv.insert([int(table.pages[0])], b"key", None, ())
     assert not table.count_shared(4, setup.kv)
     with pytest.raises(AssertionError, match=r"token 3 would be written into page \d, which has a key"):
         table.count_shared(3, setup.kv)

@@ -1,6 +1,6 @@
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ from slora.core.engine_config import KVFootprint
 from slora.core.prefix_key import extend_keys, root_key
 from slora.core.request import WeightedAdapter, compose_adapters
 from slora.memory.evictor import Evictor
-from slora.memory.kv_cache import BlockTable, KVCache
+from slora.memory.kv_cache import BlockTable, KVCache, state_key
 from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 from slora_adapters.version import AdapterVersion
@@ -28,6 +28,9 @@ prompts = some_tokens | st.integers(3, 9).map(lambda count: [0] * count)
 Chain = tuple[
     "Root", tuple[int, ...]
 ]  # the KV of a token or block depends on the root and all tokens up to it
+
+# A block that ends with the last token of the chain, or the recurrent state after it.
+Name = tuple[Chain, bool]
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class Running:
     root: Root
     tenant: TenantAccount
     token_ids: list[int]
-    blocks: BlockTable = field(default_factory=lambda: BlockTable(BLOCK))
+    blocks: BlockTable
     num_computed: int = 0
     num_named: int = 0
 
@@ -75,25 +78,27 @@ class Running:
 class PrefixMachine(RuleBasedStateMachine):
     """Short sequences of several tenants compute, find, share and lose blocks.
 
-    The model stores two things: the chain of tokens last written to each position of each page, and the page that holds
-    each named chain of whole blocks.
+    The model stores two things: the chain of tokens last written to each position of each page, and the pages that hold
+    each named block or recurrent state, by the chain of tokens that ends with it. The position of a state's page is
+    that within the state.
     """
 
     @initialize(
         num_pages=st.integers(6, 20),
         window=st.none() | st.integers(2, 6),
         is_public=st.booleans(),
+        state_pages=st.integers(0, 2),
     )
-    def start(self, num_pages: int, window: int | None, is_public: bool) -> None:
+    def start(self, num_pages: int, window: int | None, is_public: bool, state_pages: int) -> None:
         self.pool = PagePool(num_pages)
         self.tenants = TenantAccounts(num_pages)
         self.evictor = Evictor(self.pool, self.tenants)
         self.kv = KVCache(self.pool, self.evictor)
-        self.footprint = KVFootprint(BLOCK, window)
+        self.footprint = KVFootprint(BLOCK, window, state_pages)
         self.is_public = is_public
         self.running: list[Running] = []
         self.content: dict[tuple[int, int], Chain | None] = {}
-        self.named: dict[Chain, int] = {}
+        self.named: dict[Name, list[int]] = {}
 
     # -- operations ---------------------------------------------------------------------------------------------
 
@@ -110,7 +115,8 @@ class PrefixMachine(RuleBasedStateMachine):
         adapters = compose_adapters(weighted)
         scope = "" if self.is_public and data.draw(st.just(not adapters) | st.booleans()) else tenant
         root = Root(scope, adapters, uses_long_rope=False)
-        sequence = Running(root, self.tenants.find(tenant), token_ids)
+        blocks = BlockTable(BLOCK, self.footprint.state_pages)
+        sequence = Running(root, self.tenants.find(tenant), token_ids, blocks)
         num_found = self._find_prefix(sequence)
         if self._compute(sequence, len(token_ids) - num_found * BLOCK):
             self.running.append(sequence)
@@ -137,7 +143,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def a_sequence_forks(self, data: st.DataObject) -> None:
         self.running.append(self._choose(data).fork(self.kv))
 
-    @precondition(lambda self: self.running)
+    @precondition(lambda self: self.running and not self.footprint.state_pages)
     @rule(data=st.data(), token_id=st.integers(0, 1))
     def a_fork_writes_its_last_block_anew(self, data: st.DataObject, token_id: int) -> None:
         """No sequence does this today: it writes to a page that may be named and shared."""
@@ -178,13 +184,13 @@ class PrefixMachine(RuleBasedStateMachine):
         sequence = self._choose(data)
         self.kv.invalidate(sequence.keys())
         chains = [sequence.chain(end) for end in range(BLOCK, len(sequence.token_ids) + 1, BLOCK)]
-        self.named = {chain: page for chain, page in self.named.items() if chain not in chains}
+        self._forget(lambda name: name[0] in chains)
 
     @rule(tenant=st.sampled_from("ab"), digest=st.sampled_from("xy"))
     def an_adapter_is_deleted(self, tenant: str, digest: str) -> None:
         adapter = AdapterVersion(tenant, digest)
         self.kv.remove_adapter(adapter)
-        self.named = {chain: page for chain, page in self.named.items() if adapter not in chain[0].versions}
+        self._forget(lambda name: adapter in name[0][0].versions)
 
     @rule(num_pages=st.integers(0, 6), tenant=st.sampled_from("ab"))
     def room_is_made(self, num_pages: int, tenant: str) -> None:
@@ -196,7 +202,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def one_block_leaves(self) -> None:
         before = self.pool.num_cached
         assert self._make_room(self.pool.num_free + 1, self.tenants.find("a"))
-        assert self.pool.num_cached == before - 1
+        assert self.pool.num_cached in (before - 1, before - self.footprint.state_pages)
 
     # -- helpers ------------------------------------------------------------------------------------------------
 
@@ -211,29 +217,40 @@ class PrefixMachine(RuleBasedStateMachine):
         own tokens."""
         most = (len(sequence.token_ids) - 1) // BLOCK
         keys = sequence.keys()[:most]
-        num_found = self.kv.match(keys, self._first_needed)
+        has_states = self.footprint.state_pages > 0
+        num_found = self.kv.match(keys, self._first_needed, needs_state=has_states)
         chains = [sequence.chain((index + 1) * BLOCK) for index in range(most)]
         assert num_found == max(n for n in range(most + 1) if self._is_here(chains, n))
         first = self._first_needed(num_found)
-        pages = self.kv.acquire(keys[first:num_found])
-        assert pages == [self.named[chain] for chain in chains[first:num_found]]
+        needed, names = keys[first:num_found], [(chain, False) for chain in chains[first:num_found]]
+        if has_states and num_found:
+            needed, names = [state_key(needed[-1]), *needed], [(names[-1][0], True), *names]
+        pages = self.kv.acquire(needed)
+        assert pages == [page for name in names for page in self.named[name]]
         sequence.blocks.adopt(first, pages, self.kv)
         sequence.num_computed, sequence.num_named = num_found * BLOCK, num_found
         self._assert_reads_its_own(sequence)
         return num_found
 
     def _is_here(self, chains: list[Chain], num_blocks: int) -> bool:
-        return all(chain in self.named for chain in chains[self._first_needed(num_blocks) : num_blocks])
+        if self.footprint.state_pages and num_blocks and (chains[num_blocks - 1], True) not in self.named:
+            return False
+        needed = chains[self._first_needed(num_blocks) : num_blocks]
+        return all((chain, False) in self.named for chain in needed)
 
     def _compute(self, sequence: Running, num_tokens: int) -> bool:
         """Computes tokens as the scheduler does. Returns False, and allocates nothing, if there is no room."""
         start, blocks = sequence.num_computed, sequence.blocks
         blocks.free_before(self.footprint.first_token_seen(start), self.kv)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.count_shared(start, self.kv)
-        if not self._make_room(missing + copied, sequence.tenant):
-            return False
-        if copied:
-            [(source, target)] = blocks.copy_on_write(start, self.kv, sequence.tenant)
+        while not self._make_room(missing + copied, sequence.tenant):
+            if not blocks.claim_state(self.kv):
+                return False
+            self._forget(lambda name: self.named[name] == blocks.state_pages)
+            copied = blocks.count_shared(start, self.kv)
+        pairs = blocks.copy_on_write(start, self.kv, sequence.tenant)
+        assert len(pairs) == copied
+        for source, target in pairs:
             for offset in range(BLOCK):
                 self.content[target, offset] = self.content[source, offset]
             assert not self.kv.has_key(target)
@@ -245,26 +262,37 @@ class PrefixMachine(RuleBasedStateMachine):
             page = int(blocks.pages[token // BLOCK])
             assert not self.kv.is_shared(page) and not self.kv.has_key(page)
             self.content[page, token % BLOCK] = sequence.chain(token + 1)
+        for place, page in enumerate(blocks.state_pages):
+            assert not self.kv.is_shared(page) and not self.kv.has_key(page)
+            self.content[page, place] = sequence.chain(sequence.num_computed)
         return True
 
     def _name(self, sequence: Running) -> None:
         keys, pages, end = sequence.keys(), sequence.blocks.pages, sequence.num_computed // BLOCK
         for index in range(max(sequence.num_named, sequence.blocks.num_freed), end):
             page = int(pages[index])
-            self.kv.insert(page, keys[index], keys[index - 1] if index else None, sequence.root.versions)
-            self.named.setdefault(sequence.chain((index + 1) * BLOCK), page)
+            self.kv.insert([page], keys[index], keys[index - 1] if index else None, sequence.root.versions)
+            self.named.setdefault((sequence.chain((index + 1) * BLOCK), False), [page])
         sequence.num_named = end
+        states = sequence.blocks.state_pages
+        if states and end and sequence.num_computed == end * BLOCK and not self.kv.has_key(states[0]):
+            self.kv.insert(states, state_key(keys[end - 1]), keys[end - 1], sequence.root.versions)
+            self.named.setdefault((sequence.chain(end * BLOCK), True), states)
+
+    def _forget(self, is_meant: Callable[[Name], bool]) -> None:
+        for name in [name for name in self.named if is_meant(name)]:
+            del self.named[name]
 
     def _make_room(self, num_pages: int, tenant: TenantAccount) -> bool:
-        before = {chain for chain, page in self.named.items() if self.pool.is_cached(page)}
+        before = {name for name, pages in self.named.items() if self.pool.is_cached(pages[0])}
         num_evictions = self.kv.num_evictions
         has_room = self.evictor.make_room(num_pages, tenant)
-        left = {chain for chain in before if not self.pool.is_cached(self.named[chain])}
+        left = {name for name in before if not self.pool.is_cached(self.named[name][0])}
         assert self.kv.num_evictions - num_evictions == len(left)
-        for root, tokens in before - left:
-            assert (root, tokens[:-BLOCK]) not in left, "a block left before an idle one that follows it"
-        for chain in left:
-            del self.named[chain]
+        for (root, tokens), is_state in before - left:
+            parent = (root, tokens if is_state else tokens[:-BLOCK])
+            assert (parent, False) not in left, "a block left before what is idle and follows it"
+        self._forget(lambda name: name in left)
         return has_room
 
     # -- invariants ---------------------------------------------------------------------------------------------
@@ -273,6 +301,8 @@ class PrefixMachine(RuleBasedStateMachine):
         pages = sequence.blocks.pages.tolist()
         for token in range(sequence.blocks.num_freed * BLOCK, sequence.num_computed):
             assert self.content[pages[token // BLOCK], token % BLOCK] == sequence.chain(token + 1)
+        for place, page in enumerate(sequence.blocks.state_pages):
+            assert self.content[page, place] == sequence.chain(sequence.num_computed)
 
     @invariant()
     def every_sequence_reads_what_it_wrote_or_would_have_written(self) -> None:
@@ -285,8 +315,9 @@ class PrefixMachine(RuleBasedStateMachine):
         self.kv.check_invariants()
         self.evictor.check_invariants()
         self.pool.check_invariants(held.elements(), self.kv.cached_pages(), self.tenants)
-        assert set(self.kv.cached_pages()) == set(self.named.values()) - set(held)
-        assert all(self.kv.has_key(page) for page in self.named.values())
+        named = [page for pages in self.named.values() for page in pages]
+        assert set(self.kv.cached_pages()) == set(named) - set(held)
+        assert all(self.kv.has_key(page) for page in named)
 
     @invariant()
     def no_page_is_shared_across_scopes_or_adapters(self) -> None:
@@ -294,8 +325,9 @@ class PrefixMachine(RuleBasedStateMachine):
         for sequence in self.running:
             for page in sequence.blocks.held_pages:
                 roots.setdefault(page, set()).add(sequence.root)
-        for (root, _), page in self.named.items():
-            roots.setdefault(page, set()).add(root)
+        for ((root, _), _), pages in self.named.items():
+            for page in pages:
+                roots.setdefault(page, set()).add(root)
         assert all(len(found) == 1 for found in roots.values())
         owners = {(page, self.pool.owner(page).name) for page in roots}
         for page, name in owners:
@@ -333,7 +365,7 @@ class Setup:
         pages = self.kv.allocate(len(names), self.tenant)
         for index, page in enumerate(pages):
             parent = names[:index].encode() if index else None
-            self.kv.insert(page, names[: index + 1].encode(), parent, adapters)
+            self.kv.insert([page], names[: index + 1].encode(), parent, adapters)
         return pages
 
     def keep(self, names: str, *adapters: AdapterVersion) -> None:
@@ -526,8 +558,8 @@ def test_a_reused_block_stays_owned_by_the_tenant_that_computed_it(setup: Setup)
 def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> None:
     (page,) = setup.kv.allocate(1, setup.tenant)
     setup.kv.retain([page])
-    setup.kv.insert(page, b"a", None, ())
-    setup.kv.insert(page, b"a", None, ())
+    setup.kv.insert([page], b"a", None, ())
+    setup.kv.insert([page], b"a", None, ())
     setup.kv.release([page])
     assert setup.pool.num_held == 1
     setup.kv.release([page])
@@ -537,12 +569,12 @@ def test_each_fork_may_insert_the_same_key_for_a_shared_page(setup: Setup) -> No
 def test_a_page_cannot_have_two_keys(setup: Setup) -> None:
     (page,) = setup.compute("a")
     with pytest.raises(AssertionError, match="already has a key"):
-        setup.kv.insert(page, b"b", None, ())
+        setup.kv.insert([page], b"b", None, ())
 
 
 def test_a_free_page_cannot_be_given_a_key(setup: Setup) -> None:
     with pytest.raises(AssertionError, match="page 3 is free"):
-        setup.kv.insert(3, b"a", None, ())
+        setup.kv.insert([3], b"a", None, ())
 
 
 def test_check_finds_an_idle_end_that_is_not_a_candidate(setup: Setup) -> None:

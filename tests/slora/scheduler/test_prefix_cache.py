@@ -32,7 +32,7 @@ from tests.support.driving import (
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import RECURRENT_MODELS, VOCAB_SIZE, make_model
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
 NUM_TURNS = 3
@@ -46,6 +46,19 @@ def random_tokens(seed: str, count: int) -> list[int]:
 
 # The common beginning of all conversations: more than one block, but no whole number of blocks.
 OPENING = random_tokens("opening", 21)
+# For models with recurrent layers, whose states are kept only 16 blocks apart.
+LONG_OPENING = random_tokens("opening", 70)
+SMALL_BLOCKS = 4
+
+
+def find_opening(model: str) -> list[int]:
+    return LONG_OPENING if model in RECURRENT_MODELS else OPENING
+
+
+def find_limits(model: str) -> dict[str, int | str]:
+    if model in RECURRENT_MODELS:
+        return {"max_model_len": 200, "block_tokens": SMALL_BLOCKS}
+    return {"max_model_len": 160}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +87,9 @@ class Talk:
         )
 
 
-def make_talks(versions: dict[str, AdapterVersion]) -> list[Talk]:
+def make_talks(model: str, versions: dict[str, AdapterVersion]) -> list[Talk]:
     first, second, *others = versions.values()
-    return [
+    talks = [
         Talk("base"),
         Talk("base of another tenant", tenant="other"),
         Talk("three of the base", num_choices=3),
@@ -87,12 +100,13 @@ def make_talks(versions: dict[str, AdapterVersion]) -> list[Talk]:
         Talk("three of an adapter", second, num_choices=3),
         *(Talk(f"adapter {number}", version) for number, version in enumerate(others)),
     ]
+    return talks[:4] if model in RECURRENT_MODELS else talks
 
 
-def converse(engine: Engine, talks: list[Talk]) -> dict[str, Answer]:
+def converse(engine: Engine, talks: list[Talk], opening: list[int]) -> dict[str, Answer]:
     """Runs all talks concurrently. Two more join in each step. Then all of them continue with their next question."""
     answers: dict[str, Answer] = {}
-    said = {talk.name: OPENING for talk in talks}
+    said = {talk.name: opening for talk in talks}
     for turn in range(NUM_TURNS):
         requests = [talk.ask(turn, said[talk.name]) for talk in talks]
         answers |= drive(engine, [requests[at : at + 2] for at in range(0, len(requests), 2)])
@@ -108,7 +122,8 @@ def plain_answers(kits: Kits) -> Callable[[str], dict[str, Answer]]:
     def answer(model: str) -> dict[str, Answer]:
         kit = kits(model)
         source, versions = make_source(kit)
-        return converse(make_engine(kit, source, 1000, prefix_cache="off"), make_talks(versions))
+        engine = make_engine(kit, source, 1000, prefix_cache="off")
+        return converse(engine, make_talks(model, versions), find_opening(model))
 
     return cache(answer)
 
@@ -125,6 +140,7 @@ QUICK_CASES = [
     ("llama", 27, SWAP | SLICES),
     ("mistral_window", 24, RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"scheduling": "fcfs"}),
     ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
+    ("lfm2", 40, SWAP | ODD_CHUNKS),
 ]  # fmt: skip
 OTHER_CASES = [
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
@@ -140,6 +156,10 @@ OTHER_CASES = [
     ("mistral_window", 25, SWAP | SLICES | CHUNKS | {"prefix_cache": "off"}),
     ("phi3_longrope", 32, SWAP | SLICES),
     ("phi3_longrope", 32, RECOMPUTE | PUBLIC | CHUNKS),
+    ("lfm2", 400, PUBLIC | CHUNKS),
+    ("bamba", 400, SLICES | ODD_CHUNKS),
+    ("qwen3_5_text", 400, PUBLIC),
+    ("falcon_h1", 400, CHUNKS),
 ]
 
 
@@ -156,9 +176,9 @@ def test_answers_do_not_change_with_cache_hits_eviction_swap_and_recomputation(
     settings: dict[str, int | str],
 ) -> None:
     kit = kits(model)
-    engine, versions = start_engine(kit, num_pages, max_model_len=160, **in_bytes(kit, settings))
+    engine, versions = start_engine(kit, num_pages, **find_limits(model), **in_bytes(kit, settings))
     poison(engine)
-    answers = converse(engine, make_talks(versions))
+    answers = converse(engine, make_talks(model, versions), find_opening(model))
 
     expected = plain_answers(model)
     assert answers.keys() == expected.keys()
@@ -266,6 +286,43 @@ def test_a_longer_prompt_reuses_the_blocks_of_a_choices_answer(kits: Kits) -> No
     for name in ("r", "r/1", "r/2"):
         follow_up = EngineRequest("r", "t", [*prompt, *answers[name].token_ids], (), GREEDY)
         assert ask_one(engine, follow_up).num_cached == (20 + 40 - 1) // BLOCK * BLOCK
+
+
+def test_states_are_kept_where_later_prompts_are_likely_to_continue(tmp_path: Path) -> None:
+    """States lie at least 16 blocks apart: at the ends of prompts, of common beginnings, and after each 64 blocks."""
+    kit = make_kit(tmp_path, "lfm2", {}, max_position_embeddings=1024)
+    engine, _ = start_engine(kit, 400, block_tokens=SMALL_BLOCKS)
+    poison(engine)
+    short, long = random_tokens("short", 65), random_tokens("long", 330)
+    expected = {
+        "a short prompt": (short[:64], 0),
+        "again": (short[:64], 0),
+        "one token longer": (short, 0),
+        "again, after 16 blocks": (short, 64),
+        "a long prompt": (long, 0),
+        "again, after its end": (long, 328),
+        "its first tokens": (long[:300], 256),
+        "again, because a state 10 blocks later would save little": (long[:300], 256),
+        "its very first tokens": ([*long[:200], *random_tokens("a", 60)], 0),
+        "its very first tokens again": ([*long[:200], *random_tokens("b", 20)], 200),
+    }
+    found = {name: ask_one(engine, make_request(prompt)).num_cached for name, (prompt, _) in expected.items()}
+    assert found == {name: num_cached for name, (_, num_cached) in expected.items()}
+
+
+def test_a_prompt_takes_the_kept_state_if_the_pool_has_no_room_for_a_copy(kits: Kits) -> None:
+    """A sequence of 100 tokens has 25 blocks and 3 pages of state, and the pool has 32 pages."""
+    engine, _ = start_engine(kits("lfm2"), 8, block_tokens=SMALL_BLOCKS)
+    poison(engine)
+    long = make_request(random_tokens("long", 100), max_tokens=1)
+    first = ask_one(engine, long)
+    other = replace(make_request([3, 4, 5], max_tokens=30), request_id="other")
+    assert ask_one(engine, long).num_cached == 96
+    answers = drive(engine, [[other], [long]])
+    assert (answers["r"].num_cached, answers["r"].token_ids) == (96, first.token_ids)
+    assert engine.stats().preemptions == 0
+    # The longest answer needs all pages of the pool.
+    assert ask_one(engine, replace(long, sampling=replace(GREEDY, max_tokens=16))).error is None
 
 
 @pytest.mark.parametrize(("prefix_cache", "found"), [("off", 0), ("tenant", 0), ("public", 32)])
@@ -478,7 +535,10 @@ def outlive(
 
 @pytest.mark.parametrize(
     "model",
-    [*(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral_window")), "phi3_longrope"],
+    [
+        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral_window", "lfm2")),
+        "phi3_longrope",
+    ],
 )
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits,
@@ -491,12 +551,12 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     """
     kit = kits(model)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
-    engine, versions = start_engine(kit, 60, max_model_len=160, **settings)
+    engine, versions = start_engine(kit, 60, **find_limits(model), **settings)
     poison(engine)
     chance = random.Random(model)
     break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.02)
-    talks, expected, num_failed = make_talks(versions), plain_answers(model), 0
-    said = {talk.name: OPENING for talk in talks}
+    talks, expected, num_failed = make_talks(model, versions), plain_answers(model), 0
+    said = {talk.name: find_opening(model) for talk in talks}
     for turn in range(NUM_TURNS):
         left = [talk.ask(turn, said[talk.name]) for talk in talks]
         while left:
@@ -511,14 +571,14 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     assert num_failed > 5 and engine.stats().prefix_hits > 0
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral_window"])
+@pytest.mark.parametrize("model", ["llama", "mistral_window", "lfm2"])
 def test_a_request_with_non_finite_logits_caches_no_blocks(kits: Kits, tmp_path: Path, model: str) -> None:
     """The KV computed before the NaN may be wrong as well, including blocks behind the windows. None of it is
     cached."""
     kit = kits(model)
     source, _ = make_source(kit)
     bursting = add_overflowing_adapter(source, model, tmp_path)
-    engine = make_engine(kit, source, 200, **CHUNKS)
+    engine = make_engine(kit, source, 200, **CHUNKS, **find_limits(model))
     prompt = random_tokens("bursting", 100)
     for _ in range(2):
         answer = ask_one(engine, make_request(prompt, adapter=bursting))
