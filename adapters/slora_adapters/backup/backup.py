@@ -33,7 +33,7 @@ from slora_adapters.database.database import Database
 from slora_adapters.errors import AdapterNotFound, StoreUnfit
 from slora_adapters.process.durable_file import sync_directory
 from slora_adapters.process.progress_bar import show_progress
-from slora_adapters.registry.blobs import RESERVATION_S, BlobReferences
+from slora_adapters.registry.registry import RESERVATION_S, BlobReferences
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.store import Store
 

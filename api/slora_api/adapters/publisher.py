@@ -53,8 +53,8 @@ from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMe
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
 from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
 from slora_adapters.process.children import BASE_VARIABLES, pass_on
-from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
+from slora_adapters.registry.registry import RESERVATION_S
 from slora_adapters.registry.stored_adapters import StoredAdapters
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json

@@ -11,9 +11,8 @@ from sqlalchemy.sql import Executable
 from slora_adapters.errors import AdapterNotFound, BadAdapterName, BadAlias, StoreUnavailable
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.registry import table
-from slora_adapters.registry.blobs import RESERVATION_S
 from slora_adapters.registry.record import AdapterDetails, Rollout, StorageUsage, check_adapter_name
-from slora_adapters.registry.registry import Registry
+from slora_adapters.registry.registry import RESERVATION_S, Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenDatabase, WatchedDatabase, reserved
 from tests.support.clock import Clock
