@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from threading import Lock
-from typing import Any, cast
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
 from fastapi.openapi.utils import get_openapi
@@ -225,7 +225,8 @@ def _body_schema(model: type[BaseModel]) -> _Json:
 def _hoist_definitions(node: Any, schemas: _Json) -> None:
     """Moves the `$defs` of all schemas to the components, where references look for them."""
     if isinstance(node, dict):
-        schemas.update(cast(_Json, node.pop("$defs", {})))
+        for name, schema in node.pop("$defs", {}).items():
+            assert schemas.setdefault(name, schema) == schema, f"two schemas of the API have the name {name}"
         for value in list(node.values()):
             _hoist_definitions(value, schemas)
     elif isinstance(node, list):

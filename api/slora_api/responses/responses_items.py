@@ -35,7 +35,7 @@ from slora_api.http.field_types import (
 _Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class TextPart(RequestModel):
+class ResponsesTextPart(RequestModel):
     """A part of a text. annotations, cache_control, citations, logprobs, parsed: added by answers and clients; no
     effect.
     """
@@ -72,7 +72,7 @@ def _read_reasoning(value: Any, info: ValidationInfo) -> Any:
 
 
 _JoinedText = Annotated[
-    Text, BeforeValidator(_read_text, json_schema_input_type=str | list[TextPart | RefusalPart])
+    Text, BeforeValidator(_read_text, json_schema_input_type=str | list[ResponsesTextPart | RefusalPart])
 ]
 _JoinedReasoning = Annotated[
     Text, BeforeValidator(_read_reasoning, json_schema_input_type=list[ReasoningPart])

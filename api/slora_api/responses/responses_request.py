@@ -176,7 +176,7 @@ def _read_choice(value: Any) -> Any:
     return NamedChoice(type="function", function=NamedFunction(name=choice.name))
 
 
-class CustomChoice(RequestModel):
+class ResponsesCustomChoice(RequestModel):
     """A choice of one custom tool, which the model must call."""
 
     type: Literal["custom"]
@@ -188,10 +188,10 @@ class ToolsChoice(RequestModel):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice | CustomChoice]
+    tools: list[FunctionChoice | ResponsesCustomChoice]
 
 
-class TextFormat(RequestModel):
+class ResponsesTextFormat(RequestModel):
     """The form of the answer. name, description: no effect. json_schema: only allowed with the type `json_schema`.
 
     strict: no effect. Every schema is enforced, and a schema that cannot be enforced is refused.
@@ -215,7 +215,7 @@ class TextFormat(RequestModel):
 class TextFields(RequestModel):
     hint_path = "text."
 
-    format: TextFormat | None = None
+    format: ResponsesTextFormat | None = None
 
 
 class ReasoningFields(RequestModel):

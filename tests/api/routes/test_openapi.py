@@ -90,6 +90,15 @@ def test_every_reference_resolves_and_every_schema_is_valid(document: Json) -> N
     assert "$defs" not in text and "HTTPValidationError" not in text
 
 
+def test_like_parts_of_two_apis_have_schemas_of_their_own(document: Json) -> None:
+    """Two classes of one name had one schema, which was wrong for one of them."""
+    schemas = document["components"]["schemas"]
+    assert schemas["TextPart"]["properties"]["type"]["const"] == "text"
+    assert "input_text" in schemas["ResponsesTextPart"]["properties"]["type"]["enum"]
+    assert "custom" in schemas["CustomChoice"]["properties"]
+    assert "custom" not in schemas["ResponsesCustomChoice"]["properties"]
+
+
 def test_operations_have_distinct_names(document: Json) -> None:
     names = [operation["operationId"] for _, _, operation in operations(document)]
     assert len(set(names)) == len(names)
