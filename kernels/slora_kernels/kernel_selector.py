@@ -47,6 +47,11 @@ def find_tile_weights() -> ModuleType | None:
     return importlib.import_module("slora_kernels.cpu.tile_weights")
 
 
+def find_token_recurrence() -> ModuleType | None:
+    """The module that computes one token of recurrent layers by machine code. None if there is none for this CPU."""
+    return importlib.import_module("slora_kernels.cpu.token_recurrence") if _has_workers() else None
+
+
 def select_kernels(name: str, device: torch.device) -> Kernels:
     """Loads the implementation `name`. "auto" selects triton on a GPU, and on a CPU the kernels "cpu" if there
     is machine code for them, or numba to compile it, else torch.

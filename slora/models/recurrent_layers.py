@@ -30,6 +30,7 @@ from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.model_spec import ModelSpec, StateTensor
 from slora.models.step_batch import StateRows
+from slora_kernels.kernel_selector import find_token_recurrence
 from slora_kernels.torch.torch_kernels import apply_activation
 
 _CONV, _RECURRENT = "conv", "recurrent"
@@ -134,6 +135,12 @@ def _convolve_token(
     """
     if hidden_states.shape[2] != 1 or activation not in (None, "silu", "swish"):
         return theirs(hidden_states, conv_state, weight, bias, activation)
+    code, x = find_token_recurrence(), hidden_states[..., 0]
+    operands = [x, conv_state, weight, *(() if bias is None else (bias,))]
+    is_whole = conv_state.shape[:2] == x.shape and conv_state.shape[2] + 1 >= weight.shape[1]
+    if code is not None and is_whole and code.suits(conv_state, operands, x.dtype):
+        convolved: Tensor = code.convolve(x, conv_state, weight, bias, activates=activation is not None)
+        return convolved[..., None]
     window = torch.cat((conv_state, hidden_states.to(conv_state.dtype)), dim=2)
     conv_state.copy_(window[..., 1:])
     terms = (window[..., -weight.shape[1] :].to(weight.dtype).float() * weight.float()).unbind(2)
@@ -174,7 +181,14 @@ def _apply_delta_rule(
             **options,
         )
     batch, _, key_heads, width = key.shape
-    heads = value.shape[2]
+    heads, code = value.shape[2], find_token_recurrence()
+    is_whole = initial_state.shape == (batch, heads, width, value.shape[3]) and heads % key_heads == 0
+    if code is not None and is_whole and code.suits(initial_state, (query, key, value, beta), query.dtype):
+        out: Tensor = code.apply_delta_rule(
+            *(query[:, 0], key[:, 0], value[:, 0], torch.exp(g[:, 0].float()), beta[:, 0], initial_state),
+            norms=use_qk_l2norm_in_kernel,
+        )
+        return out[:, None], initial_state
     pairs = torch.stack((key[:, 0], query[:, 0]), dim=2).float()
     if use_qk_l2norm_in_kernel:
         pairs = pairs * torch.rsqrt(pairs.square().sum(-1, keepdim=True) + _NORM_EPS)
@@ -219,7 +233,14 @@ def _scan_token(
     if bias is not None:
         step = step + bias[:, 0].float()
     step = torch.log1p(torch.exp(-step.abs())) + step.clamp(min=0)
-    decay = torch.exp(step * A[:, 0, 0].float())[..., None, None]
+    decay = torch.exp(step * A[:, 0, 0].float())
+    code = find_token_recurrence()
+    is_whole = state.shape == (*hidden_states.shape, B.shape[2]) and heads % B.shape[1] == 0
+    if code is not None and is_whole and code.suits(state, (hidden_states, B, C), hidden_states.dtype):
+        skip = torch.zeros(heads) if D is None else D[:, 0].float().contiguous()
+        scanned: Tensor = code.scan(hidden_states, B, C, step, decay, skip, state)
+        return scanned
+    decay = decay[..., None, None]
     x = hidden_states.float()
     changes = (x * step[..., None])[..., None]
     inputs, outputs = (

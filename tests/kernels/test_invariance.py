@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry
-from slora_kernels.kernel_selector import select_kernels
+from slora_kernels.kernel_selector import find_token_recurrence, select_kernels
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.layout import LoraSite, ModelShape, llama_shape
 from slora_kernels.ops import Kernels
@@ -63,6 +63,41 @@ def test_norms_and_activations(kernels: Kernels, dtype: torch.dtype, width: int)
     check_rows(lambda part: kernels.add_rms_norm(x[part], x[part].clone(), weight, 1e-5))
     for activation in ("silu", "gelu", "gelu_tanh"):
         check_rows(lambda part, activation=activation: kernels.act_mul(x[part], activation))  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_of_recurrent_layers(dtype: torch.dtype) -> None:
+    code = find_token_recurrence()
+    if code is None:
+        pytest.skip("there is neither machine code nor numba")
+    x, window, taps = draw(ROWS, 42, dtype=dtype), draw(ROWS, 42, 3, dtype=dtype), draw(42, 4, dtype=dtype)
+    check_rows(
+        lambda part: code.convolve(
+            x[part], window[part].clone(), taps, taps[:, 0].contiguous(), activates=True
+        )
+    )
+    pair, values, states = (
+        draw(ROWS, 2, 24, dtype=dtype),
+        draw(ROWS, 4, 10, dtype=dtype),
+        torch.rand(ROWS, 4, 24, 10),
+    )
+    decay, beta, step = torch.rand(ROWS, 4), draw(ROWS, 4, dtype=dtype), torch.rand(ROWS, 4)
+
+    def join(out: Tensor, state: Tensor) -> Tensor:
+        return torch.cat((out.flatten(1).float(), state.flatten(1)), dim=1)
+
+    def apply_delta_rule(part: slice) -> Tensor:
+        state, own = states[part].clone(), pair[part]
+        return join(
+            code.apply_delta_rule(own, own, values[part], decay[part], beta[part], state, norms=True), state
+        )
+
+    def scan(part: slice) -> Tensor:
+        state, own = states[part].mT.contiguous(), pair[part]
+        return join(code.scan(values[part], own, own, step[part], decay[part], decay[0], state), state)
+
+    check_rows(apply_delta_rule)
+    check_rows(scan)
 
 
 @pytest.mark.covering(2)

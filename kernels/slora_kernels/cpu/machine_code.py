@@ -57,11 +57,15 @@ LINEAR = Worker("tile_linear", "linear_worker", ("bfloat16",), needs_tiles=True)
 INT8_LINEAR = Worker("tile_linear", "int8_linear_worker", ("bfloat16",), needs_tiles=True)
 FLOAT8_LINEAR = Worker("tile_linear", "float8_linear_worker", ("bfloat16",), needs_tiles=True)
 CODED_LINEAR = Worker("tile_linear", "coded_linear_worker", ("bfloat16",), needs_tiles=True)
+# One token of recurrent layers.
+CONVOLVE = Worker("recurrence", "convolve_token_worker")
+DELTA_RULE = Worker("recurrence", "delta_rule_worker")
+SCAN = Worker("recurrence", "scan_token_worker")
 # Those that take longest to compile come first.
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
     *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
-    TOKEN_LOGITS,
+    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE),
 )
 
 

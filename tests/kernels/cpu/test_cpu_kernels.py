@@ -1,13 +1,21 @@
+import math
+
 import pytest
 import torch
+from transformers.models.granitemoehybrid.modeling_granitemoehybrid import mamba2_selective_state_update
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    causal_conv1d_update,
+    torch_recurrent_gated_delta_rule,
+)
 
 from slora_kernels.batch import AttentionRule, KVGeometry
+from slora_kernels.cpu import token_recurrence
 from slora_kernels.cpu.kernels import CpuKernels
 from slora_kernels.cpu.machine_code import find_worker, has_workers
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.worker_sizes import ACTIVATIONS
 from slora_kernels.torch import reference
-from tests.kernels.scenes import build_attention
+from tests.kernels.scenes import build_attention, check_close
 
 pytestmark = pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
 
@@ -65,3 +73,54 @@ def test_warming_up_compiles_every_worker_once() -> None:
     kernels.warm_up(geometry)
     kernels.rms_norm(torch.ones(2, 8), torch.ones(8), 1e-5)
     assert find_worker.cache_info().misses == compiled
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("heads", (2, 4))
+def test_one_token_of_a_recurrence_matches_transformers(dtype: torch.dtype, heads: int) -> None:
+    """Also in states that are parts of longer rows, as in pages."""
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(dtype)
+
+    def make_states(*shape: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        row = torch.randn(3, 5 + math.prod(shape)).to(dtype)
+        return row[:, 2:-3].view(3, *shape), row[:, 2:-3].reshape(3, *shape).clone()
+
+    query, key, value = draw(3, 2, 24), draw(3, 2, 24), draw(3, heads, 10)
+    gate, beta = -torch.rand(3, heads), torch.rand(3, heads).to(dtype)
+    for norms in (False, True):
+        state, before = make_states(heads, 24, 10)
+        out = token_recurrence.apply_delta_rule(query, key, value, gate.exp(), beta, state, norms=norms)
+        expected, after = torch_recurrent_gated_delta_rule(
+            *(part[:, None] for part in (query, key, value)),
+            g=gate[:, None],
+            beta=beta[:, None],
+            initial_state=before,
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=norms,
+        )
+        check_close(out, expected[:, 0], units=2)
+        check_close(state, after, units=100)
+    step, decay, skip = torch.rand(3, heads), torch.rand(heads), torch.rand(heads)
+    state, before = make_states(heads, 10, 24)
+    out = token_recurrence.scan(value, key, query, step, (step * -decay).exp(), skip, state)
+    expected = mamba2_selective_state_update(
+        before,
+        value,
+        step[..., None].expand(-1, -1, 10),
+        -decay[:, None, None].expand(-1, 10, 24),
+        key,
+        query,
+        skip[:, None].expand(-1, 10),
+        dt_softplus=False,
+    )
+    check_close(out, expected, units=2)
+    check_close(state, before, units=100)
+    for kept, activates in ((3, True), (4, False)):
+        x, weight, bias = draw(3, 21), draw(21, 4), draw(21)
+        window, before = make_states(21, kept, dtype=dtype)
+        out = token_recurrence.convolve(x, window, weight, bias, activates=activates)
+        expected = causal_conv1d_update(x[..., None], before, weight, bias, "silu" if activates else None)
+        check_close(out, expected[..., 0], units=4)
+        assert torch.equal(window, before)

@@ -17,6 +17,7 @@ from slora_kernels.cpu.workers import (
     elementwise,
     lora,
     quantized,
+    recurrence,
     tile_attention,
     tile_linear,
     tile_lora,
@@ -28,7 +29,19 @@ from slora_kernels.kernel_cache import choose_kernel_cache
 _log = logging.getLogger("slora.kernels")
 _MODULES = {
     module.__name__.rpartition(".")[2]: module
-    for module in (argmax, attention, elementwise, lora, quantized, tile_attention, tile_linear, tile_lora)
+    for module in (
+        *(
+            argmax,
+            attention,
+            elementwise,
+            lora,
+            quantized,
+            recurrence,
+            tile_attention,
+            tile_linear,
+            tile_lora,
+        ),
+    )
 }
 # The element type that stands for a dtype, see `intrinsics`.
 _CARRIERS = {"float32": types.float32, "bfloat16": types.uint16, "float16": types.int16}
