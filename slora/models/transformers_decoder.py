@@ -2,14 +2,14 @@
 
 The tokens of a step pass through the model as one row with explicit positions. The model's attention modules call
 `_attend_paged` instead of their own function. Hooks on its linears add the adapters' outputs, so the module tree stays
-as transformers built it. This is slower than our own decoder: nothing is fused, and every linear needs a shrink of its
-own. It is exact for every architecture whose tokens interact only in attention. `slora.models.parity_check` checks this
-for each model at start.
+as transformers built it. This is slower than our own decoder: every linear needs a shrink of its own, and only norms
+and gated MLPs are fused (`fused_modules`). It is exact for every architecture whose tokens interact only in attention.
+`slora.models.parity_check` checks this for each model at start.
 """
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,6 +36,7 @@ from slora.models.early_attention import (
     join_bias,
     set_attention,
 )
+from slora.models.fused_modules import FusedMlp, MlpForm, find_mlp_form, fuse_norms
 from slora.models.latent_attention import LatentLayer
 from slora.models.lora_deltas import LoraDeltas, OwnLogits, hide_absent, widen_logits
 from slora.models.mixture_layers import ExpertLayer, MixtureBlock
@@ -54,7 +55,7 @@ from slora.models.recurrent_layers import StatePages, bind_forward, check_recurr
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
-from slora.models.weights.packed_weight import PackedWeight, pack_head
+from slora.models.weights.packed_weight import PackedWeight, pack_head, pack_weight
 from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.kv_format import KVFormat
@@ -337,8 +338,11 @@ class TransformersDecoder:
         self._squares: dict[int, Tensor] = {}
         self._model = _load(spec, directory, dtype, device)
         self._latents = dict(self._install_latents())
+        mlps: dict[str, MlpForm] = {}
         if device.type == "cpu":
-            _fix_order_of_sums(self._model, spec.sizes.latent)
+            fuse_norms(self._model, self._current.find_deltas)
+            mlps = dict(_find_mlps(self._model))
+            _fix_order_of_sums(self._model, spec.sizes.latent, list(_list_pairs(self._model, mlps)))
         self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
@@ -348,6 +352,7 @@ class TransformersDecoder:
             module.forward = layer.forward
         self._experts = list(self._install_experts())
         self._install_lora_hooks()
+        self._fuse_mlps(mlps)
 
     @property
     def module(self) -> PreTrainedModel:
@@ -435,9 +440,8 @@ class TransformersDecoder:
             squares = self._find_squares(site, lambda: sum_column_squares(module.weight))
             return SiteWeight(lambda x: x @ module.weight, squares, None)
         if isinstance(module, _PackedLinear):
-            packed = module.packed
-            squares = self._find_squares(site, lambda: sum_squares(packed.unpack(module.in_features)))
-            return SiteWeight(packed.multiply, squares, module.bias)
+            squares = self._find_squares(site, lambda: sum_squares(module.unpack()))
+            return SiteWeight(module.multiply, squares, module.bias)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
         squares = self._find_squares(site, lambda: sum_squares(weight))
         return SiteWeight(lambda x: multiply(x, weight), squares, module.bias)
@@ -537,6 +541,22 @@ class TransformersDecoder:
         embedding = self._model.get_submodule(shape.embedding_path)
         embedding.register_forward_hook(_embedding_hook(self._current, shape.embedding_site))
 
+    def _fuse_mlps(self, forms: Mapping[str, MlpForm]) -> None:
+        shape = self.spec.sizes
+        sites = {
+            module.path: site
+            for module, site in zip(shape.modules, shape.sites, strict=True)
+            if module.role == "linear"
+        }
+        for path, form in forms.items():
+            module = self._model.get_submodule(path)
+            first: Any = module.get_submodule(form.first[0])
+            is_joined = isinstance(first, _PackedLinear) and first.columns is not None
+            own = {name: sites[f"{path}.{name}"] for name in form.first if f"{path}.{name}" in sites}
+            joined = first.packed if is_joined else None
+            fused = FusedMlp(module, form, joined, own, self._current.find_deltas, self.dtype)
+            module.forward = fused.forward
+
 
 _Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
 
@@ -593,34 +613,74 @@ _ACTIVATIONS: dict[type[nn.Module], Activation] = {
 
 
 class _PackedLinear(nn.Linear):
-    """A linear of the model whose weight was packed. The module's class is changed to this one in place."""
+    """A linear of the model whose weight was packed. The module's class is changed to this one in place.
+
+    columns: those of its product, if its weight is packed together with others. None: it has a pack of its own.
+    """
 
     packed: PackedWeight
     dtype: torch.dtype
+    columns: slice | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != self.dtype:
             raise TypeError(f"a linear in {self.dtype} got an input in {input.dtype}")
         rows = input.reshape(-1, self.in_features)
-        return self.packed.multiply(rows, self.bias).view(*input.shape[:-1], self.out_features)
+        if self.columns is None:
+            out = self.packed.multiply(rows, self.bias)
+        else:
+            out = self.multiply(rows)
+            out = out if self.bias is None else out + self.bias
+        return out.view(*input.shape[:-1], self.out_features)
+
+    def multiply(self, rows: Tensor) -> Tensor:
+        """[n, in] -> [n, out], without bias."""
+        product = self.packed.multiply(rows)
+        return product if self.columns is None else product[:, self.columns].contiguous()
+
+    def unpack(self) -> Tensor:
+        """Returns the weight [out, in]."""
+        weight = self.packed.unpack(self.in_features)
+        return weight if self.columns is None else weight[self.columns].contiguous()
 
     def __getattr__(self, name: str) -> Any:
         """Unpacks the weight when the model's code reads it, and keeps it from then on. Few classes do that."""
         if name == "weight" and name not in self._parameters:
-            weight = self.packed.unpack(self.in_features)
-            self._parameters[name] = nn.Parameter(weight, requires_grad=False)
+            self._parameters[name] = nn.Parameter(self.unpack(), requires_grad=False)
         return super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
         """Returns a plain linear, because a packed weight can't be cast."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False)
-        linear.weight = nn.Parameter(self.packed.unpack(self.in_features), requires_grad=False)
+        linear.weight = nn.Parameter(self.unpack(), requires_grad=False)
         linear.bias = copy.deepcopy(self.bias, memo)
         return linear
 
 
-def _fix_order_of_sums(model: PreTrainedModel, latent: LatentShape | None) -> None:
-    """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows."""
+def _find_mlps(model: PreTrainedModel) -> Iterator[tuple[str, MlpForm]]:
+    """The gated MLPs that kernels can compute."""
+    for path, module in model.named_modules():
+        form = find_mlp_form(module)
+        if form is not None:
+            yield path, form
+
+
+def _list_pairs(model: PreTrainedModel, mlps: Mapping[str, MlpForm]) -> Iterator[list[nn.Linear]]:
+    """The gate and up of each MLP that has two such linears."""
+    for path, form in mlps.items():
+        pair = [model.get_submodule(f"{path}.{name}") for name in form.first]
+        linears = [linear for linear in pair if type(linear) is nn.Linear]
+        if len(linears) > 1:
+            yield linears
+
+
+def _fix_order_of_sums(
+    model: PreTrainedModel, latent: LatentShape | None, together: Iterable[Sequence[nn.Linear]]
+) -> None:
+    """Replaces linears and activations on a CPU by functions in which a row's bits do not depend on the other rows.
+
+    together: linears whose weights are packed together if possible.
+    """
     linears: defaultdict[Tensor, list[nn.Linear]] = defaultdict(list)
     for path, module in model.named_modules():
         if latent is not None and path.endswith(f".{latent.linear}"):
@@ -635,6 +695,16 @@ def _fix_order_of_sums(model: PreTrainedModel, latent: LatentShape | None) -> No
             module.forward = partial(_multiply_transposed, module)
         elif type(module) in _ACTIVATIONS and getattr(module, "approximate", "none") == "none":
             module.forward = partial(_activate, _ACTIVATIONS[type(module)])
+    for group in together:
+        weights = [linear.weight for linear in group]
+        is_alike = len({linear.bias is None for linear in group}) == 1
+        if (
+            is_alike
+            and all(len(linears.get(weight, ())) == 1 for weight in weights)
+            and _pack_together(group)
+        ):
+            for weight in weights:
+                del linears[weight]
     embedding = model.get_input_embeddings().weight
     while linears:
         weight, sharing = linears.popitem()
@@ -642,6 +712,21 @@ def _fix_order_of_sums(model: PreTrainedModel, latent: LatentShape | None) -> No
         packed = pack_head(weight.data, is_tied=weight is embedding, is_biased=is_biased)
         for linear in sharing:
             _replace_linear(linear, packed)
+
+
+def _pack_together(linears: Sequence[nn.Linear]) -> bool:
+    """Packs the weights of linears with the same input below each other, if this machine supports that."""
+    weight = torch.cat([linear.weight.data for linear in linears])
+    packed = pack_weight(weight, is_biased=linears[0].bias is not None)
+    if not isinstance(packed, PackedWeight):
+        return False
+    start = 0
+    for linear in linears:
+        _replace_linear(linear, packed)
+        assert isinstance(linear, _PackedLinear)
+        linear.columns = slice(start, start + linear.out_features)
+        start += linear.out_features
+    return True
 
 
 def _replace_linear(module: nn.Linear, weight: Tensor | PackedWeight) -> None:

@@ -113,7 +113,7 @@ def test_choices_have_states_of_their_own_and_no_free_page_is_read(
 def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
     tmp_path: Path, report: Callable[[str], None], model: str
 ) -> None:
-    linears = {"target_modules": r".*\.(in_proj\w*|out_proj|q_proj)"}
+    linears = {"target_modules": r".*\.(in_proj\w*|out_proj|q_proj|gate_proj|up_proj|w1|w3|input_linear)"}
     kinds = {
         "dora": {"r": 4, "lora_alpha": 6, "use_dora": True, **linears},
         "biased": {"r": 3, "lora_alpha": 6, "lora_bias": True, **linears},

@@ -1,0 +1,243 @@
+"""Computes RMS norms and gated MLPs of transformers' classes with our kernels, in fewer calls than the classes.
+
+A decode step of a small model spends more time in Python and in torch's calls than in arithmetic. A norm of
+transformers makes eight calls, and one kernel computes the same. The two products that a gated MLP begins with become
+one, and another kernel computes what is between them and the third.
+
+A module is recognised by what it has, and by what its own forward pass computes from a trial in float32. So other
+classes keep their own code, whatever they are called. Outside a step, all modules run their own code: the check at
+start thus compares the two.
+"""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import permutations
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from slora.models.mixture_layers import FindStep
+from slora.models.weights.packed_weight import PackedWeight
+from slora_kernels.batch import Activation
+from slora_kernels.layout import LoraSite
+from slora_kernels.torch.torch_kernels import apply_activation
+
+# The greatest difference of a trial's results, relative to the greatest of its row. Rounding gives about 3e-7.
+_TOLERANCE = 5e-6
+_TRIAL_WIDTH = 64
+# From rows whose mean square is much smaller than any epsilon to large ones, as powers of two.
+_TRIAL_SIZES = (-24.0, -12.0, -8.0, -4.0, 0.0, 6.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _NormForm:
+    """x / sqrt(mean(x^2) + eps) * weight, or times 1 + weight."""
+
+    eps: float
+    adds_one: bool
+
+
+def _as_rows(x: Tensor) -> Tensor:
+    """[..., width] -> [n, width]. The elements of a row are contiguous."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+class FusedNorm:
+    """The forward pass of an RMS norm."""
+
+    def __init__(self, module: nn.Module, form: _NormForm, find_step: FindStep) -> None:
+        self._module, self._form, self._find_step = module, form, find_step
+        self._own: Callable[..., Tensor] = module.forward
+        # The weight of the model, and what the kernel multiplies with for it.
+        self._weight = module.get_parameter("weight")
+        self._factors = self._find_factors(self._weight)
+
+    def forward(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
+        step = self._find_step()
+        # Not `get_parameter`: an adapter's weight takes its place while `functional_call` runs.
+        weight: Any = self._module.weight
+        if step is None or others or options or x.dtype != weight.dtype:
+            return self._own(x, *others, **options)
+        factors = self._factors if weight is self._weight else self._find_factors(weight)
+        _, kernels = step
+        return kernels.rms_norm(_as_rows(x), factors, self._form.eps).view(x.shape)
+
+    def _find_factors(self, weight: Tensor) -> Tensor:
+        return 1.0 + weight.detach().float() if self._form.adds_one else weight.detach()
+
+
+def fuse_norms(model: nn.Module, find_step: FindStep) -> None:
+    """Replaces the forward passes of the RMS norms that a kernel can compute."""
+    forms: dict[object, _NormForm | None] = {}
+    for module in model.modules():
+        described = _describe_norm(module)
+        if described is None:
+            continue
+        if described not in forms:
+            forms[described] = _try_norm(module, described[1])
+        form = forms[described]
+        if form is not None:
+            module.forward = FusedNorm(module, form, find_step).forward
+
+
+def _describe_norm(module: nn.Module) -> tuple[object, ...] | None:
+    """What norms with the same arithmetic share. The second is the only number among their settings.
+
+    None for other modules.
+    """
+    parameters = dict(module.named_parameters())
+    numbers = {value for value in vars(module).values() if isinstance(value, float)}
+    others = [*module.children(), *module.buffers()]
+    if parameters.keys() != {"weight"} or others or len(numbers) != 1 or "forward" in vars(module):
+        return None
+    weight = parameters["weight"]
+    settings = [(name, value) for name, value in vars(module).items() if isinstance(value, int | str)]
+    return (type(module), numbers.pop(), len(weight), *settings) if weight.dim() == 1 else None
+
+
+@torch.inference_mode()
+def _try_norm(module: nn.Module, eps: Any) -> _NormForm | None:
+    """Computes a few rows by the module's own code, and compares them with what the kernel computes."""
+    random = torch.Generator().manual_seed(0)
+    width = len(module.get_parameter("weight"))
+    weight = torch.randn(width, generator=random)
+    sizes = torch.exp2(torch.tensor(_TRIAL_SIZES))[:, None]
+    x = (torch.randn(len(sizes), width, generator=random) * sizes)[None]
+    try:
+        found = functional_call(module, {"weight": weight}, (x,))
+    except Exception:
+        # The module's code belongs to transformers and may raise any exception.
+        return None
+    normal = x.double() / torch.sqrt(x.double().square().mean(-1, keepdim=True) + eps)
+    for adds_one in (False, True):
+        if _are_close(found, normal * (weight.double() + adds_one)):
+            return _NormForm(eps, adds_one)
+    return None
+
+
+def _are_close(found: Any, expected: Tensor) -> bool:
+    """Whether rows are the same but for rounding."""
+    if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype != torch.float32:
+        return False
+    errors = (found.double() - expected).abs().amax(-1)
+    return bool((errors <= _TOLERANCE * expected.abs().amax(-1)).all())
+
+
+class _Probe(nn.Module):
+    """Stands for a linear in a trial: returns a given tensor and keeps its inputs."""
+
+    def __init__(self, given: Tensor) -> None:
+        super().__init__()
+        self.given = given
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x)
+        return self.given
+
+
+@dataclass(frozen=True, slots=True)
+class MlpForm:
+    """down(activation(gate(x)) * up(x)), by the names of the linears.
+
+    first: gate and up; or one linear, whose product has the gate in its first half and up in the second.
+    """
+
+    first: tuple[str, ...]
+    down: str
+    activation: Activation
+
+
+@torch.inference_mode()
+def find_mlp_form(module: nn.Module) -> MlpForm | None:
+    """Returns how a module computes a gated MLP. None if it computes anything else.
+
+    Its own code runs once, with probes in place of the linears: no product is computed, but all that the code does with
+    the products is seen.
+    """
+    linears = [name for name, child in module.named_children() if isinstance(child, nn.Linear)]
+    others = [child for name, child in module.named_children() if name not in linears]
+    held = [
+        *module.parameters(recurse=False),
+        *module.buffers(),
+        *(p for other in others for p in other.parameters()),
+    ]
+    if len(linears) not in (2, 3) or held:
+        return None
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 3, 8, generator=random)
+    probes = {name: _Probe(3 * torch.randn(1, 3, _TRIAL_WIDTH, generator=random)) for name in linears}
+    trial: Any = copy.copy(module)
+    vars(trial)["_modules"] = {**module._modules, **probes}
+    try:
+        result = type(module).forward(trial, x)
+    except Exception:
+        # The module's code belongs to transformers and may raise any exception.
+        return None
+    if any(len(probe.seen) != 1 for probe in probes.values()):
+        return None
+    first = [name for name in linears if probes[name].seen[0] is x]
+    down = [name for name in linears if name not in first and result is probes[name].given]
+    if len(first) + len(down) != len(linears) or len(down) != 1:
+        return None
+    between = probes[down[0]].seen[0]
+    for order in permutations(first):
+        gate, up = torch.cat([probes[name].given for name in order], dim=-1).double().chunk(2, dim=-1)
+        for activation in get_args(Activation):
+            if _are_close(between, apply_activation(gate, activation) * up):
+                return MlpForm(order, down[0], activation)
+    return None
+
+
+class FusedMlp:
+    """The forward pass of a gated MLP.
+
+    joined: the weights of its first linears, packed together. None: they are computed one by one.
+    sites: of the first linears, by name. Without a site, no adapter adds to a linear.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        form: MlpForm,
+        joined: PackedWeight | None,
+        sites: Mapping[str, LoraSite],
+        find_step: FindStep,
+        dtype: torch.dtype,
+    ) -> None:
+        self._dtype = dtype
+        self._activation, self._joined, self._find_step = form.activation, joined, find_step
+        self._own: Callable[..., Tensor] = module.forward
+        first: list[Any] = [module.get_submodule(name) for name in form.first]
+        self._first, self._down = first, module.get_submodule(form.down)
+        biases = [linear.bias for linear in first]
+        self._bias = None if joined is None or biases[0] is None else torch.cat(biases)
+        self._parts: list[tuple[LoraSite, slice]] = []
+        start = 0
+        for name, linear in zip(form.first, first, strict=True):
+            if name in sites:
+                self._parts.append((sites[name], slice(start, start + linear.out_features)))
+            start += linear.out_features
+
+    def forward(self, x: Tensor, *others: Any, **options: Any) -> Tensor:
+        step = self._find_step()
+        if step is None or others or options or x.dtype != self._dtype:
+            return self._own(x, *others, **options)
+        deltas, kernels = step
+        if self._joined is None:
+            products = [linear(x) for linear in self._first]
+            product = products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+            product = product.view(-1, product.shape[-1])
+        else:
+            rows = _as_rows(x)
+            product = self._joined.multiply(rows, self._bias)
+            if deltas.has_layers:
+                for site, columns in self._parts:
+                    deltas.add(product[:, columns], rows, site)
+        between = kernels.act_mul(product, self._activation)
+        out: Tensor = self._down(between.view(*x.shape[:-1], between.shape[1]))
+        return out
