@@ -32,6 +32,7 @@ CASES = [
     (errors.Unauthorized(), 401, "authentication_error", "invalid_api_key"),
     (errors.PurgeBegun("acme"), 409, "conflict_error", "purge_begun"),
     (errors.KeyConflict("no"), 409, "conflict_error", "key_conflict"),
+    (errors.BatchConflict("no"), 409, "conflict_error", "batch_conflict"),
     (errors.KeyRevoked(), 401, "authentication_error", "invalid_api_key"),
     (errors.Forbidden("no"), 403, "permission_error", "insufficient_permissions"),
     (errors.TenantSuspended("x"), 403, "permission_error", "tenant_suspended"),

@@ -446,7 +446,7 @@ def _assemble(
         (found.vocabulary.num_rows[0], "{} rows of the embedding"),
         (found.vocabulary.num_rows[1], "{} rows of the head"),
         (found.num_added, "{} rows behind the base model's, for added tokens"),
-        (found.vocabulary.num_rows[2], "a head for {} labels"),
+        (found.vocabulary.num_rows[2], "a head for {} label" + "s" * (found.vocabulary.num_rows[2] > 1)),
         (len(found.norms), "the weights of {} norms, which replace those of the base model"),
         (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
     )

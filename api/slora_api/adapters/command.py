@@ -42,6 +42,7 @@ from slora_api.cli.remote import (
 
 # Multipart field -> the name of the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
+_PICKLE = "adapter_model.bin"
 _ARCHIVE_SUFFIXES = (".zip", ".tar", ".tar.gz", ".tgz")
 
 
@@ -54,6 +55,11 @@ def _find_files(source: Path) -> dict[str, Path]:
 
 def _find_members(directory: Path) -> dict[str, Path]:
     missing = [name for name in _REQUIRED.values() if not (directory / name).is_file()]
+    if missing == ["adapter_model.safetensors"] and (directory / _PICKLE).is_file():
+        raise CommandFailed(
+            f"{directory} has its weights in {_PICKLE}, a pickle, which is never loaded; save the adapter with "
+            "save_pretrained(directory, safe_serialization=True)"
+        )
     if missing:
         raise CommandFailed(
             f"{directory} has no {' and no '.join(missing)}; give the directory of a PEFT adapter, or "
@@ -250,6 +256,8 @@ def convert(arguments: argparse.Namespace) -> int:
 )
 @explained
 def push(arguments: argparse.Namespace) -> None:
+    if arguments.name == "":
+        raise CommandFailed("--name is empty; give a name, or omit it to use that of the source")
     fields = {"base_fingerprint": _fingerprint(Path(arguments.base))} if arguments.base else {}
     snapshot, paths = None, dict[str, Path]()
     if arguments.by_server:

@@ -33,7 +33,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_api.batches.files import UNFINISHED, FilePiece, Files, StoredFile, files_lock, new_blob, new_id
-from slora_api.core.errors import BadRequest, KeyConflict, NotFound, QuotaExceeded
+from slora_api.core.errors import BadRequest, BatchConflict, NotFound, QuotaExceeded
 
 WINDOW_S = 86_400.0
 _b, _f, _p = schema.batches.c, schema.files.c, schema.file_pieces.c
@@ -187,7 +187,7 @@ class Batches:
         return {status: count for status, count in self._database.read(query)}
 
     def cancel(self, tenant: str, batch_id: str) -> Batch:
-        """Stops the batch after its lines in progress. Raises NotFound, or KeyConflict if the batch has ended."""
+        """Stops the batch after its lines in progress. Raises NotFound, or BatchConflict if the batch has ended."""
         self.find(tenant, batch_id)
         locks = (_lock(batch_id), CHANGES)
         with self._database.transaction(*locks, even_if_full=True, is_cached=False) as connection:
@@ -341,7 +341,7 @@ class Batches:
             yield connection, _read(row)
 
 
-class BatchEnded(KeyConflict):
+class BatchEnded(BatchConflict):
     """A batch that has ended cannot be cancelled."""
 
     def __init__(self, batch: Batch) -> None:

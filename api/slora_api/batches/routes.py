@@ -13,7 +13,7 @@ from slora_api.adapters.quarantine import Quarantine
 from slora_api.batches.batches import Batch, Batches, BatchProblem
 from slora_api.batches.files import Files, file_limits
 from slora_api.completions.schemas import Metadata
-from slora_api.core.errors import KeyConflict, NotFound, QuotaExceeded
+from slora_api.core.errors import BatchConflict, NotFound, QuotaExceeded
 from slora_api.core.foundation import Foundation
 from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
@@ -174,7 +174,7 @@ def get_batch(batch_id: str, key: InferenceKey, services: Wired[BatchServices]) 
     return _batch_json(services.batches.find(key.tenant, batch_id))
 
 
-@router.post("/v1/batches/{batch_id}/cancel", responses=errors(NotFound, KeyConflict))
+@router.post("/v1/batches/{batch_id}/cancel", responses=errors(NotFound, BatchConflict))
 async def cancel_batch(batch_id: str, key: InferenceKey, services: Wired[BatchServices]) -> BatchObject:
     """Cancels a batch. Its status is `cancelling` until the lines in progress have ended. Lines that are already
     answered stay in the output file.

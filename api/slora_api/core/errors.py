@@ -149,6 +149,10 @@ class KeyConflict(ApiError):
     """The state of a key forbids the change, for example because the key is revoked already."""
 
 
+class BatchConflict(ApiError):
+    """The state of a batch forbids the change."""
+
+
 class EngineConflict(ApiError):
     """The state of the engines forbids to restart one of them. The message says why."""
 
@@ -319,6 +323,7 @@ _RULES: tuple[tuple[type[Exception] | UnionType, _Rule], ...] = (
     (KeyConflict, _Rule(409, "conflict_error", "key_conflict", should_retry=False)),
     (InUse, _Rule(409, "conflict_error", "adapter_in_use", should_retry=False)),
     (AliasConflict, _Rule(409, "conflict_error", "alias_conflict", should_retry=False)),
+    (BatchConflict, _Rule(409, "conflict_error", "batch_conflict", should_retry=False)),
     (EngineConflict, _Rule(409, "conflict_error", "engine_conflict", should_retry=False)),
     (PinsFull, _Rule(409, "conflict_error", "pins_full", should_retry=False)),
     (QuotaExceeded, _Rule(409, "conflict_error", "quota_exceeded", should_retry=False)),

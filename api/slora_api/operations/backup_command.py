@@ -43,7 +43,10 @@ def backup(arguments: argparse.Namespace) -> None:
     data = DataDir(Path(read_local_setting(arguments, "data_dir") or "data").resolve())
     place = read_local_setting(arguments, "database")
     if not data.pepper.exists() or not (place or data.database.exists()):
-        raise CommandFailed(f"{data.path} is not the data directory of a server: check --data-dir")
+        raise CommandFailed(
+            f"{data.path} is not the data directory of a server: check --data-dir, and give --database if the server "
+            "has one"
+        )
     target = Path(arguments.directory).resolve()
     try:
         with ExitStack() as stack, acting_as(command_actor()):

@@ -4,6 +4,7 @@ import argparse
 from typing import Any
 from urllib.parse import quote
 
+from slora.core.setting import ByteSize
 from slora_api.cli.declaration import argument, command
 from slora_api.cli.output import Columns, print_json, print_records
 from slora_api.cli.remote import CommandFailed, admin_client, check, explained, nothing_to_change
@@ -16,7 +17,7 @@ _LIMITS = {
     "concurrent_answers": "answers in progress; each prompt and each choice of a request counts",
     "composed_adapters": "adapters that one request combines",
     "adapter_versions": "versions of adapters; of a tenant only",
-    "stored_bytes": "bytes stored for adapters; of a tenant only",
+    "stored_bytes": "bytes stored for adapters, such as 20GiB; of a tenant only",
 }
 _SUBJECT = (
     argument("tenant", nargs="?"),
@@ -84,9 +85,11 @@ def show(arguments: argparse.Namespace) -> None:
 def _read(field: str, text: str) -> int | None:
     if text == "none":
         return None
+    is_size = field == "stored_bytes"
     try:
-        return int(text)
+        return ByteSize().read(text) if is_size else int(text)
     except ValueError:
+        accepted = ByteSize().accepted if is_size else "a whole number"
         raise CommandFailed(
-            f"--{field.replace('_', '-')} is {text!r}; give a whole number, or none to remove the limit"
+            f"--{field.replace('_', '-')} is {text!r}; give {accepted}, or none to remove the limit"
         ) from None

@@ -99,7 +99,7 @@ class ChatTemplates:
         if answer.text is None:
             owner = "model" if own_template is None else "adapter"
             raise RequestRefused(
-                f"The {owner}'s chat template refuses these messages: {answer.error}.", param
+                f"The {owner}'s chat template refuses these messages: {str(answer.error).rstrip('.')}.", param
             )
         return answer.text
 

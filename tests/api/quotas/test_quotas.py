@@ -361,4 +361,7 @@ def test_the_command_line_sets_and_shows_quotas(platform: Platform) -> None:
     assert ["tokens_per_minute", "0", "70"] in lines and ["requests_per_minute", "0", "none"] in lines
     for wrong in (["acme", "--key", "x"], ["acme"]):
         quota("set", *wrong, code=1)
+    quota("set", "acme", "--stored-bytes", "1.5GiB")
+    assert ["stored_bytes", "0", str(3 * 2**29)] in map(str.split, quota("show", "acme").splitlines())
+    assert "such as 512MiB" in quota("set", "acme", "--stored-bytes", "lots", code=1)
     assert "give a whole number, or none" in quota("set", "acme", "--tokens-per-day", "many", code=1)

@@ -114,6 +114,7 @@ def test_a_template_that_fails_refuses_the_messages() -> None:
             with pytest.raises(RequestRefused) as caught:
                 await templates.render("acme", MESSAGES, template)
             assert caught.value.param == "messages", template
+            assert str(caught.value).endswith(".") and not str(caught.value).endswith(".."), template
 
     with_templates(use)
 

@@ -240,6 +240,13 @@ def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
         refused.returncode == 1
         and "other_base: the adapter was trained on a base model with" in refused.stderr
     )
+    unnamed = command(server, "adapter", "push", archive, "--name", "", **key)
+    assert unnamed.returncode == 1 and "--name is empty" in unnamed.stderr
+    pickled = tmp_path / "pickled"
+    shutil.copytree(kit.small, pickled)
+    (pickled / "adapter_model.safetensors").rename(pickled / "adapter_model.bin")
+    refused = command(server, "adapter", "push", str(pickled), **key)
+    assert refused.returncode == 1 and "a pickle, which is never loaded; save the adapter" in refused.stderr
     nothing = command(server, "adapter", "push", archive, "--base", str(tmp_path), **key)
     assert nothing.returncode == 1 and "has no model.safetensors" in nothing.stderr
 
