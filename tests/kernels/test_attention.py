@@ -146,7 +146,7 @@ def test_a_split_batch_sees_only_its_own_chunks(kernels: Kernels, device: str) -
     [
         (torch.float32, KVFormat.MODEL),
         pytest.param(torch.bfloat16, KVFormat.MODEL, marks=SLOW),
-        (torch.float32, KVFormat.FP8),
+        pytest.param(torch.float32, KVFormat.FP8, marks=SLOW),
     ],
     ids=str,
 )

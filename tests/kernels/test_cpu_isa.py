@@ -8,8 +8,10 @@ import pytest
 from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
 
 ROOT = Path(__file__).parents[2]
-# Quick: the library's products, because compiling our own kernels for another instruction set takes half a minute.
+# Quick: the library's products with one set, because compiling our own kernels for another instruction set takes half a
+# minute. These tests need no conftest, which would import transformers.
 QUICK = (
+    "--noconftest",
     "tests/kernels/torch/test_row_blocks.py",
     "tests/slora/models/weights/test_packed_weight.py",
     "-k",
@@ -33,9 +35,10 @@ def run_python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(VARIABLE in os.environ, reason="this run forces an instruction set already")
 def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) -> None:
     # The best set is what all other tests run with.
-    for isa in list_available_isas() if soak else list_available_isas()[:-1]:
+    for isa in list_available_isas() if soak else list_available_isas()[:-1][:1]:
         paths = ("tests",) if soak else QUICK
-        run = run_python("-m", "pytest", "-m", "invariance", "-p", "no:cacheprovider", *paths, isa=isa)
+        chosen = "invariance" if soak else "invariance and not soak"
+        run = run_python("-m", "pytest", "-m", chosen, "-p", "no:cacheprovider", *paths, isa=isa)
         assert run.returncode == 0, run.stdout + run.stderr
 
 

@@ -165,11 +165,11 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
 
 
 @DTYPES
-@pytest.mark.parametrize("block_tokens", (8, 64))
+@pytest.mark.parametrize("block_tokens", (8, pytest.param(64, marks=SLOW)))
 def test_tiles_of_any_length_match_the_twin_wherever_pages_cut_the_rows(
-    kernels: Kernels, device: str, dtype: torch.dtype, block_tokens: int
+    kernels: Kernels, device: str, dtype: torch.dtype, block_tokens: int, *, soak: bool
 ) -> None:
-    """The adapters have up to 256 rows, of 576 and 800 elements."""
+    """The adapters have up to 256 rows, of 576 and 800 elements. In the quick run, two of them meet each site."""
     shape = llama_shape(1, 576, 9, 3, 64, 800, 300, dtype.itemsize)
     ranks = [[256, 1, 64] + [16] * 6, [16] * 9, [33, 0, 7, 40, 5, 31, 200, 0, 0]]
     scene = build_adapters(shape, dtype, ranks, block_tokens=block_tokens, device=device)
@@ -178,7 +178,9 @@ def test_tiles_of_any_length_match_the_twin_wherever_pages_cut_the_rows(
     for slot in range(len(ranks)):
         runs = [(slot, start, length) for start, length in zip(starts, lengths, strict=True)]
         tiles = build_tiles(runs, scene.tables)
-        for site in shape.layer_sites(0):
+        for number, site in enumerate(shape.layer_sites(0)):
+            if not soak and number % 3 == slot:
+                continue
             x, out = make_inputs(scene, site, sum(lengths))
             expected = out.clone()
             run_twin(scene, tiles, x, expected, site)

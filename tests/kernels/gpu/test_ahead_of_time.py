@@ -76,7 +76,8 @@ FP8_KV = "KV in fp8"
 # The quick run leaves out cases whose kernels differ from others only in widths or in the number of modules, and
 # combinations of the dtype of weights with the number of tokens.
 LEFT_OUT = (
-    r"site [123]\b|Phi-3-mini|Gemma-2-9B, KV|int8 weights, (64|1024) |bfloat16 experts, 64 |int8 experts, (1|256) "
+    r"site [1235]\b|Phi-3-mini|DeepSeek-V3|Gemma-2-9B, KV|int8 weights, (64|1024) "
+    r"|bfloat16 experts, 64 |int8 experts, (1|256) "
     r"|float8\w* experts, (1|64) |groups of 32, 1024 |groups of 128, (64|1024) |groups of 64, (16|64) "
 )
 QUICK = (("sm_90", "bfloat16"),)
