@@ -158,7 +158,8 @@ def _write_lark(output: StructuredOutput) -> str:
         case OutputKind.REGEX:
             text = f"start: /{regex_to_lark(output.text)}/"
         case OutputKind.CHOICE:
-            text = f"start: {_read_choices(output)}"
+            # The library follows at most 2,000 alternatives of a rule at once, but any number in a terminal.
+            text = f"start: CHOICE\nCHOICE: {_read_choices(output)}"
         case OutputKind.GRAMMAR:
             text = _read_grammar(output)
     return f"{text}\n{_OPTIONS}"

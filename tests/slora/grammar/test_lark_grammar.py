@@ -100,11 +100,13 @@ def test_answers_of_a_recursive_schema_are_valid(seed: int) -> None:
     [
         (StructuredOutput.regex("[a-f]{2,5}/é"), "[a-f]{2,5}/é"),
         (StructuredOutput.choice(["yes", 'n"o\n', "日本"]), 'yes|n"o\n|日本'),
+        (StructuredOutput.choice(["", "a", "ab", "😀"]), "|a|ab|😀"),
+        (StructuredOutput.choice([f"label {number}" for number in range(4000)]), "label [0-3]?[0-9]{1,3}"),
         (StructuredOutput.grammar('start: NAME ("," NAME)*\nNAME: /[xy]+/'), "[xy]+(,[xy]+)*"),
         (StructuredOutput.grammar('root ::= "a" [0-9]+ end\nend ::= "." | "!"'), r"a[0-9]+[.!]"),
         (StructuredOutput.json_object(), r"(?s:\{.*\})"),
     ],
-    ids=["regex", "choice", "Lark", "GBNF", "JSON object"],
+    ids=["regex", "choice", "prefixes", "many choices", "Lark", "GBNF", "JSON object"],
 )
 def test_answers_have_the_form(output: StructuredOutput, pattern: str) -> None:
     texts = [TOKENIZER.decode(ids) for seed in range(8) if (ids := write_at_random(output, seed)) is not None]
