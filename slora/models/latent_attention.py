@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from slora.core.errors import ConfigError
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.mixture_layers import FindStep
+from slora.models.weights.packed_weight import PackedWeight, pack_weight
 from slora_kernels.layout import LatentShape, LoraSite
 from slora_kernels.torch.lora_matmuls import HostLoraTile, read_rows
 from slora_kernels.torch.row_blocks import multiply_heads, multiply_rows
@@ -113,6 +114,7 @@ class LatentLayer:
         self._latent, self._site = latent, site
         stack = getattr(module, _LINEAR).weight.data.view(num_heads, -1, latent.width)
         self._keys, self._values = stack[:, : latent.key_width], stack[:, latent.key_width :]
+        self._packed_keys, self._packed_values = _pack_heads(self._keys), _pack_heads(self._values.mT)
         setattr(module, _EXPAND, self.keep)
 
     def keep(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,14 +163,15 @@ class LatentLayer:
             if change.a is not None and change.b is not None:
                 shrunk = multiply_heads(own[span].float(), change.b[:, :key_width])
                 parts.append((span, _multiply_rows(shrunk, change.a.T) * change.scale))
-        latent = multiply_heads(own, self._keys)
+        latent = _multiply_heads(own, self._keys, self._packed_keys)
         for span, delta in parts:
             latent[span] += delta.to(latent.dtype)
         return torch.cat((latent, query[..., key_width:]), dim=2)
 
     def expand_values(self, sums: Tensor, changes: Changes) -> Tensor:
         """Turns sums of latents [T, H, width] into sums of values [T, H, value_width]."""
-        key_width, out = self._latent.key_width, multiply_heads(sums, self._values.mT)
+        key_width = self._latent.key_width
+        out = _multiply_heads(sums, self._values.mT, self._packed_values)
         for change in (change for tiles in changes for change in tiles):
             span = change.span
             if change.a is not None and change.b is not None:
@@ -213,6 +216,25 @@ class LatentLayer:
                 raise ConfigError(
                     f"{path} can't be served: its class expands latents in another way than by the rows of {_LINEAR}"
                 )
+
+
+def _pack_heads(weight: Tensor) -> tuple[PackedWeight, ...]:
+    """Packs the weight of each head for tiles: weight [H, K, N]. Without tiles, `multiply_heads` is faster."""
+    packed = []
+    for head in weight:
+        part = pack_weight(head.T.contiguous())
+        if not isinstance(part, PackedWeight) or part.tiles is None:
+            return ()
+        packed.append(part)
+    return tuple(packed)
+
+
+def _multiply_heads(x: Tensor, weight: Tensor, packed: tuple[PackedWeight, ...]) -> Tensor:
+    """x [T, H, K] times weight [H, K, N] -> [T, H, N]. packed: the same weight, or nothing."""
+    if not packed:
+        return multiply_heads(x, weight)
+    rows = x.transpose(0, 1).contiguous()
+    return torch.stack([part.multiply(own) for part, own in zip(packed, rows, strict=True)], dim=1)
 
 
 def _multiply_rows(x: Tensor, weight: Tensor) -> Tensor:

@@ -246,18 +246,19 @@ class _LayerAttention:
         if bias is not None:
             bias = bias[:, step.attention.batch.positions]
             query, key = join_bias(query, key, bias, rule.scale)
-        changes = []
+        width, copies, changes = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1], []
         if self._latent is not None:
             changes = self._latent.read_changes(step.deltas)
-            query = self._latent.absorb(query[0].transpose(0, 1), changes).transpose(0, 1)[None]
-        width, copies = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1]
-        sides = (key, value)[: memory.geometry.num_sides]
-        heads = [
-            F.pad(part[0], (0, width - part.shape[3]))
-            for part in (query, *(side.repeat_interleave(copies, dim=1) for side in sides))
-        ]
+            absorbed = self._latent.absorb(query[0].transpose(0, 1), changes)
+            heads = torch.cat((absorbed, key[0].transpose(0, 1)), dim=1)
+        else:
+            padded = [
+                F.pad(part[0], (0, width - part.shape[3]))
+                for part in (query, *(side.repeat_interleave(copies, dim=1) for side in (key, value)))
+            ]
+            heads = torch.cat(padded).transpose(0, 1)
         rows = kernels.rotate_and_write_kv(
-            torch.cat(heads).transpose(0, 1).flatten(1),
+            heads.flatten(1),
             None,
             memory.pages,
             memory.geometry,

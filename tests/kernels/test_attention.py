@@ -282,8 +282,15 @@ def make_latents(
     return KVGeometry(2, *heads, dtype, kv_format, num_sides=1)
 
 
-@pytest.mark.parametrize("kv_format", KVFormat)
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(
+    ("dtype", "kv_format"),
+    [
+        (torch.float32, KVFormat.MODEL),
+        (torch.bfloat16, KVFormat.MODEL),
+        (torch.float32, KVFormat.FP8),
+        pytest.param(torch.bfloat16, KVFormat.FP8, marks=pytest.mark.compiled_late),
+    ],
+)
 def test_the_rows_of_latents_are_keys_and_values(
     kernels: Kernels, device: str, dtype: torch.dtype, kv_format: KVFormat
 ) -> None:

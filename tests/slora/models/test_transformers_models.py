@@ -46,7 +46,9 @@ TINY = {
 
 # They differ from others only in names or in the order of rotated elements, or others have all that they have.
 # `test_adapter_features.py` has gpt_oss.
-SOAKED = ("smolvlm", "xglm", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss")
+SOAKED = (
+    *("smolvlm", "xglm", "deepseek_v2", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss"),
+)
 
 
 @pytest.mark.parametrize(
