@@ -77,8 +77,8 @@ class InferenceCall:
         self.services = services
         self.meter = meter
         self.ignored: IgnoredFields = http.state.ignored
-        self.bounds = services.bounds()
         self.info = services.generator.engine_info()
+        self.bounds = services.bounds(self.info)
         self.background_id: str | None = getattr(http.state, BACKGROUND_ID, None)
         self.priority = 0
         self.deadline_s: float | None = None
@@ -194,9 +194,10 @@ class InferenceCall:
                 "Upload the adapter again.",
                 "model",
             ) from None
+        info = self.services.generator.engine_info()
         if encoder is not self.encoder:
-            self.encoder, self.bounds = encoder, self.services.bounds(encoder)
-        self.info = self.services.generator.engine_info().with_added_tokens(model.added_rows)
+            self.encoder, self.bounds = encoder, self.services.bounds(info, encoder)
+        self.info = info.with_added_tokens(model.added_rows)
         self.model = model
 
     async def _find_model(self, body: ModelFields, *, is_stale: bool) -> None:

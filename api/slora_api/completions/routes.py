@@ -188,4 +188,4 @@ class LimitsObject(RequestBounds):
 
 @limits_router.get("/v1/limits", responses=errors(Starting))
 async def show_limits(_key: InferenceKey, services: Wired[AnswerServices]) -> LimitsObject:
-    return LimitsObject(**asdict(services.bounds()))
+    return LimitsObject(**asdict(services.bounds(services.generator.engine_info())))

@@ -91,13 +91,10 @@ class AnswerServices:
     encoder: PromptEncoder
     quotas: QuotaMeter
 
-    def bounds(self, encoder: PromptEncoder | None = None) -> RequestBounds:
-        """Returns the bounds of a request. Raises Starting while there is no engine.
-
-        encoder: that of an adapter with added tokens.
-        """
+    def bounds(self, info: EngineInfo, encoder: PromptEncoder | None = None) -> RequestBounds:
+        """Returns the bounds of a request. encoder: that of an adapter with added tokens."""
         longest = (encoder or self.encoder).tokenizer.longest_token_chars
-        return RequestBounds.of(self.settings, self.generator.engine_info(), longest)
+        return RequestBounds.of(self.settings, info, longest)
 
 
 def open_templates(foundation: Foundation, tokenizer: Tokenizer, slots: FairSlots) -> ChatTemplates:

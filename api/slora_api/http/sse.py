@@ -162,8 +162,9 @@ class EventStream(Response):
         """Sends the events. If computing them fails, the last event is the error. Between two events, sends
         `keep_alive` whenever nothing else was sent for a while.
         """
-        now = asyncio.get_running_loop().time
-        sending, sent_at, is_between = asyncio.Lock(), now(), True
+        loop = asyncio.get_running_loop()
+        now, sending, is_between = loop.time, asyncio.Lock(), True
+        sent_at = now()
 
         async def keep_alive() -> None:
             nonlocal sent_at
@@ -176,7 +177,14 @@ class EventStream(Response):
                         await send(_body(self._keep_alive))
                     sent_at = now()
 
-        keeping = asyncio.create_task(keep_alive())
+        keeping: asyncio.Task[None] | None = None
+
+        def start() -> None:
+            nonlocal keeping
+            keeping = asyncio.create_task(keep_alive())
+
+        # Most streams end before this, so they need no task.
+        starting = loop.call_later(KEEP_ALIVE_S, start)
         try:
             while parts := await self._take(request_id):
                 for part in parts:
@@ -184,8 +192,10 @@ class EventStream(Response):
                         await send(_body(part))
                         sent_at, is_between = now(), part.endswith(_EVENT_END)
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            starting.cancel()
+            if keeping is not None:
+                keeping.cancel()
+                await asyncio.gather(keeping, return_exceptions=True)
 
     async def _take(self, request_id: str) -> Sequence[bytes]:
         """Returns the next events, or those that tell of an error; none after the last ones."""
