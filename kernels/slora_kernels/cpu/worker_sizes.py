@@ -48,6 +48,8 @@ TAIL_COLUMNS = 128
 # Products with weights.
 PANEL_COLUMNS = 2 * COLUMNS
 PANEL_ROWS = 2 * ROWS
+# Rows that are multiplied with codes and bytes in vectors, not in tiles.
+FEW_ROWS = 2
 # Steps of a panel of bytes that are widened at a time.
 WIDENED_STEPS = 4
 # Output columns of an item in `workers.quantized`. Their rows of the weight fit a core's own cache for any usual width.

@@ -5,10 +5,14 @@ rows only. Here every row takes the same steps, whatever their number: one tile 
 
 A panel has 32 output columns, as pairs of tiles [16 pairs of terms, 16 columns, 2] for each 32 terms. An item of a job
 is one panel and as many rows as fit the core's own cache. A thread multiplies 32 rows at a time.
+
+A tile product adds the even and the odd products of 32 terms one after the other to two sums, and then both to the sum
+of the steps before. Where codes or bytes are multiplied with very few rows, vectors take the same steps: tiles would
+have to be stored before they could be multiplied, and most of their rows would be empty.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +23,7 @@ from numba.core import cgutils
 
 from slora_kernels.cpu.worker_sizes import (
     COLUMNS,
+    FEW_ROWS,
     LANES,
     PANEL_COLUMNS,
     PANEL_ROWS,
@@ -61,6 +66,7 @@ from slora_kernels.cpu.workers.vectors import (
     look_up_words,
     mask_below,
     multiply_add,
+    permute_lanes,
     splat,
 )
 
@@ -106,8 +112,6 @@ class _PanelProduct:
         config = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
         config.align = 64
         self._config = builder.bitcast(config, _BYTES)
-        # The panel before may have ended with fewer rows.
-        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], self._config)
 
     def make_block(self) -> Any:
         """Memory for float32 [32 rows, 32 columns]."""
@@ -122,6 +126,8 @@ class _PanelProduct:
         the memory that has them.
         """
         builder = self._builder
+        # The panel before may have ended with fewer rows.
+        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], self._config)
         with cgutils.for_range_slice(builder, I64(0), self.num_rows, I64(PANEL_ROWS)) as (start, _):
             left = builder.sub(self.num_rows, start)
             is_whole = builder.icmp_signed(">=", left, I64(PANEL_ROWS))
@@ -199,6 +205,62 @@ class _PanelProduct:
                 value = builder.fadd(value, self._offsets.load(0, at, mask), flags=IN_ORDER)
                 self._results.store(0, builder.add(row, at), value, mask)
 
+    def emit_few(self, compute: Callable[["_FewRows"], Any]) -> None:
+        """Emits the products of at most FEW_ROWS rows, which are float32 [T, width] where the panel's weights would be.
+
+        compute: emits the sums of these rows.
+        """
+        builder = self._builder
+        for count in range(1, FEW_ROWS + 1):
+            with builder.if_then(builder.icmp_signed("==", self.num_rows, I64(count))):
+                rows = _FewRows(builder, self.weights, builder.mul(self.steps, I64(4 * TERMS)), count)
+                compute(rows)
+                rows.store(self._sums)
+                self._store_rows(I64(0), I64(count), self._sums)
+
+
+class _FewRows:
+    """Emits the steps of tile products for a few rows, in vectors. A sum is a vector for each row and tile.
+
+    x: where the rows begin, `pitch` bytes apart.
+    """
+
+    def __init__(self, builder: Any, x: Any, pitch: Any, count: int) -> None:
+        self._builder, self.count = builder, count
+        self._rows = [builder.add(x, builder.mul(pitch, I64(row))) for row in range(count)]
+        self.totals = self.make_sums()
+
+    def make_sums(self) -> list[list[Any]]:
+        """Places for sums, which are 0."""
+        places = [[cgutils.alloca_once(self._builder, VECTOR) for _ in range(2)] for _ in range(self.count)]
+        self.clear(places)
+        return places
+
+    def clear(self, sums: list[list[Any]]) -> None:
+        for place in itertools.chain(*sums):
+            self._builder.store(ir.Constant(VECTOR, None), place)
+
+    def add_step(self, sums: list[list[Any]], step: Any, load: Callable[[int, int], Sequence[Any]]) -> None:
+        """Adds the products of 32 terms. load(tile, pair): the numbers of a pair's even term, and of its odd one."""
+        builder, zero = self._builder, ir.Constant(VECTOR, None)
+        parts = [[[zero, zero] for _ in range(2)] for _ in range(self.count)]
+        first = builder.mul(step, I64(4 * TERMS))
+        for pair, tile in itertools.product(range(TERMS // 2), range(2)):
+            numbers = load(tile, pair)
+            for (row, address), odd in itertools.product(enumerate(self._rows), range(2)):
+                place = builder.add(address, builder.add(first, I64(4 * (2 * pair + odd))))
+                term = splat(builder, builder.load(builder.inttoptr(place, F32.as_pointer())))
+                parts[row][tile][odd] = multiply_add(builder, term, numbers[odd], parts[row][tile][odd])
+        for (row, places), tile in itertools.product(enumerate(sums), range(2)):
+            both = builder.fadd(*parts[row][tile], flags=IN_ORDER)
+            builder.store(builder.fadd(builder.load(places[tile]), both, flags=IN_ORDER), places[tile])
+
+    def store(self, block: Any) -> None:
+        """Stores the totals in a block of float32 [..., 32]."""
+        for (row, places), tile in itertools.product(enumerate(self.totals), range(2)):
+            value = self._builder.load(places[tile])
+            self._builder.store(value, point_at(self._builder, block, I64(row), tile), align=64)
+
 
 def point_at(builder: Any, block: Any, row: Any, n: int) -> Any:
     """The address of tile n's columns in a row of a block of float32 [..., 32]."""
@@ -240,7 +302,7 @@ def multiply_byte_panel(
 ) -> Any:
     """Like `multiply_panel`, for int8 or float8 numbers, which are widened into scratch [32 * width].
 
-    scales: [N], which the sums are multiplied with.
+    For few rows, scratch has these rows, see `widen_few`. scales: [N], which the sums are multiplied with.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -277,17 +339,33 @@ def multiply_byte_panel(
                 product.add(start, num_tiles, find_weights(first), first, following)
             return product.store_sums(num_tiles)
 
-        is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
-        with builder.if_else(is_few) as (few, many):
-            with few:
-                product.emit(widen_and_add)
-            with many:
-                widen_steps(weights, I64(0), steps)
-                product.emit(
-                    lambda start, count, num_tiles: product.add_steps(
-                        start, num_tiles, weights, I64(0), steps
+        def multiply_few(rows: _FewRows) -> None:
+            with cgutils.for_range(builder, steps) as loop:
+
+                def load(tile: int, pair: int) -> Sequence[Any]:
+                    place = builder.add(
+                        builder.mul(loop.index, I64(_STEP_BYTES // 2)),
+                        I64(TERMS * (tile * TERMS // 2 + pair)),
                     )
-                )
+                    if pair % 2 == 0:
+                        source.prefetch(0, builder.add(place, I64(_PREFETCH_BYTES)))
+                    return source.load_pairs(place)
+
+                rows.add_step(rows.totals, loop.index, load)
+
+        product.emit_few(multiply_few)
+        with builder.if_then(builder.icmp_signed(">", product.num_rows, I64(FEW_ROWS))):
+            is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
+            with builder.if_else(is_few) as (few, many):
+                with few:
+                    product.emit(widen_and_add)
+                with many:
+                    widen_steps(weights, I64(0), steps)
+                    product.emit(
+                        lambda start, count, num_tiles: product.add_steps(
+                            start, num_tiles, weights, I64(0), steps
+                        )
+                    )
         return context.get_dummy_value()
 
     integers = (types.int64, types.int64, types.int64)
@@ -312,6 +390,7 @@ class _PanelCodes:
             for kind, array in zip(kinds[:4], arrays[:4], strict=True)
         )
         self._table = builder.load(builder.inttoptr(table, _ELEMENTS.as_pointer()), align=2)
+        self._floats = Memory(context, builder, kinds[1], arrays[1], I64(0)).load(0, I64(0))
         self._group_sums = Memory(context, builder, kinds[4], arrays[4], I64(0))
 
     def decode(self, target: Any, first: Any, end: Any) -> None:
@@ -360,6 +439,47 @@ class _PanelCodes:
                     total = multiply_add(builder, minimums[n], own, total)
                 builder.store(total, pointer, align=64)
 
+    def multiply_few(self, rows: _FewRows, group_steps: Any, *, has_minimums: bool) -> None:
+        """Emits the products of few rows with the panel."""
+        builder = self._builder
+        with cgutils.for_range(builder, self.num_groups) as groups:
+            sums, group = rows.make_sums(), groups.index
+            with cgutils.for_range(builder, group_steps) as steps:
+                step = builder.add(builder.mul(group, group_steps), steps.index)
+                rows.add_step(sums, step, self._bind_step(step))
+            scales = self._load_columns(self._scales, group)
+            minimums = self._load_columns(self._minimums, group) if has_minimums else None
+            for row, tile in itertools.product(range(rows.count), range(2)):
+                place = rows.totals[row][tile]
+                total = multiply_add(
+                    builder, scales[tile], builder.load(sums[row][tile]), builder.load(place)
+                )
+                if minimums is not None:
+                    at = builder.add(builder.mul(self.num_groups, I64(row)), group)
+                    own = splat(builder, self._group_sums.load_scalar(0, at))
+                    total = multiply_add(builder, minimums[tile], own, total)
+                builder.store(total, place)
+
+    def _bind_step(self, step: Any) -> Callable[[int, int], Sequence[Any]]:
+        """Returns the function that loads numbers of a step for `_FewRows.add_step`.
+
+        A lane of 32 bits has a column's codes of four pairs: first those of the even terms, then those of the odd ones.
+        """
+        builder, kind = self._builder, ir.VectorType(I32, LANES)
+        first = builder.add(self._codes, builder.mul(step, I64(64 * _CODE_LINES)))
+        lines: dict[tuple[int, int], Any] = {}
+
+        def load(tile: int, pair: int) -> Sequence[Any]:
+            key = tile, pair // 4
+            if key not in lines:
+                place = builder.add(first, I64(64 * (tile * _CODE_LINES // 2 + key[1])))
+                emit_prefetch(builder, builder.inttoptr(builder.add(place, I64(_PREFETCH_BYTES)), _BYTES))
+                lines[key] = builder.load(builder.inttoptr(place, kind.as_pointer()), align=64)
+            shifts = (ir.Constant(kind, [16 * odd + 4 * (pair % 4)] * LANES) for odd in range(2))
+            return [permute_lanes(builder, self._floats, builder.lshr(lines[key], shift)) for shift in shifts]
+
+        return load
+
     def _load_columns(self, numbers: Any, group: Any) -> list[Any]:
         """A vector with a number of each column, for each tile."""
         builder, places = self._builder, []
@@ -398,9 +518,9 @@ def _emit_coded_product(*, has_minimums: bool) -> Any:
     ) -> Any:
         """Like `multiply_panel`, for a panel of codes, which is decoded into scratch [32 * width].
 
-        codes, scales, minimums: bytes of the panel. table: bfloat16 [32], the numbers of the codes, twice. group_sums
-        [T, groups]: the sums of x. group_steps: number of steps of 32 terms in a group. is_half: whether scales and
-        minimums are float16.
+        For few rows, scratch has these rows, see `widen_few`. codes, scales, minimums: bytes of the panel. table:
+        bfloat16 [32], the numbers of the codes, twice. group_sums [T, groups]: the sums of x. group_steps: number of
+        steps of 32 terms in a group. is_half: whether scales and minimums are float16.
         """
 
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -452,13 +572,15 @@ def _emit_coded_product(*, has_minimums: bool) -> Any:
                             )
                 return totals
 
-            is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
-            with builder.if_else(is_few) as (few, many):
-                with few:
-                    product.emit(partial(add_groups, is_decoded=False))
-                with many:
-                    panel.decode(weights, I64(0), product.steps)
-                    product.emit(partial(add_groups, is_decoded=True))
+            product.emit_few(lambda rows: panel.multiply_few(rows, group_steps, has_minimums=has_minimums))
+            with builder.if_then(builder.icmp_signed(">", product.num_rows, I64(FEW_ROWS))):
+                is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
+                with builder.if_else(is_few) as (few, many):
+                    with few:
+                        product.emit(partial(add_groups, is_decoded=False))
+                    with many:
+                        panel.decode(weights, I64(0), product.steps)
+                        product.emit(partial(add_groups, is_decoded=True))
             return context.get_dummy_value()
 
         integers = (types.int64, types.int64, types.int64)
@@ -486,10 +608,21 @@ def sum_groups(sums: Array, x: Array, width: Int) -> None:
             sums[t * num_groups + g] = total
 
 
-# Fields of a job. Only `linear_worker` has BLOCK_ROWS. The fields after it are those of jobs with codes or bytes, where
-# PANELS are scratch.
+@compiled
+def widen_few(target: Array, x: Array, width: Int) -> None:
+    """Stores few rows x [T, width] as float32. target: 16-bit words."""
+    if x.shape[0] > FEW_ROWS:
+        return
+    for t in range(x.shape[0]):
+        row, words = x[t], target[2 * t * width : 2 * (t + 1) * width]
+        for k in range(width):
+            words[2 * k], words[2 * k + 1] = 0, row[k]
+
+
+# Fields of a job. ITEM_SIZE: the rows of an item, or in jobs with codes or bytes its panels. Only these jobs have the
+# fields after it, and their PANELS are scratch.
 (
-    X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH, BLOCK_ROWS,
+    X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH, ITEM_SIZE,
     CODES, TABLE, SCALES, MINIMUMS, GROUP_SUMS, GROUP_STEPS, IS_HALF, HAS_MINIMUMS,
 ) = range(15)  # fmt: skip
 
@@ -499,7 +632,7 @@ def linear_worker(job: Job) -> None:
     mode = configure_tiles()
     x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    size, item = read_int(job, BLOCK_ROWS), take_item(job)
+    size, item = read_int(job, ITEM_SIZE), take_item(job)
     while item < count_items(job):
         # Adjacent items have the same rows, which stay in the cache.
         first, panel = item // panels.shape[0] * size, item % panels.shape[0]
@@ -511,7 +644,7 @@ def linear_worker(job: Job) -> None:
 
 
 def coded_linear_worker(job: Job) -> None:
-    """Like `linear_worker`, for panels of codes."""
+    """Multiplies rows with panels of codes. Each item of the job is some adjacent panels, for all rows."""
     mode = configure_tiles()
     x, out = read_model_matrix(job, X), read_model_matrix(job, OUT)
     thread = take_thread_index(job)
@@ -524,32 +657,34 @@ def coded_linear_worker(job: Job) -> None:
         read_int(job, IS_HALF),
         read_int(job, HAS_MINIMUMS),
     )
+    widen_few(scratch, x, width)
     if has_minimums:
         sum_groups(sums, x, width)
-    item = take_item(job)
+    size, item = read_int(job, ITEM_SIZE), take_item(job)
     while item < count_items(job):
-        column, own_scales, own_codes = item * PANEL_COLUMNS, scales[item], codes[item]
-        if has_minimums:
-            multiply_coded_panel_with_minimums(
-                out, x, scratch, bias, width, column, out_width,
-                own_codes, table, own_scales, minimums[item], sums, steps, is_half,
-            )  # fmt: skip
-        else:
-            multiply_coded_panel(
-                out, x, scratch, bias, width, column, out_width,
-                own_codes, table, own_scales, own_scales, sums, steps, is_half,
-            )  # fmt: skip
+        for panel in range(item * size, min((item + 1) * size, codes.shape[0])):
+            column, own_scales, own_codes = panel * PANEL_COLUMNS, scales[panel], codes[panel]
+            if has_minimums:
+                multiply_coded_panel_with_minimums(
+                    out, x, scratch, bias, width, column, out_width,
+                    own_codes, table, own_scales, minimums[panel], sums, steps, is_half,
+                )  # fmt: skip
+            else:
+                multiply_coded_panel(
+                    out, x, scratch, bias, width, column, out_width,
+                    own_codes, table, own_scales, own_scales, sums, steps, is_half,
+                )  # fmt: skip
         item = take_item(job)
     release_tiles(mode)
 
 
 def int8_linear_worker(job: Job) -> None:
-    """Like `linear_worker`, for panels of int8."""
+    """Like `coded_linear_worker`, for panels of int8."""
     multiply_byte_panels(job, read_signed_byte_matrix(job, CODES))
 
 
 def float8_linear_worker(job: Job) -> None:
-    """Like `linear_worker`, for panels of float8_e4m3fn without NaN."""
+    """Like `coded_linear_worker`, for panels of float8_e4m3fn without NaN."""
     multiply_byte_panels(job, read_byte_matrix(job, CODES))
 
 
@@ -559,9 +694,11 @@ def multiply_byte_panels(job: Job, numbers: Array) -> None:
     x, out = read_model_matrix(job, X), read_model_matrix(job, OUT)
     scratch, scales = read_model_matrix(job, PANELS)[take_thread_index(job)], read_float_matrix(job, SCALES)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    item = take_item(job)
+    widen_few(scratch, x, width)
+    size, item = read_int(job, ITEM_SIZE), take_item(job)
     while item < count_items(job):
-        column, own = item * PANEL_COLUMNS, numbers[item]
-        multiply_byte_panel(out, x, scratch, bias, width, column, out_width, own, scales)
+        for panel in range(item * size, min((item + 1) * size, numbers.shape[0])):
+            column, own = panel * PANEL_COLUMNS, numbers[panel]
+            multiply_byte_panel(out, x, scratch, bias, width, column, out_width, own, scales)
         item = take_item(job)
     release_tiles(mode)

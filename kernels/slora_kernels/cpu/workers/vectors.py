@@ -91,6 +91,21 @@ class Memory:
         )
         return builder.call(function, [pointer, I32(self._size), mask, ir.Constant(kind, None)])
 
+    def load_pairs(self, column: Any) -> tuple[Any, Any]:
+        """Loads pairs of bytes as float32 lanes: the first ones of all pairs, and the second ones."""
+        builder, words = self._builder, ir.VectorType(_I16, LANES)
+        stored = builder.load(self.pointer(0, column, words), align=1)
+        if self._element == types.int8:
+            ints = ir.VectorType(I32, LANES)
+            wide, top = builder.sext(stored, ints), ir.Constant(ints, [24] * LANES)
+            second = builder.ashr(wide, ir.Constant(ints, [8] * LANES))
+            return tuple(
+                builder.sitofp(part, VECTOR) for part in (builder.ashr(builder.shl(wide, top), top), second)
+            )
+        high = builder.lshr(stored, ir.Constant(words, [8] * LANES))
+        first, second = (builder.trunc(part, ir.VectorType(ir.IntType(8), LANES)) for part in (stored, high))
+        return self.widen(first), self.widen(second)
+
     def prefetch(self, row: int, column: Any) -> None:
         """Prefetches the elements around `column`. A prefetch past the end of the array is harmless."""
         emit_prefetch(self._builder, self.pointer(row, column, ir.IntType(8)))
@@ -219,9 +234,7 @@ def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 def look_up(builder: Any, table: Memory, indexes: Any) -> Any:
     """The numbers of a table of 16 float32 at `indexes`, a vector of int32. Only the low 4 bits of an index count."""
     if LANES == 16:
-        kind = ir.FunctionType(VECTOR, [VECTOR, indexes.type])
-        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
-        return builder.call(permute, [table.load(0, I64(0)), indexes])
+        return permute_lanes(builder, table.load(0, I64(0)), indexes)
 
     def fill(number: int) -> Any:
         return ir.Constant(indexes.type, [number] * LANES)
@@ -236,6 +249,13 @@ def look_up(builder: Any, table: Memory, indexes: Any) -> Any:
         index = builder.zext(builder.extract_element(indexes, I32(lane)), I64)
         found = builder.insert_element(found, table.load_widened_scalar(0, index), I32(lane))
     return found
+
+
+def permute_lanes(builder: Any, numbers: Any, indexes: Any) -> Any:
+    """Lane i of the result is lane indexes[i] of 16 numbers. Only the low 4 bits of an index count."""
+    kind = ir.FunctionType(VECTOR, [VECTOR, indexes.type])
+    permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx512.permvar.sf.512")
+    return builder.call(permute, [numbers, indexes])
 
 
 def look_up_words(builder: Any, table: Any, indexes: Any) -> Any:
