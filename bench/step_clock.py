@@ -16,11 +16,15 @@ REST = "rest"
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """owner: a class or a module whose function `name` counts as `part`."""
+    """owner: a class or a module whose function `name` counts as `part`.
+
+    is_whole: whether the timed functions that it calls count as `part`, too.
+    """
 
     owner: Any
     name: str
     part: str
+    is_whole: bool = False
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class StepClock:
     clock: Callable[[], float] = time.perf_counter
     steps: list[dict[str, float]] = field(default_factory=list)
     _open: list[list[float]] = field(default_factory=list)
+    _is_in_whole: bool = False
     _seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
@@ -73,8 +78,14 @@ class StepClock:
 
         @wraps(call)
         def timed_call(*args: Any, **named: Any) -> Any:
-            with self.part(timed.part):
+            if self._is_in_whole:
                 return call(*args, **named)
+            self._is_in_whole = timed.is_whole
+            try:
+                with self.part(timed.part):
+                    return call(*args, **named)
+            finally:
+                self._is_in_whole = False
 
         return staticmethod(timed_call) if is_static else timed_call
 

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import slora.models.decoder
 import slora.models.weights.linear
 import slora.runner.runner
 from bench.step_clock import REST, StepClock, Timed
@@ -33,6 +32,7 @@ _KERNELS = {
     "act_mul": ELEMENTWISE,
     "rotate_and_write_kv": ELEMENTWISE,
     "quantized_linear": BASE,
+    "coded_linear": BASE,
     "shrink": SHRINK,
     "shrink_embedding": SHRINK,
     "expand": EXPAND,
@@ -88,10 +88,9 @@ def timed_functions(kernels: str) -> list[Timed]:
     return [
         *(Timed(owner, name, part) for name, part in _KERNELS.items()),
         Timed(slora.models.weights.linear, "multiply", BASE),
-        Timed(slora.models.decoder, "multiply", HEAD),
         Timed(slora.runner.runner, "sample", SAMPLE),
         Timed(Decoder, "forward", MODEL),
-        Timed(Decoder, "logits", HEAD),
+        Timed(Decoder, "logits", HEAD, is_whole=True),
         Timed(Scheduler, "schedule", SCHEDULE),
         Timed(Scheduler, "postprocess", SCHEDULE),
         Timed(StepBatch, "build", BUILD),

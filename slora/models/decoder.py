@@ -19,20 +19,17 @@ from slora.models.decoder_weights import DecoderLayer, DenseMlp, LayerLoader, Sp
 from slora.models.lora_deltas import LoraDeltas, SideStream, hide_absent, widen_logits
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.step_batch import StepBatch
-from slora.models.weights.linear import (
-    Linear,
-    check_codes,
-    multiply,
-    sum_column_squares,
-    sum_squares,
-)
-from slora.models.weights.packed_weight import pack_head
+from slora.models.weights.linear import Linear, check_codes, quantize_copy, sum_column_squares
 from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import AttentionStep, KVGeometry, QueryKeyNorm
 from slora_kernels.layout import LoraSite, ModelShape
 from slora_kernels.ops import Kernels
 from slora_kernels.partition import Partition
 from slora_kernels.torch.lora_matmuls import add_delta
+
+# The largest embedding, in numbers, of which a copy in 8 bits is made for a head with the same weight. The copy of a
+# larger one would take too much memory.
+_LARGE_COPY = 512 << 20
 
 
 class Decoder:
@@ -60,7 +57,7 @@ class Decoder:
         self.side_stream = SideStream(self.device) if self.device.type == "cuda" else None
         loader = LayerLoader(config, reader, max_model_len, partition, collectives.rank)
         embedding_name = f"{config.stored_root}.embed_tokens.weight"
-        self._embedding = loader.vocabulary(embedding_name)
+        self._embedding = loader.embedding(embedding_name)
         # Rounded to the model's dtype, as transformers does: sqrt(3072) is 55.5 in bfloat16.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else torch.tensor(scale).to(self.device, self.dtype)
@@ -70,7 +67,7 @@ class Decoder:
         head_prefix = "" if config.stored_root == config.root else config.stored_root.removesuffix("model")
         head_name = f"{head_prefix}lm_head.weight"
         tied = config.tie_word_embeddings and reader.is_absent_or_same(head_name, embedding_name)
-        head = self._embedding if tied else loader.vocabulary(head_name)
+        head = self._embedding if tied else loader.head(head_name)
         reader.skip_prefixes(
             config.skipped_prefixes + tuple(f"model.{prefix}" for prefix in config.skipped_prefixes)
         )
@@ -78,9 +75,11 @@ class Decoder:
         # Layers are packed one by one, because packing holds a second copy of the layer for a moment.
         for index in range(config.num_layers):
             self._layers[index] = self._layers[index].packed(self.dtype)
-        self._head_squares = sum_squares(head)
+        form = reader.find_head_form(embedding_name) if tied else None
+        if form is not None and self._embedding.numel() <= _LARGE_COPY:
+            head, tied = quantize_copy(self._embedding, form), False
+        self._head = Linear(head, None, self._shape.head_site).packed(self.dtype, is_tied=tied)
         self._embedding_squares: Tensor | None = None
-        self._lm_head = pack_head(head, is_tied=tied)
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """On a GPU, compares products with 4-bit weights with torch's. Tests compare the rest with transformers."""
@@ -105,7 +104,7 @@ class Decoder:
         ) == len(hidden):
             logits = hidden.new_empty(len(hidden), vocab_size)
         else:
-            logits = multiply(hidden, self._lm_head)
+            logits = self._head.apply(hidden, deltas.kernels)
             deltas.add(logits, hidden, self._shape.head_site)
             if self._collectives.size > 1:
                 # The vocabulary of the last rank may be padded.
@@ -123,9 +122,7 @@ class Decoder:
         """The base model's weight at a site of this rank's part."""
         divided = self._partition.shape.modules[site.first_module].in_width != site.in_width
         if site == self._shape.head_site:
-            return SiteWeight(
-                lambda x: multiply(x, self._lm_head), self._head_squares, None, is_divided=divided
-            )
+            return self._head.describe(kernels, is_divided=divided)
         if site == self._shape.embedding_site:
             weight = self._embedding
             if self._embedding_squares is None:

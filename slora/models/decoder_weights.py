@@ -15,7 +15,7 @@ from torch import Tensor
 
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.rotary import cos_sin_tables
-from slora.models.weights.linear import ExpertLinear, Linear
+from slora.models.weights.linear import ExpertLinear, Linear, QuantizedWeight
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
@@ -124,11 +124,19 @@ class LayerLoader:
         weight = self._reader.vector(f"{name}.weight", width)
         return 1.0 + weight.float() if self._config.norm_offset else weight
 
-    def vocabulary(self, name: str) -> Tensor:
-        """The rank's rows of an embedding or a head, padded to the same number on all ranks."""
-        config, tokens = self._config, self._partition.tokens(self._rank)
-        num_held = self._partition.rank_shape.vocab_size
-        return self._reader.matrix(name, config.vocab_size, config.hidden_size, tokens, num_held)
+    def embedding(self, name: str) -> Tensor:
+        """The rank's rows of an embedding, padded to the same number on all ranks."""
+        return self._reader.matrix(name, *self._vocabulary)
+
+    def head(self, name: str) -> Tensor | QuantizedWeight:
+        """The same of an output head that is not the embedding's weight."""
+        return self._reader.head(name, *self._vocabulary)
+
+    @property
+    def _vocabulary(self) -> tuple[int, int, range, int]:
+        """Rows and columns of the whole matrix, the rows of this rank, and their number with padding."""
+        held = self._partition.rank_shape.vocab_size
+        return self._config.vocab_size, self._config.hidden_size, self._partition.tokens(self._rank), held
 
     def layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"{self._config.stored_root}.layers.{index}"

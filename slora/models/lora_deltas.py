@@ -111,7 +111,7 @@ class LoraDeltas:
         side: SideStream | None = None,
     ) -> None:
         self._memory, self._pages = memory, memory.pages
-        self._kernels = kernels
+        self.kernels = kernels
         self._steps = [kernels.prepare_lora(tiles, memory.tables) for tiles in layers]
         self._side = side
         self._writes_apart = side is not None and len(self._steps) == 1
@@ -146,7 +146,7 @@ class LoraDeltas:
         Expert e computes the rows from `starts[e]` to `starts[e + 1]`. Each row is for one of the step's tokens
         (`token_of_row`), which are in ascending order for each expert. sites: those of the experts' linears.
         """
-        memory, kernels = self._memory, self._kernels
+        memory, kernels = self._memory, self.kernels
         routed = []
         for index, step in enumerate(self._steps):
             used = [site for site in sites if site.kind < step.tiles.num_groups]
@@ -185,7 +185,7 @@ class LoraDeltas:
             self.add(out, x, site)
             return out
         shrunk, out = self._run_beside(
-            lambda: [self._kernels.shrink(x, self._pages, site, step) for step in steps], base
+            lambda: [self.kernels.shrink(x, self._pages, site, step) for step in steps], base
         )
         for step, rows in zip(steps, shrunk, strict=True):
             self._expand(out, rows, site, step)
@@ -213,8 +213,8 @@ class LoraDeltas:
             # Rows without an adapter stay zero in all layers.
             self._deltas[width] = torch.zeros(len(x), width, dtype=x.dtype, device=x.device)
         delta = self._deltas[width]
-        shrunk = self._kernels.shrink(x, self._pages, site, step)
-        self._kernels.write_delta(delta, shrunk, self._pages, site, step)
+        shrunk = self.kernels.shrink(x, self._pages, site, step)
+        self.kernels.write_delta(delta, shrunk, self._pages, site, step)
         return delta
 
     def _run_beside(self, work: Callable[[], _Result], base: Callable[[], Tensor]) -> tuple[_Result, Tensor]:
@@ -233,13 +233,13 @@ class LoraDeltas:
         The columns of `out` are then multiplied by the adapters' scales, and their offsets are added.
         """
         for step in self._select(site):
-            shrunk = self._kernels.shrink(x, self._pages, site, step)
+            shrunk = self.kernels.shrink(x, self._pages, site, step)
             self._expand(out, shrunk, site, step)
 
     def _expand(self, out: Tensor, shrunk: ShrinkOutput, site: LoraSite, step: LoraStep) -> None:
-        self._kernels.expand(out, shrunk, self._pages, site, step)
+        self.kernels.expand(out, shrunk, self._pages, site, step)
         if step.tiles.has_affine:
-            self._kernels.apply_affine(out, self._pages, site, step)
+            self.kernels.apply_affine(out, self._pages, site, step)
 
     def _select(self, site: LoraSite) -> list[LoraStep]:
         """The steps that may have work at this site."""
@@ -253,15 +253,15 @@ class LoraDeltas:
         factor: the model's scale of embeddings, if `out` is multiplied by it already.
         """
         for step in self._steps:
-            shrunk = self._kernels.shrink_embedding(token_ids, self._pages, site, step, out.dtype)
+            shrunk = self.kernels.shrink_embedding(token_ids, self._pages, site, step, out.dtype)
             if isinstance(factor, Tensor) or factor != 1.0:
                 delta = torch.zeros_like(out)
-                self._kernels.expand(delta, shrunk, self._pages, site, step)
+                self.kernels.expand(delta, shrunk, self._pages, site, step)
                 out += delta * factor
             else:
-                self._kernels.expand(out, shrunk, self._pages, site, step)
+                self.kernels.expand(out, shrunk, self._pages, site, step)
             if step.tiles.has_affine:
-                self._kernels.apply_affine(out, self._pages, site, step)
+                self.kernels.apply_affine(out, self._pages, site, step)
 
     def replace_embeddings(self, out: Tensor, token_ids: Tensor, factor: float | Tensor = 1.0) -> None:
         """Overwrites the rows of out [T, H] whose tokens have rows of their own. factor: as in `add_embedding`."""
@@ -286,7 +286,7 @@ class LoraDeltas:
     def replace_norm(self, out: Tensor, x: Tensor, norm_id: int, eps: float) -> None:
         """Overwrites the rows of out [T, H], the RMS norm of x [T, H], that have a weight of their own."""
         for rows, weight in self.find_norms(norm_id, x.shape[1]):
-            out[rows] = self._kernels.rms_norm(x[rows], weight[0], eps)
+            out[rows] = self.kernels.rms_norm(x[rows], weight[0], eps)
 
     def multiply_own_rows(self, hidden: Tensor) -> list[OwnLogits]:
         """Multiplies hidden states [N, H] by the rows that their adapters have in place of rows of the head."""
@@ -299,7 +299,7 @@ class LoraDeltas:
             rows = self._memory.find_rows(slot, 1)
             if rows is not None:
                 at = upload(np.array(indexes), hidden.device)
-                own.append(OwnLogits(at, rows, self._kernels.token_logits(hidden[at], rows)))
+                own.append(OwnLogits(at, rows, self.kernels.token_logits(hidden[at], rows)))
         return own
 
 

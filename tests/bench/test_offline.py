@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -97,6 +98,10 @@ def test_the_time_of_a_part_excludes_the_parts_that_it_calls() -> None:
         assert Clockwork().outer() + Clockwork.still() == 4
     assert clock.steps == [{"a": 2.0, "b": 2.0, REST: 3.0}]
     assert dict(vars(Clockwork)) == before
+    with clock.timing([replace(timed[0], is_whole=True), *timed[1:]]), clock.step():
+        Clockwork().outer()
+        Clockwork.still()
+    assert clock.steps[1] == {"a": 1.0, "b": 1.0, REST: 3.0}
 
 
 def test_a_renamed_function_is_reported_and_no_function_stays_timed() -> None:

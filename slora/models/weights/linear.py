@@ -13,7 +13,7 @@ from slora.models.weights.packed_weight import (
     PackedWeight,
     pack_bytes_in_tiles,
     pack_codes_in_tiles,
-    pack_weight,
+    pack_head,
     split_weight,
 )
 from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight, pack_codes
@@ -89,6 +89,18 @@ class QuantizedWeight:
 Weight = Tensor | PackedWeight | QuantizedWeight | CodedWeight
 
 
+def quantize_copy(weight: Tensor, form: torch.dtype) -> QuantizedWeight:
+    """Rounds a copy of a weight [N, K] to `form`, a few rows at a time."""
+    values = empty_tensor((weight.shape[0], weight.shape[1]), form, weight.device)
+    scales = torch.empty(len(weight), device=weight.device)
+    step = max(1, _SQUARED_ELEMENTS // max(1, weight.shape[1]))
+    for parts in zip(*(torch.split(tensor, step) for tensor in (weight, values, scales)), strict=True):
+        rows = parts[0].to(torch.float32, copy=True)
+        for target, rounded in zip(parts[1:], quantize_rows(rows, form), strict=True):
+            target.copy_(rounded)
+    return QuantizedWeight(values, scales)
+
+
 @dataclass(frozen=True, slots=True)
 class Linear:
     """weight [out, in]: the stacked weights of all modules of the site. bias [out] is never quantized.
@@ -112,12 +124,14 @@ class Linear:
             return kernels.coded_linear(x, self.weight, bias)
         return multiply(x, self.weight, bias)
 
-    def packed(self, dtype: torch.dtype) -> "Linear":
-        """Returns the same linear with packed weights, if this machine supports them. dtype: that of x."""
+    def packed(self, dtype: torch.dtype, *, is_tied: bool = False) -> "Linear":
+        """Returns the same linear with packed weights, if this machine supports them. dtype: that of x.
+
+        is_tied: see `pack_head`.
+        """
         squares = None if isinstance(self.weight, PackedWeight) else sum_squares(self.weight)
-        return replace(
-            self, weight=_pack(self.weight, dtype, is_biased=self.bias is not None), squares=squares
-        )
+        weight = _pack(self.weight, dtype, is_biased=self.bias is not None, is_tied=is_tied)
+        return replace(self, weight=weight, squares=squares)
 
     def describe(self, kernels: Kernels, *, is_divided: bool) -> SiteWeight:
         """is_divided: whether other ranks have other columns of the weight."""
@@ -166,12 +180,14 @@ def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:
     return torch.cat([part.float().square().sum(1) for part in torch.split(weight, step)])
 
 
-def _pack(weight: Weight, dtype: torch.dtype, *, is_biased: bool = False) -> Weight:
+def _pack(weight: Weight, dtype: torch.dtype, *, is_biased: bool = False, is_tied: bool = False) -> Weight:
     if isinstance(weight, QuantizedWeight):
         return pack_bytes_in_tiles(weight.values, weight.scales, dtype) or weight
     if isinstance(weight, CodedWeight):
         return pack_codes_in_tiles(weight, dtype) or weight
-    return pack_weight(weight, is_biased=is_biased) if isinstance(weight, Tensor) else weight
+    if isinstance(weight, Tensor):
+        return pack_head(weight, is_tied=is_tied, is_biased=is_biased)
+    return weight
 
 
 def multiply(x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None) -> Tensor:

@@ -81,7 +81,8 @@ class WeightReader:
 
     `vector` reads immediately. `matrix` and `linear` allocate memory that `read` fills.
 
-    form: the dtype that `linear` quantizes to; None: no quantization. block: the ScaleBlock of all quantized tensors.
+    form: the dtype that `linear` quantizes to; None: no quantization. For the head, see `find_head_form`.
+    block: the ScaleBlock of all quantized tensors.
     codes: how weights of 4 bits are stored; None: there are none.
 
     Raises ConfigError for a tensor that is missing, damaged or not supported.
@@ -117,7 +118,7 @@ class WeightReader:
     def matrix(
         self, name: str, num_rows: int, width: int, rows: range | None = None, num_held: int | None = None
     ) -> Tensor:
-        """Allocates rows of an embedding or a head [num_rows, width], in the served dtype whatever the stored dtype is.
+        """Allocates rows of a matrix [num_rows, width], in the served dtype whatever the stored dtype is.
 
         rows: the rows to read; None: all. num_held: number of rows of the result, with zeros after the rows that are
             read. None: no zeros.
@@ -127,6 +128,28 @@ class WeightReader:
         weight[len(rows) :] = 0
         self._fill(self._source(name, (num_rows, width)), PlainTarget(weight, range(width), width), (rows,))
         return weight
+
+    def head(
+        self, name: str, num_rows: int, width: int, rows: range, num_held: int
+    ) -> Tensor | QuantizedWeight:
+        """Like `matrix`, for an output head, which may be rounded to `find_head_form`."""
+        form = self.find_head_form(name)
+        if form is None:
+            return self.matrix(name, num_rows, width, rows, num_held)
+        weight = QuantizedWeight(
+            empty_tensor((num_held, width), form, self.device), torch.ones(num_held, device=self.device)
+        )
+        weight.values[len(rows) :] = 0
+        self._fill(self._source(name, (num_rows, width)), QuantizedTarget(weight, range(width)), (rows,))
+        return weight
+
+    def find_head_form(self, name: str) -> torch.dtype | None:
+        """The dtype to which the output head is rounded. None: it stays in the served dtype, as on a GPU, and if the
+        tensor `name`, from which it is read, is stored in 4 bits.
+        """
+        rounds = self._form in (FORMS["int8"], FORMS["int4"]) and self.device.type == "cpu"
+        is_coded = rounds and WeightSource(self._checkpoint.find(name)).scale_dtype is not None
+        return FORMS["int8"] if rounds and not is_coded else None
 
     def linear(self, parts: Sequence[LinearPart]) -> Weight:
         """Allocates one weight in which parts of several tensors are stacked. All parts have the same columns.

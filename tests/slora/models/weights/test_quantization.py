@@ -18,12 +18,15 @@ from slora.models.model_spec import read_model_spec
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.peft_adapters import DORA_KINDS, KINDS
+from tests.support.peft_adapters import DORA_EMBEDDING_KINDS, DORA_KINDS, KINDS, ROW_KINDS
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.trained_model import Figures, ask_trained_model
 
 FORMS = {"int8": (torch.int8, 127.0), "fp8": (torch.float8_e4m3fn, 448.0)}
-ADAPTERS = {kind: KINDS[kind] for kind in ("r8_on_q_and_v", "patterns")} | {"dora": DORA_KINDS["dora"]}
+HEADS = {"dora_on_head": DORA_EMBEDDING_KINDS["dora_on_head"]} | {
+    kind: ROW_KINDS[kind] for kind in ("whole_head", "tokens_of_head")
+}
+ADAPTERS = {"patterns": KINDS["patterns"], "dora": DORA_KINDS["dora"]} | HEADS
 # Prompts, the adapter kind of each prompt, and the answers.
 Work = tuple[list[list[int]], list[str | None], list[list[int]]]
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
@@ -53,12 +56,28 @@ def rewrite(source: Path, target: Path, change: Callable[[str, Tensor], dict[str
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
-def set_config(directory: Path, quantization: dict[str, Any]) -> None:
+def round_head(directory: Path) -> None:
+    """Rounds the head to 8 bits. If it is the embedding's weight, it becomes a weight of its own."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    numbers, scales = round_rows(head, "int8")
+    save_file(tensors | {"lm_head.weight": numbers.float() * scales}, path, metadata={"format": "pt"})
+    set_config(directory, tie_word_embeddings=False)
+
+
+def drop_copies(kit: ModelKit) -> ModelKit:
+    """Removes the copies of the base's head that PEFT saves with adapters of the head. The oracle would use them."""
+    for path in kit.adapters.values():
+        file = path / "adapter_model.safetensors"
+        tensors = {name: tensor for name, tensor in load_file(file).items() if "base_layer" not in name}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return kit
+
+
+def set_config(directory: Path, **fields: Any) -> None:
     path = directory / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"quantization_config": quantization}),
-        encoding="utf-8",
-    )
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
 
 
 def round_groups(weight: Tensor) -> Tensor:
@@ -72,12 +91,12 @@ def round_groups(weight: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    return make_kit(tmp_path_factory.mktemp("quantized"), "llama", ADAPTERS, num_hidden_layers=2)
+    return drop_copies(make_kit(tmp_path_factory.mktemp("quantized"), "llama", ADAPTERS, num_hidden_layers=2))
 
 
 def answer(kit: ModelKit, directory: Path, **settings: Any) -> Work:
     rng = random.Random(3)
-    kinds = [None, *kit.adapters] * 4
+    kinds = [None, *kit.adapters] * 3
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 16, 17, 40)))] for _ in kinds]
     llm = LLM(directory, pool_bytes=kit.pool_bytes(400), **settings)
     outputs = llm.generate(prompts, GREEDY, [kit.path(kind) for kind in kinds])
@@ -99,6 +118,8 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
         return {name: numbers.float() * scales}
 
     rewrite(kit.directory, tmp_path / "exact", dequantize)
+    if form == "int8":
+        round_head(tmp_path / "exact")
     work = answer(kit, kit.directory, quantization=form, kernels=kernels)
     verdict = judge(kit, tmp_path / "exact", work)
     report(f"parity of weights in {form} with {kernels} kernels: {verdict}")
@@ -108,6 +129,7 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
 # Their input widths are multiples of 32.
 WIDE = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "attention_bias": True},
+    "qwen2_tied": {"hidden_size": 64, "intermediate_size": 128},
     "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16},
 }
 
@@ -124,9 +146,10 @@ def test_answers_are_those_of_weights_rounded_to_4_bits(
             name: round_groups(weight) if weight.dim() == 2 else torch.stack([*map(round_groups, weight)])
         }
 
-    kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
-    kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2, **WIDE[model])
+    kinds = {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]} | (HEADS if model == "llama" else {})
+    kit = drop_copies(make_kit(tmp_path, model, kinds, num_hidden_layers=2, **WIDE[model]))
     rewrite(kit.directory, tmp_path / "exact", dequantize)
+    round_head(tmp_path / "exact")
     settings = {"kernels": kernels, "tensor_parallel_size": size, "device": "cpu"}
     work = answer(kit, kit.directory, quantization="int4", **settings)
     verdict = judge(kit, tmp_path / "exact", work)
@@ -239,7 +262,7 @@ def write_stored(kit: ModelKit, root: Path, name: str) -> tuple[Path, Path]:
     stored, exact = root / "stored", root / "exact"
     rewrite(kit.directory, exact, dequantize)
     rewrite(kit.directory, stored, quantize)
-    set_config(stored, config)
+    set_config(stored, quantization_config=config)
     return stored, exact
 
 
@@ -287,7 +310,7 @@ def test_weights_with_a_scale_for_each_block_can_be_rounded_again_by_row(
 
     rewrite(kit.directory, tmp_path / "exact", dequantize)
     rewrite(kit.directory, tmp_path / "stored", quantize)
-    set_config(tmp_path / "stored", config)
+    set_config(tmp_path / "stored", quantization_config=config)
     verdict = judge(
         kit, tmp_path / "exact", answer(kit, tmp_path / "stored", kernels=KERNELS, quantization="fp8")
     )
@@ -334,7 +357,7 @@ def test_an_unsupported_quantization_is_refused_with_a_remedy(
 ) -> None:
     config, said = REFUSED[name]
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
-    set_config(tmp_path / "stored", config)
+    set_config(tmp_path / "stored", quantization_config=config)
     with pytest.raises(ConfigError, match=f"quantization_config.*{said}.*use the unquantized checkpoint"):
         LLM(tmp_path / "stored")
 
@@ -345,7 +368,7 @@ def test_scales_that_do_not_fit_their_weight_are_refused(kit: ModelKit, tmp_path
         return {path: round_rows(weight, "int8")[0], f"{path}_scale": torch.ones(3)}
 
     rewrite(kit.directory, tmp_path / "stored", quantize)
-    set_config(tmp_path / "stored", compressed("int8", "channel"))
+    set_config(tmp_path / "stored", quantization_config=compressed("int8", "channel"))
     with pytest.raises(ConfigError, match=r"proj\.weight \[\d+, \d+\] has scales of shape \[3\]"):
         LLM(tmp_path / "stored", model_impl=impl, pool_bytes=kit.pool_bytes(400))
 
@@ -353,7 +376,7 @@ def test_scales_that_do_not_fit_their_weight_are_refused(kit: ModelKit, tmp_path
 @pytest.mark.parametrize("impl", ["slora", "transformers"])
 def test_numbers_without_scales_are_refused(kit: ModelKit, tmp_path: Path, impl: str) -> None:
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: round_rows(weight, "int8")[0]})
-    set_config(tmp_path / "stored", compressed("int8", "channel"))
+    set_config(tmp_path / "stored", quantization_config=compressed("int8", "channel"))
     with pytest.raises(ConfigError, match=r"proj\.weight is I8, but there is no .*proj\.weight_scale"):
         LLM(tmp_path / "stored", model_impl=impl, pool_bytes=kit.pool_bytes(400))
 
@@ -364,14 +387,14 @@ def test_scales_of_weights_that_need_none_are_refused(kit: ModelKit, tmp_path: P
         tmp_path / "stored",
         lambda path, weight: {path: weight, f"{path}_scale_inv": weight[:1].clone()},
     )
-    set_config(tmp_path / "stored", STORED["deepseek_fp8"][3])
+    set_config(tmp_path / "stored", quantization_config=STORED["deepseek_fp8"][3])
     with pytest.raises(ConfigError, match=r"is F32, but there is .*weight_scale_inv, which only numbers"):
         LLM(tmp_path / "stored", model_impl="transformers", pool_bytes=kit.pool_bytes(400))
 
 
 def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
     rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
-    set_config(tmp_path / "stored", {"quant_method": "fbgemm_fp8"})
+    set_config(tmp_path / "stored", quantization_config={"quant_method": "fbgemm_fp8"})
     with pytest.raises(ConfigError, match="quantization is int8, but this checkpoint is stored as fp8"):
         LLM(tmp_path / "stored", quantization="int8")
 
