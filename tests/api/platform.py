@@ -40,6 +40,7 @@ from slora_api.serve.composition import build_services, make_batch_runner
 from slora_api.serve.services import Services
 from slora_api.tenants.tenant_store import TenantStore
 from tests.adapters.hand_made import SHAPE, make_members
+from tests.api.adapters.hostile_uploads import FIELDS
 from tests.api.live_server import live_server
 from tests.api.scripted_engine import EOS, ScriptedEngine, byte_tokenizer, deltas_of
 from tests.support.migrated_file import write_migrated_database
@@ -48,19 +49,6 @@ T = TypeVar("T")
 ADMIN_KEY = "the-operators-own-key"
 # Smaller than a server's reserve, so that a test can fill a disk without a reserve.
 RESERVE_BYTES = 1 << 20
-FIELDS = {
-    "adapter_config.json": "config",
-    "adapter_model.safetensors": "weights",
-    "tokenizer_config.json": "tokenizer_config",
-    "config.json": "model_labels",
-    "chat_template.jinja": "chat_template",
-    "generation_config.json": "generation_config",
-    "tokenizer.json": "tokenizer",
-    "special_tokens_map.json": "special_tokens_map",
-    "added_tokens.json": "added_tokens",
-    "chat_template.json": "chat_template_json",
-    "additional_chat_templates/tool_use.jinja": "tool_template",
-}
 
 
 def make_sdk_client(url: str, key: str) -> openai.OpenAI:
@@ -91,7 +79,7 @@ class Platform:
     services: Services
     directory: Path
     # The clients by key, and what closes them and those of the openai package.
-    clients: dict[str, httpx.Client] = field(default_factory=dict)
+    clients: dict[str | None, httpx.Client] = field(default_factory=dict)
     at_end: ExitStack = field(default_factory=ExitStack)
 
     def find(self, kind: type[T]) -> T:
@@ -108,17 +96,18 @@ class Platform:
         ids = self.engine.requests[-1].prompt_token_ids
         return b"".join(b"<eos>" if token == EOS else bytes([token]) for token in ids).decode()
 
-    def api(self, key: str) -> httpx.Client:
-        """A client that is closed at the end of the platform. A new client for each request takes as long as many
-        requests do."""
+    def api(self, key: str | None) -> httpx.Client:
+        """A client that is closed at the end of the platform, with a key or without one. A new client for each request
+        would take as long as the request."""
         if key not in self.clients:
             self.clients[key] = self.at_end.enter_context(self.client(key))
         return self.clients[key]
 
-    def client(self, key: str) -> httpx.Client:
+    def client(self, key: str | None) -> httpx.Client:
         """A client that the caller closes, or with it a stream."""
         # Loading CA certificates takes longer than most requests of these tests, and the tests use no TLS.
-        return httpx.Client(base_url=self.url, headers=bearer(key), timeout=120, verify=False)
+        headers = None if key is None else bearer(key)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=120, verify=False)
 
     def sdk(self, key: str) -> openai.OpenAI:
         """A client of the openai package, closed at the end of the platform."""

@@ -5,8 +5,9 @@ While a callback runs, the process serves no other request. A callback's wall-cl
 the loop's thread, time in the kernel's run queue, and time blocked. Only the time in the run queue depends on other
 programs.
 
-- `cpu_ms`: CPU time of the loop's thread, without full garbage collections. Those of a test's process look at all that
-  the tests have imported. A server freezes what it has at its start.
+- `cpu_ms`: CPU time of the loop's thread, without garbage collections of more than the youngest objects. Those of a
+  test's process look at all that the tests have imported, and at what a scripted engine has kept. A server freezes what
+  it has at its start.
 - `blocked_ms`: time that the callback waited for a disk, a lock, or the interpreter lock (GIL) held by another thread.
 
 The loop itself may wait for the interpreter lock after a poll. That wait is reported as a callback named `POLL`. Polls
@@ -48,7 +49,7 @@ BOUND_MS = 20.0
 POLL = "the poll of the event loop, which waited for the interpreter lock"
 _TICK_S = 0.01
 _STACK_DEPTH = 6
-_OLDEST = 2  # generation
+_YOUNGEST = 0  # generation
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,14 +102,14 @@ class _LoopThread:
 
     def note_collection(self, phase: str, info: dict[str, int]) -> None:
         """A callback of `gc`, called on the thread that collects."""
-        if info["generation"] == _OLDEST and threading.get_ident() == self.id:
+        if info["generation"] != _YOUNGEST and threading.get_ident() == self.id:
             if phase == "start":
                 self._collecting_since = time.thread_time()
             else:
                 self.collected_s += time.thread_time() - self._collecting_since
 
     def read_clocks(self) -> tuple[float, float, float]:
-        """Three times in seconds: wall-clock time and CPU time of this thread, both without full collections, and its
+        """Three times in seconds: wall-clock time and CPU time of this thread, both without those collections, and its
         wait for a CPU in the kernel's run queue. Called by the thread."""
         wall, cpu = time.perf_counter() - self.collected_s, time.thread_time() - self.collected_s
         return wall, cpu, _of_thread.run_queue.waited_s()

@@ -46,11 +46,14 @@ def test_a_callback_over_the_bound_is_named_with_its_cpu_time() -> None:
     assert "test_slow_callbacks.py" in slow[0].where and "spin" in slow[0].where
 
 
-def test_a_full_garbage_collection_is_not_the_callbacks_time() -> None:
+@pytest.mark.parametrize("generation", [1, 2])
+def test_a_garbage_collection_of_older_objects_is_not_the_callbacks_time(generation: int) -> None:
+    gc.disable()
     objects = [[number] for number in range(1_000_000)]
+    gc.enable()
 
     async def collect() -> None:
-        gc.collect()
+        gc.collect(generation)
 
     with recording() as recorder:
         asyncio.run(collect())

@@ -137,12 +137,19 @@ class Maker:
         return self.file(header, body)
 
 
+# A file of an adapter -> its multipart field.
 FIELDS = {
     CONFIG: "config",
     WEIGHTS: "weights",
     "tokenizer_config.json": "tokenizer_config",
+    "config.json": "model_labels",
     "chat_template.jinja": "chat_template",
     "generation_config.json": "generation_config",
+    "tokenizer.json": "tokenizer",
+    "special_tokens_map.json": "special_tokens_map",
+    "added_tokens.json": "added_tokens",
+    "chat_template.json": "chat_template_json",
+    "additional_chat_templates/tool_use.jinja": "tool_template",
 }
 
 

@@ -1,7 +1,6 @@
 """Runners that die, leases, and answers that are written once."""
 
 import json
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -34,6 +33,7 @@ from slora_api.core.errors import InUse, NotFound, QuotaExceeded
 from slora_api.usage.usage_ledger import BatchUsage, UsageFilter, UsageLedger
 from tests.api.platform import open_tenant_store, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import wait_until
 from tests.support.forked_program import ForkedProgram
 
 PATH = "/v1/completions"
@@ -558,9 +558,8 @@ def test_every_line_is_answered_once_although_its_process_is_killed(tmp_path: Pa
         assert halfway.status is BatchStatus.IN_PROGRESS and 0 < halfway.num_completed < 50
         # The lease of the dead process ends by itself, but only after half a minute.
         batches.release(batch_id, lease_owner(database))
-        with ForkedProgram(PROGRAM, tmp_path) as program:
-            while not batches.find(acme, batch_id).is_final:
-                time.sleep(0.05)
+        with running_platform(tmp_path, ScriptedEngine([deltas_of(b"hi")]), runs_batches=True):
+            wait_until(lambda: batches.find(acme, batch_id).is_final)
         batch = batches.find(acme, batch_id)
         output = b"".join(batches.files.read(batch.output_file_id)).splitlines()
     assert batch.status is BatchStatus.COMPLETED and (batch.num_completed, batch.num_failed) == (50, 0)

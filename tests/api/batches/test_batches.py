@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from slora_api.usage.usage_shipper import UsageShipper
 from tests.api.command import run_command
 from tests.api.platform import ADMIN_KEY, Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.served import wait_until
 
 PATH = "/v1/chat/completions"
 
@@ -49,12 +50,8 @@ def submit(client: openai.OpenAI, lines: list[Any]) -> Any:
 
 
 def wait_for(client: openai.OpenAI, batch_id: str, *statuses: str) -> Any:
-    for _ in range(12_000):
-        batch = client.batches.retrieve(batch_id)
-        if batch.status in statuses:
-            return batch
-        time.sleep(0.05)
-    raise AssertionError(f"the batch is {batch.status} after ten minutes")
+    wait_until(lambda: client.batches.retrieve(batch_id).status in statuses)
+    return client.batches.retrieve(batch_id)
 
 
 def read_answers(client: openai.OpenAI, file_id: str | None) -> list[dict[str, Any]]:
@@ -157,11 +154,11 @@ def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Plat
     wait_for(client, batch.id, "in_progress")
     with pytest.raises(openai.ConflictError, match="is the input of the batch"):
         client.files.delete(batch.input_file_id)
-    poll(lambda: len(platform.engine.requests) == 3)
+    wait_until(lambda: len(platform.engine.requests) == 3)
     assert client.batches.cancel(batch.id).status == "cancelling"
     ended = wait_for(client, batch.id, "cancelled")
     assert ended.output_file_id is None and ended.cancelled_at and ended.cancelling_at
-    poll(lambda: len(platform.engine.aborted) == 3)
+    wait_until(lambda: len(platform.engine.aborted) == 3)
     with pytest.raises(openai.ConflictError, match="is cancelled, so it cannot be cancelled"):
         client.batches.cancel(batch.id)
 
@@ -196,14 +193,6 @@ def test_another_tenant_sees_neither_files_nor_batches(platform: Platform) -> No
         with pytest.raises(openai.NotFoundError):
             call()
     assert not other.files.list().data and not other.batches.list().data
-
-
-def poll(is_true: Callable[[], bool]) -> None:
-    for _ in range(12_000):
-        if is_true():
-            return
-        time.sleep(0.05)
-    raise AssertionError("it did not happen within ten minutes")
 
 
 @pytest.mark.parametrize(
@@ -340,7 +329,7 @@ def test_a_line_leaves_half_of_a_quota_to_interactive_requests_and_is_sent_again
     platform.api(ADMIN_KEY).patch("/admin/tenants/acme/quota", json=quota).raise_for_status()
     client = platform.sdk(key)
     batch = submit(client, [line_of("first"), line_of("second")])
-    poll(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)  # type: ignore[union-attr]
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed == 1)  # type: ignore[union-attr]
     chat = {"model": "base", "prompt": "a", "max_tokens": 2}
     assert platform.api(key).post("/v1/completions", json=chat).status_code == 200
     counts = client.batches.retrieve(batch.id).request_counts
@@ -393,7 +382,7 @@ def test_batches_that_wait_for_their_quota_hold_up_no_other_tenant(
             "/admin/tenants/acme/quota", json={"requests_per_minute": 2}
         ).raise_for_status()
         batches = [submit(waiting, [line_of("a"), line_of("b")]) for _ in range(2)]
-        poll(lambda: len(engine.requests) == 1)
+        wait_until(lambda: len(engine.requests) == 1)
         ended = wait_for(other, submit(other, [line_of("c"), line_of("d")]).id, "completed")
         assert ended.request_counts.completed == 2
         for batch in batches:
@@ -408,9 +397,9 @@ def test_one_tenants_lines_leave_places_for_the_lines_of_another(tmp_path: Path)
         hostile, honest = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
         engine.answers = [deltas_of(b"hi")[:1]]
         held = [submit(hostile, [line_of(str(n)) for n in range(20)]) for _ in range(3)]
-        poll(lambda: len(engine.requests) == 6)
+        wait_until(lambda: len(engine.requests) == 6)
         batch = submit(honest, [line_of("a"), line_of("b")])
-        poll(lambda: len(engine.requests) >= 7)
+        wait_until(lambda: len(engine.requests) >= 7)
         tenants = [request.tenant for request in engine.requests]
         acme, rival = platform.tenant_id("acme"), platform.tenant_id("rival")
         assert (tenants.count(acme), tenants.count(rival)) in ((6, 1), (6, 2))
@@ -428,7 +417,7 @@ def test_a_batch_whose_tenant_has_no_cpu_time_left_waits_and_can_be_cancelled(
     with running_platform(tmp_path, engine, runs_batches=True) as platform:
         client = platform.sdk(platform.key("acme"))
         batch = submit(client, [b"no json"] * 10_000)
-        poll(lambda: bool(platform.services.batches.count_by_status()))
+        wait_until(lambda: bool(platform.services.batches.count_by_status()))
         client.batches.cancel(batch.id)
         ended = wait_for(client, batch.id, "cancelled")
         assert ended.request_counts.completed + ended.request_counts.failed < 1000
@@ -490,10 +479,10 @@ def test_the_lines_of_a_suspended_tenant_wait_until_it_is_resumed(
         suspended, other = platform.sdk(platform.key("acme")), platform.sdk(platform.key("rival"))
         engine.hang, engine.answers = True, [deltas_of(b"hi")[:1]]
         batch = submit(suspended, [line_of("a"), line_of("b")])
-        poll(lambda: len(engine.requests) == 1)
+        wait_until(lambda: len(engine.requests) == 1)
         admin = platform.api(ADMIN_KEY)
         admin.post("/admin/tenants/acme/suspend").raise_for_status()
-        poll(lambda: len(engine.aborted) == 1)
+        wait_until(lambda: len(engine.aborted) == 1)
         engine.hang, engine.answers = False, [deltas_of(b"hi", FinishReason.STOP)]
         wait_for(other, submit(other, [line_of("c")]).id, "completed")
         assert {request.tenant for request in engine.requests[1:]} == {platform.tenant_id("rival")}

@@ -1,7 +1,8 @@
 """`slora adapter push` against a running API."""
 
 import io
-import sys
+from collections.abc import Callable
+from contextlib import redirect_stderr
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,13 @@ from tests.support.terminal import Terminal
 
 
 def test_a_push_shows_its_progress_on_a_terminal_only(
-    platform: Platform, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    platform: Platform, tmp_path: Path, set_variables: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("SLORA_URL", platform.url)
-    monkeypatch.setenv("SLORA_API_KEY", platform.key("acme"))
+    set_variables(SLORA_URL=platform.url, SLORA_API_KEY=platform.key("acme"))
     directory = write_directory(tmp_path / "greeter", make_members())
     for stderr, is_shown in ((io.StringIO(), False), (Terminal(), True)):
-        monkeypatch.setattr(sys, "stderr", stderr)
-        assert main(["adapter", "push", str(directory)]) == 0
+        with redirect_stderr(stderr):
+            assert main(["adapter", "push", str(directory)]) == 0
         assert ("Uploading" in stderr.getvalue()) == is_shown
         assert "greeter@1" in capsys.readouterr().out
 

@@ -932,7 +932,7 @@ FIELDS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([COMPLETIONS, CHAT]),
     changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),

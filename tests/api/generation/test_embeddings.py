@@ -89,7 +89,7 @@ def test_fields_reach_the_engine(
     answer = post(platform, key, PATH, TEXT | fields)
     assert answer.status_code == 200, answer.text
     assert platform.engine.requests[-1].pooling == pooling
-    assert len(answer.json()["data"][0]["embedding"]) == pooling.dimensions or H
+    assert len(answer.json()["data"][0]["embedding"]) == (pooling.dimensions or H)
 
 
 def test_a_priority_reaches_the_engine(platform: Platform, key: str) -> None:

@@ -50,6 +50,7 @@ def platform(shared: Platform, recorder: Recorder) -> Iterator[Platform]:
     usual = gc.get_threshold()
     limit_garbage_collection()
     shared.engine.reset(deltas_of(b"Hi!"))
+    shared.engine.max_model_len = CONTEXT
     recorder.found.clear()
     yield shared
     gc.set_threshold(*usual)
@@ -133,9 +134,9 @@ LARGEST = {
 @pytest.mark.parametrize("name", LARGEST)
 @repeated_if_slow
 def test_the_largest_accepted_prompts_do_not_block_the_event_loop(
-    platform: Platform, recorder: Recorder, key: str, monkeypatch: pytest.MonkeyPatch, name: str
+    platform: Platform, recorder: Recorder, key: str, name: str
 ) -> None:
-    monkeypatch.setattr(platform.engine, "max_model_len", 131_072)
+    platform.engine.max_model_len = 131_072
     answer = post(platform, key, COMPLETIONS, {"model": "base", **LARGEST[name]})
     assert answer.status_code == 200 and not recorder.slow()
 
@@ -209,10 +210,10 @@ def caller(shared: Platform) -> str:
 @pytest.mark.parametrize("name", LARGEST_LISTS)
 @repeated_if_slow
 def test_the_largest_accepted_lists_do_not_block_the_event_loop(
-    platform: Platform, recorder: Recorder, caller: str, monkeypatch: pytest.MonkeyPatch, name: str
+    platform: Platform, recorder: Recorder, caller: str, name: str
 ) -> None:
     """Born from a body of /v1/messages that held the event loop for 33 ms, and one of /v1/responses for 45 ms."""
-    monkeypatch.setattr(platform.engine, "max_model_len", 131_072)
+    platform.engine.max_model_len = 131_072
     path, fields = LARGEST_LISTS[name]
     answer = post(platform, caller, path, {"model": "caller", **fields})
     # Some of these prompts are too long for the context, which is known only after all of this work.

@@ -1,14 +1,12 @@
 """The fields that set the form of an answer: what reaches the engine, and what is refused."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from slora.core.sampling_params import MAX_FORM_CHARS, OutputKind, StructuredOutput
-from tests.api.platform import Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.platform import Platform, post
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 BODIES: dict[str, dict[str, Any]] = {
@@ -29,18 +27,6 @@ def nest(levels: int) -> dict[str, Any]:
 
 # Deeper schemas than this can't be sent from here, because Python could not write them as JSON.
 DEEP = nest(900)
-
-
-@pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([deltas_of(b"Hi!")] * 1)
-    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def key(platform: Platform) -> str:
-    return platform.key("acme")
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

@@ -1,8 +1,6 @@
 """Quotas hold for processes that use them together, and a killed process leaves nothing reserved."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,15 +9,15 @@ import pytest
 
 from tests.api.quotas.quota_hammer import QUOTA
 from tests.redis_server import RedisServer
+from tests.support.forked_program import ForkedProgram
 
 _PROGRAM = Path(__file__).with_name("quota_hammer.py")
 
 
 def run(*arguments: object) -> Any:
-    command = [sys.executable, "-P", str(_PROGRAM), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, encoding="utf-8")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    status, output = ForkedProgram(_PROGRAM.read_text(encoding="utf-8"), *arguments, stderr=2).finish()
+    assert status == 0
+    return json.loads(output)
 
 
 def most_within(moments: list[tuple[int, int, int]], width_ms: int) -> int:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from tests.adapters.hand_made import make_members, write_directory
 from tests.api.command import run_slora
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
-from tests.api.served import ask_and_leave
+from tests.api.served import ask_and_leave, wait_until
 from tests.support.child_processes import find_children
 from tests.support.hub import COMMIT, Hub, running_hub
 
@@ -172,8 +171,8 @@ def test_a_download_ends_with_its_client(platform: Platform, hub: Hub) -> None:
         return any(path.endswith(".safetensors") for path in hub.asked) and bool(downloads())
 
     ask_and_leave(platform.api(key), "/v1/adapters", has_begun, files=form)
-    assert wait_for(lambda: not downloads())
-    assert wait_for(lambda: not any((platform.directory / "quarantine").iterdir()))
+    wait_until(lambda: not downloads())
+    wait_until(lambda: not any((platform.directory / "quarantine").iterdir()))
 
 
 def test_the_command_pushes_for_a_tenant_and_lets_the_server_download(
@@ -204,11 +203,3 @@ def test_vllms_route_downloads_for_the_operator(platform: Platform, hub: Hub) ->
         platform, ADMIN_KEY, "/v1/load_lora_adapter", {**body, "lora_name": "v", "lora_path": "hf://org"}
     )
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "lora_path")
-
-
-def wait_for(condition: Any) -> Any:
-    for _ in range(600):
-        if found := condition():
-            return found
-        time.sleep(0.05)
-    return None

@@ -209,7 +209,7 @@ def test_old_records_and_fine_sums_are_deleted_and_the_days_stay(
         assert connection.execute(select(func.count()).select_from(schema.usage_records)).scalar_one()
 
 
-def test_a_deletion_is_bounded(ledger: UsageLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deletion_is_bounded(ledger: UsageLedger) -> None:
     ledger.add([record(f"{number:06x}", NOW - number * MINUTE_S) for number in range(2100)])
     assert ledger.delete_old(NOW + DAY_S), "2,000 rows at once"
     assert not ledger.delete_old(NOW + DAY_S)
