@@ -216,7 +216,8 @@ class ModelShape:
     linears: the linears that layers have, in the order that all tables use.
     groups: for each group, the indexes of consecutive linears that read the same input.
     groups_of_layer: for each layer, the indexes of the groups that it has. Empty: each layer has all groups.
-    num_layers_without_kv: number of layers without attention. They have no part in a KV block.
+    num_layers_without_kv: number of layers without attention. They have no part in a KV block. It is negative if layers
+        have attention several times, each with a part of its own.
     layers_path, embedding_path, head_path: where PEFT finds the layers, the embedding and the head.
     head_has_bias: whether the head has a bias.
     ties_head: whether the config ties the head to the embedding.
@@ -371,6 +372,8 @@ class ModelShape:
             self.module_id(last, index)
             for index in self.layer_linears(last)
             if self.linears[index].path.rpartition(".")[2] in _WITHOUT_KV
+            # A second attention in the layer reads what the first one changes.
+            and self.num_kv_layers <= self.num_layers
         }
         if self.final_norm is not None:
             norms = set(norms) - {len(self.norms) - 1}

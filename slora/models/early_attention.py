@@ -59,9 +59,16 @@ def is_early_linear(module: object) -> bool:
     return type(module).__name__ == "FalconLinear" and getattr(module, "bias", None) is None
 
 
-def find_first_implementation(config: PreTrainedConfig, name: str) -> str:
-    """The attention implementation with which a model is built that shall use `name`."""
-    return _EAGER if is_early(config) else name
+def find_first_implementation(config: PreTrainedConfig, name: str) -> str | dict[str, str]:
+    """The attention implementation with which a model is built that shall use `name`.
+
+    The parts that read images keep their own, because some of them know no other.
+    """
+    text = config.get_text_config()
+    part = next((key for key, value in vars(config).items() if value is text), None)
+    if is_early(config):
+        return _EAGER
+    return name if part is None else {"": name, part: name}
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:

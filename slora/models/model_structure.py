@@ -27,8 +27,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
+    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoConfig,
@@ -37,6 +39,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -56,6 +59,7 @@ from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
 from slora.models.model_traces import (
     CHUNK_FIELD,
     BatchIndexTrace,
+    ConstantTrace,
     MaskRecord,
     ReadTrace,
     TokenCounter,
@@ -66,7 +70,7 @@ from slora.models.model_traces import (
 )
 from slora.models.recurrent_layers import (
     LayerStates,
-    call_with_states,
+    StatefulCall,
     describe_states,
     find_stateful_modules,
 )
@@ -83,6 +87,13 @@ _MASKED_ATTENTION = "slora_mask_probe"
 # A number of tokens that is unlikely to equal any size of a model.
 _TOKENS = 13
 _MOST_ERROR_CHARS = 300
+# For a model without attention, a head has this width, and nothing limits its positions but this.
+_STAND_IN_WIDTH, _MOST_POSITIONS = 64, 1 << 20
+_TIMM_CLASS = "TimmWrapperModel"
+# The argument with the tokens that a model passes to its output head.
+ROWS_ARGUMENT = "logits_to_keep"
+# What transformers' classes call the attention of a decoder's layer to the output of an encoder.
+_CROSS_ATTENTION = ("encoder_attn", "crossattention", "EncDecAttention", "encoder_decoder_attention")
 # Fields that models use as divisors without checking them.
 _COUNTS = (
     "num_hidden_layers",
@@ -124,6 +135,15 @@ class _AttentionCall:
     head_dim: int  # The greater one of the widths of keys and values.
     window: int | None
     latent: LatentShape | None = None  # The path of its linear is the full one.
+
+    @staticmethod
+    def stand_in(hidden_size: int) -> "_AttentionCall":
+        """A call that a model without attention never makes. Its pages hold states and adapters, and nothing else.
+
+        With this window, the prefix cache finds a state by the block before it.
+        """
+        num_heads = max(1, hidden_size // _STAND_IN_WIDTH)
+        return _AttentionCall("", num_heads, num_heads, _STAND_IN_WIDTH, window=2)
 
 
 class _ForwardTrace:
@@ -252,8 +272,10 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     AttentionInterface.register(_ATTENTION, trace.attend)
     text = config.get_text_config()
     model = _build(config, title)
+    head = find_head(model)
     if is_early(config):
         install_attention(model, _ATTENTION, _count_positions(text, directory))
+    _refuse_cross_attention(model, title)
     _refuse_ropes(model, title)
     trace.hook_linears(model)
     trace.hook_norms(model)
@@ -271,8 +293,10 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
     latent = _find_latent(calls, layers_path, trace)
-    max_positions = _count_positions(text, directory)
-    chunked_layers = () if is_early(config) else _find_chunked_layers(model, calls, max_positions, title)
+    max_positions = _count_positions(text, directory, default=None if calls else _MOST_POSITIONS)
+    has_masks = bool(calls) and not is_early(config)
+    chunked_layers = _find_chunked_layers(model, calls, max_positions, title) if has_masks else ()
+    calls = calls or [_AttentionCall.stand_in(_size(text, "hidden_size", directory))]
     return ModelSpec(
         family=str(config.model_type),
         max_positions=max_positions,
@@ -297,14 +321,14 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             num_layers_without_kv=num_layers - len(calls),
             layers_path=layers_path,
             embedding_path=_path_of(model, model.get_input_embeddings()),
-            head_path=_path_of(model, model.get_output_embeddings()),
+            head_path=_path_of(model, head),
             ties_head=bool(getattr(config, "tie_word_embeddings", False)),
-            head_has_bias=model.get_output_embeddings().bias is not None,
+            head_has_bias=head.bias is not None,
             layer_norms=norms,
             final_norm=final_norm,
             latent=latent,
         ),
-        attention_paths=tuple(call.module for call in calls),
+        attention_paths=tuple(call.module for call in calls if call.module),
         chunked_layers=tuple(chunked_layers),
         counting_paths=counting,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -412,16 +436,57 @@ def _find_quantized(config: PreTrainedConfig) -> Iterator[Any]:
             yield part
 
 
+class _NoImages(PreTrainedModel):  # type: ignore[misc]
+    """Takes the place of a part that reads images with timm. It has no weights, and is never called."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.post_init()
+
+
+@contextmanager
+def without_timm() -> Iterator[None]:
+    """Within this context, transformers builds models without the parts that read images with timm. Text does not reach
+    these parts, and slora does not need timm.
+    """
+    added = MODEL_MAPPING._extra_content
+    before = dict(added)
+    kinds = (CONFIG_MAPPING[name] for name, kind in MODEL_MAPPING_NAMES.items() if kind == _TIMM_CLASS)
+    added.update(dict.fromkeys(kinds, _NoImages))
+    try:
+        yield
+    finally:
+        added.clear()
+        added.update(before)
+
+
 def _build(config: PreTrainedConfig, title: str) -> PreTrainedModel:
     # Built in bfloat16, because mixtures of experts do not run in float32 on the meta device. Shapes are the same in
     # any dtype.
     what = f"{title} can't be built with paged attention by transformers {transformers.__version__}"
-    with _refusing(what), torch.device("meta"):
+    with _refusing(what), torch.device("meta"), without_timm():
         model = find_auto_class(config).from_config(
             config, attn_implementation=find_first_implementation(config, _ATTENTION), dtype=torch.bfloat16
         )
     ignore_padding(model)
     return model.eval()
+
+
+def find_head(model: PreTrainedModel) -> Any:
+    """Returns the output head. A model that also reads images may have it in its text part. Raises ConfigError if there
+    is none.
+    """
+    parts = (model, getattr(model, "language_model", None))
+    heads = (part.get_output_embeddings() for part in parts if isinstance(part, PreTrainedModel))
+    head = next((head for head in heads if head is not None), None)
+    if head is None:
+        raise ConfigError(f"{type(model).__name__} of transformers has no output head")
+    return head
+
+
+def selects_rows(model: PreTrainedModel) -> bool:
+    """Whether the model's class can pass only some tokens to the output head. The others pass all of them."""
+    return ROWS_ARGUMENT in inspect.signature(model.forward).parameters
 
 
 @torch.inference_mode()
@@ -430,9 +495,12 @@ def _run(model: PreTrainedModel) -> None:
     positions = torch.zeros_like(tokens)
     rows = torch.zeros(2, dtype=torch.int64, device="meta")
     with WithoutHits():  # type: ignore[no-untyped-call]
-        logits = model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=rows).logits
-    if logits.shape[1] != 2:
-        raise ConfigError(f"{type(model).__name__} cannot compute the logits of selected tokens only")
+        options = {ROWS_ARGUMENT: rows} if selects_rows(model) else {}
+        logits = model(input_ids=tokens, position_ids=positions, use_cache=False, **options).logits
+    if logits.shape[1] != (len(rows) if options else _TOKENS):
+        raise ConfigError(
+            f"{type(model).__name__} computes the logits of {logits.shape[1]} of {_TOKENS} tokens"
+        )
 
 
 def _find_chunked_layers(
@@ -447,14 +515,18 @@ def _find_chunked_layers(
     AttentionMaskInterface.register(_MASKED_ATTENTION, record.make_mask)
     model.set_attn_implementation(_MASKED_ATTENTION)
     what = f"{title} can't be run to read its attention masks"
-    with _refusing(what), torch.inference_mode(), WithoutHits():  # type: ignore[no-untyped-call]
+    constants = ConstantTrace()
+    with _refusing(what), torch.inference_mode(), WithoutHits(), constants:  # type: ignore[no-untyped-call]
         tokens = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-        # Without an explicit mask, transformers reads the positions to look for packed sequences. The mask has data,
-        # because some models look for padding in it.
+        # Without an explicit mask, transformers reads the positions to look for packed sequences. Without positions,
+        # models that also hear sound compute them from the mask. The mask has data, because some models look for
+        # padding in it.
         padding = torch.ones(1, _TOKENS, dtype=torch.int64)
         # With the rows as a tensor, as in a step, no model leaves tokens out before its last layers.
         rows = torch.zeros(2, dtype=torch.int64, device="meta")
-        model(input_ids=tokens, attention_mask=padding, use_cache=False, logits_to_keep=rows)
+        options = {ROWS_ARGUMENT: rows} if selects_rows(model) else {}
+        positions = torch.zeros_like(tokens)
+        model(input_ids=tokens, attention_mask=padding, position_ids=positions, use_cache=False, **options)
     lengths, chunk = find_lengths(model.config), getattr(model.config.get_text_config(), CHUNK_FIELD, None)
     # Chunks that no sequence outgrows are chunks, too: the check at start makes them shorter.
     reach = max(max_positions, 2 * (chunk or 0))
@@ -466,7 +538,8 @@ def _find_chunked_layers(
         if function is None:
             raise ConfigError(f"{refusal} it is given a mask that the model changed")
         with _refusing(f"{refusal} its mask can't be read"):
-            compare = partial(describe_mask_difference, function, call.window, lengths.values(), reach)
+            given = (function, call.window, lengths.values(), reach)
+            compare = partial(describe_mask_difference, *given, constants=constants)
             difference = compare()
             is_chunked = difference is not None and chunk is not None and compare(chunk=chunk) is None
         if is_chunked:
@@ -547,14 +620,12 @@ def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str
                 raise ConfigError(f"{title} runs {name} several times, so it would need several states")
             first = tuple(describe_states(name, states))
             hidden = args[0] if args else options["hidden_states"]
-            reads = ReadTrace(states.tensors.values())
+            width = (out[0] if isinstance(out, tuple) else out).shape[-1]
+            call, reads = StatefulCall(forward), ReadTrace(states.tensors.values())
             for num_tokens in (_TOKENS, 1):
                 with reads if num_tokens > 1 else nullcontext():
-                    again = call_with_states(forward, hidden[:, :num_tokens], states)
-                if (
-                    again.shape != (1, num_tokens, out.shape[-1])
-                    or tuple(describe_states(name, states)) != first
-                ):
+                    again = call.compute(hidden[:, :num_tokens], states)
+                if again.shape != (1, num_tokens, width) or tuple(describe_states(name, states)) != first:
                     raise ConfigError(f"{name}: its states change their shapes or their dtype")
             found[name] = tuple(
                 replace(state, is_continued=is_read)
@@ -567,12 +638,13 @@ def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str
         for name, module in find_stateful_modules(model)
         if not any(f"{other}.".startswith(f"{name}.") for other in attending)
     ]
-    if not (stateful and calls):
+    if not stateful:
         return ()
     for name, module in stateful:
         _refuse_time_steps(model.config, name, module, title)
         module.forward = partial(record, name, module.forward)
-    with _refusing(f"{title} can't be run with the states of its recurrent layers in pages"):
+    why = "" if calls else " never calls an attention function, and"
+    with _refusing(f"{title}{why} can't be run with the states of its recurrent layers in pages"):
         _run(model)
     for _, module in stateful:
         del module.forward
@@ -582,10 +654,10 @@ def _find_states(model: PreTrainedModel, calls: list[_AttentionCall], title: str
 def _layers_path(
     model: PreTrainedModel, calls: list[_AttentionCall], states: tuple[StateTensor, ...], title: str
 ) -> str:
-    """Returns the path of the module list whose members each made one attention call, in order, or have a state."""
-    if not calls:
+    """Returns the path of the module list whose members each made attention calls, in order, or have a state."""
+    if not calls and not states:
         raise ConfigError(f"{title} never calls an attention function")
-    most = max(call.num_kv_heads for call in calls)
+    most = max((call.num_kv_heads for call in calls), default=1)
     for call in calls:
         if call.num_heads != calls[0].num_heads or most % call.num_kv_heads or call.num_heads % most:
             shapes = sorted({(call.num_heads, call.num_kv_heads) for call in calls})
@@ -594,6 +666,9 @@ def _layers_path(
                 "and a number of KV heads that is a multiple of those of all layers"
             )
     attending = [call.module for call in calls]
+    if len(set(attending)) < len(attending):
+        twice = next(name for name in attending if attending.count(name) > 1)
+        raise ConfigError(f"{title} calls attention several times in {twice}, which pages have no place for")
     stateful = list(dict.fromkeys(state.module for state in states))
     for path, module in model.named_modules():
         if not isinstance(module, nn.ModuleList):
@@ -604,12 +679,12 @@ def _layers_path(
             for paths in (attending, stateful)
         )
         is_complete = len(with_attention) == len(attending) and len(with_states) == len(stateful)
-        in_order = with_attention == sorted(set(with_attention)) and with_states == sorted(set(with_states))
-        if is_complete and in_order and (states or len(attending) == len(module)):
+        in_order = with_attention == sorted(with_attention) and with_states == sorted(set(with_states))
+        if is_complete and in_order and (states or len(set(with_attention)) == len(module)):
             return str(path)
     raise ConfigError(
-        f"{title} makes {len(calls)} attention calls, but not one in each layer; layers without "
-        "attention, or with another kind of state, can't be served"
+        f"{title} makes {len(calls)} attention calls, but none in some layers; layers without attention, or with "
+        "another kind of state, can't be served"
     )
 
 
@@ -723,6 +798,16 @@ def _rope_tables(config: PreTrainedConfig) -> Iterator[tuple[str, dict[str, Any]
             yield name, table
 
 
+def _refuse_cross_attention(model: PreTrainedModel, title: str) -> None:
+    """Raises ConfigError for a decoder whose layers attend to the output of an encoder."""
+    # The parts that read images may have such layers.
+    for name, _ in model.get_decoder().named_modules():
+        if name.rpartition(".")[2] in _CROSS_ATTENTION:
+            raise ConfigError(
+                f"{title}: {name} attends to the output of an encoder, and this server computes decoders only"
+            )
+
+
 def _refuse_ropes(model: PreTrainedModel, title: str) -> None:
     """Raises ConfigError for a rotary module that changes its angles. Hunyuan's module does not, if its `dynamic` rope
     has a factor `alpha`.
@@ -744,12 +829,12 @@ def _refuse_uneven_heads(config: PreTrainedConfig, path: Path) -> None:
         )
 
 
-def _count_positions(config: PreTrainedConfig, directory: Path) -> int:
+def _count_positions(config: PreTrainedConfig, directory: Path, default: int | None = None) -> int:
+    """default: for a config without such a field."""
     # The last two names are those of MPT and Bloom.
     names = ("max_position_embeddings", "max_seq_len", "seq_length")
-    return _size(
-        config, next((n for n in names if getattr(config, n, None) is not None), names[0]), directory
-    )
+    found = next((name for name in names if getattr(config, name, None) is not None), None)
+    return default if found is None and default is not None else _size(config, found or names[0], directory)
 
 
 def _size(config: PreTrainedConfig, name: str, directory: Path) -> int:

@@ -75,12 +75,13 @@ def describe_mask_difference(
     lengths: Iterable[int],
     max_positions: int,
     chunk: int | None = None,
+    constants: "ConstantTrace | None" = None,
 ) -> str | None:
     """Describes how `function` differs from the causal mask within `window` tokens, or returns None if it does not.
 
     window: None means that a token sees all earlier tokens. chunk: a token sees only tokens of its own chunk, which
     begins at a multiple of this length. The masks are compared at tokens just before and after each of `lengths`, at
-    multiples of each length, and at powers of two.
+    multiples of each length, and at powers of two. constants: was active in the run in which the function was made.
     """
     steps = {*lengths, *_COMMON_DISTANCES} | ({window} if window is not None else set())
     edges = {factor * step + offset for step in steps for factor in (1, 2, 3) for offset in (-1, 0, 1)}
@@ -95,7 +96,7 @@ def describe_mask_difference(
     if chunk is not None:
         expected &= keys // chunk == queries // chunk
     zero = torch.zeros((), dtype=torch.int64)
-    with _WithoutPadding():  # type: ignore[no-untyped-call]
+    with _WithoutPadding(constants or ConstantTrace(), int(points[-1]) + 1):
         seen = function(zero, zero, queries, keys).expand(queries.shape)
     different = (seen != expected).nonzero()
     if not len(different):
@@ -106,8 +107,21 @@ def describe_mask_difference(
     return f"its attention call has {told}, but the model's own mask {difference} token {query}"
 
 
-class _WithoutPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A context in which tensors without data are 0, as the counts of padding tokens are."""
+class ConstantTrace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context that records tensors without data that are filled with one number, such as -1 for "in no image"."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        # By their storage, so that views are found, too. Tensors are kept alive, so that storages are not reused.
+        self._values: dict[int, tuple[Tensor, float]] = {}
+
+    def fill(self, tensor: Tensor, length: int) -> Tensor:
+        """The tensor with data, as if it had been made for `length` tokens. It is 0 if it has not been recorded."""
+        _, value = self._values.get(_find_storage(tensor), (None, None))
+        if value is None or not tensor.dim():
+            return torch.zeros_like(tensor, device="cpu")
+        number = torch.tensor(value, dtype=tensor.dtype)
+        return number.expand(*tensor.shape[:-1], max(length, tensor.shape[-1]))
 
     def __torch_dispatch__(
         self,
@@ -116,7 +130,33 @@ class _WithoutPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        known = [torch.zeros_like(x, device="cpu") if _has_no_data(x) else x for x in args]
+        result = func(*args, **(kwargs or {}))
+        if func is _aten.full.default and _has_no_data(result):
+            self._values[_find_storage(result)] = result, args[1]
+        elif func._schema.is_mutable and _has_no_data(args[0]):
+            self._values.pop(_find_storage(args[0]), None)
+        return result
+
+
+def _find_storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+class _WithoutPadding(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A context in which tensors without data have it: see `ConstantTrace.fill`. So counts of padding tokens are 0."""
+
+    def __init__(self, constants: ConstantTrace, length: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._constants, self._length = constants, length
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        known = [self._constants.fill(x, self._length) if _has_no_data(x) else x for x in args]
         return func(*known, **(kwargs or {}))
 
 

@@ -75,6 +75,12 @@ class LayerStates:
         self.tensors[_RECURRENT, state_idx] = recurrent_states
         return recurrent_states
 
+    def get_linear_cache(self, _: int) -> Tensor | None:
+        return self.tensors.get((_RECURRENT, 0))
+
+    def set_linear_cache(self, _: int, linear_cache: Tensor) -> None:
+        self.tensors[_RECURRENT, 0] = linear_cache
+
     def is_recording_past(self, _: int) -> bool:
         """Whether earlier states are kept too, as transformers does for drafts."""
         return False
@@ -92,12 +98,33 @@ def find_stateful_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def call_with_states(forward: Callable[..., Tensor], hidden: Tensor, states: LayerStates) -> Tensor:
-    """Computes a layer. hidden: [B, n, H], n tokens of each sequence. `states` has the updated states afterwards."""
-    return forward(hidden, cache=states, attention_mask=None)
+class StatefulCall:
+    """Calls the forward pass of a recurrent layer with states in place of a cache, and without what only layers of
+    attention need.
+
+    num_outputs: the length of the tuple that the last call returned. None: it returned the hidden states alone.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self.num_outputs: int | None = None
+        _, *others = inspect.signature(forward).parameters.values()
+        required = [
+            one.name for one in others if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+        ]
+        self._options = dict.fromkeys([*required, "attention_mask"])
+
+    def compute(self, hidden: Tensor, states: LayerStates) -> Tensor:
+        """Computes the layer. hidden: [B, n, H] -> [B, n, H], n tokens of each sequence.
+
+        `states` has the updated states afterwards.
+        """
+        out: Tensor | tuple[Tensor, ...] = self._forward(hidden, **{**self._options, _CACHE_ARGUMENT: states})
+        self.num_outputs = len(out) if isinstance(out, tuple) else None
+        return out[0] if isinstance(out, tuple) else out
 
 
-def bind_forward(module: nn.Module) -> Callable[..., Tensor]:
+def bind_forward(module: nn.Module) -> Callable[..., Any]:
     """The forward pass of a recurrent layer.
 
     On a CPU, it is the layer's own code, in which functions of this module compute single tokens. Those of transformers
@@ -284,9 +311,7 @@ class StatePages:
             if state.module == module
         ]
 
-    def compute(
-        self, forward: Callable[..., Tensor], hidden: Tensor, part: StateRows, memory: DeviceMemory
-    ) -> Tensor:
+    def compute(self, call: StatefulCall, hidden: Tensor, part: StateRows, memory: DeviceMemory) -> Tensor:
         """Computes the layer for one part of a step. hidden: [B * n, H] -> [B * n, H]."""
         # The states of a layer follow one another, and share the first and the last page with other layers.
         first, end = self._states[0][2][0], self._states[-1][2][1]
@@ -302,7 +327,7 @@ class StatePages:
         # A chunk of several tokens that begins a sequence has no state. A single token has one of zeros, which is the
         # same, so that all decode rows are one call.
         states = LayerStates({} if part.num_tokens > 1 and part.all_new else dict(held))
-        out = call_with_states(forward, hidden.view(len(part.tables), part.num_tokens, -1), states)
+        out = call.compute(hidden.view(len(part.tables), part.num_tokens, -1), states)
         for key, tensor in held.items():
             if states.tensors[key] is not tensor:
                 tensor.copy_(states.tensors[key])
@@ -387,9 +412,11 @@ def _check_layer(path: str, module: nn.Module, spec: ModelSpec) -> None:
 
     def compute(lengths: Sequence[int], states: LayerStates) -> Tensor:
         parts = torch.split(hidden[:, : sum(lengths)], list(lengths), dim=1)
-        return torch.cat([call_with_states(layer.forward, part, states) for part in parts], dim=1)[0].double()
+        return torch.cat([call.compute(part, states) for part in parts], dim=1)[0].double()
 
+    vars(layer).pop("forward", None)
     layer.forward = bind_forward(layer)
+    call = StatefulCall(layer.forward)
     expected = compute([_NUM_TOKENS], LayerStates())
     most = _TOLERANCE if device.type == "cpu" else _TOLERANCE_OF_FUSED
     for how, (lengths, states) in ways.items():

@@ -43,15 +43,24 @@ from slora.models.mixture_layers import ExpertLayer, MixtureBlock
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import (
     MXFP4,
+    ROWS_ARGUMENT,
     find_auto_class,
+    find_head,
     find_stored_quantization,
     has_mxfp4,
     ignore_padding,
+    selects_rows,
     without_quantization,
+    without_timm,
 )
 from slora.models.model_traces import CHUNK_FIELD, TokenCounter, install_counter
 from slora.models.parity_check import check_parity
-from slora.models.recurrent_layers import StatePages, bind_forward, check_recurrent_layers
+from slora.models.recurrent_layers import (
+    StatefulCall,
+    StatePages,
+    bind_forward,
+    check_recurrent_layers,
+)
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
@@ -138,7 +147,7 @@ class _HeadHooks:
 
     @property
     def hidden(self) -> Tensor:
-        """[1, B', H]: the input of the head in the last forward pass."""
+        """[1, B', H] or [1, T, H]: the input of the head in the last forward pass, see `selects_rows`."""
         assert self._hidden is not None, "no forward pass has reached the output head"
         return self._hidden
 
@@ -276,28 +285,35 @@ class _LayerAttention:
 class _RecurrentLayer:
     """One recurrent layer. Within a step, its states are in the pages of the step's sequences."""
 
-    def __init__(self, current: _CurrentStep, pages: StatePages, forward: Callable[..., Tensor]) -> None:
+    def __init__(self, current: _CurrentStep, pages: StatePages, forward: Callable[..., Any]) -> None:
         self._current = current
         self._pages = pages
         self._forward = forward
+        self._call = StatefulCall(forward)
 
-    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Tensor:
-        """hidden_states: [1, T, H] -> [1, T, H]. The cache and the mask in the other arguments are replaced."""
+    def forward(self, hidden_states: Tensor, *others: Any, **options: Any) -> Any:
+        """hidden_states: [1, T, H] -> [1, T, H], or a tuple that begins with it, as the class returns it. The cache and
+        the mask in the other arguments are replaced.
+        """
         if not self._current.is_set:
             return self._forward(hidden_states, *others, **options)
-        step, hidden = self._current.step, hidden_states[0]
-        computed = []
+        out = self._compute(hidden_states[0])[None]
+        count = self._call.num_outputs
+        return out if count is None else (out, *[None] * (count - 1))
+
+    def _compute(self, hidden: Tensor) -> Tensor:
+        step, computed = self._current.step, []
         for part, inputs in step.states:
             # A single part has all rows, in their order.
             own = hidden if len(step.states) == 1 else hidden[part.rows]
             with self._current.activate(inputs):
-                computed.append(self._pages.compute(self._forward, own, part, step.memory))
+                computed.append(self._pages.compute(self._call, own, part, step.memory))
         if len(computed) == 1:
-            return computed[0][None]
+            return computed[0]
         out = computed[0].new_empty(len(hidden), computed[0].shape[1])
         for (part, _), rows in zip(step.states, computed, strict=True):
             out[part.rows] = rows
-        return out[None]
+        return out
 
 
 def _attend_paged(
@@ -338,13 +354,14 @@ class TransformersDecoder:
         # By the site's group, from the first adapter on that needs them.
         self._squares: dict[int, Tensor] = {}
         self._model = _load(spec, directory, dtype, device)
+        self._selects_rows = selects_rows(self._model)
         self._latents = dict(self._install_latents())
         mlps: dict[str, MlpForm] = {}
         if device.type == "cpu":
             fuse_norms(self._model, self._current.find_deltas)
             mlps = dict(_find_mlps(self._model))
             _fix_order_of_sums(self._model, spec.sizes.latent, list(_list_pairs(self._model, mlps)))
-        self._head = _HeadHooks(self._model.get_output_embeddings(), spec.sizes.head_site)
+        self._head = _HeadHooks(find_head(self._model), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
         for path in dict.fromkeys(state.module for state in spec.states):
@@ -395,9 +412,11 @@ class TransformersDecoder:
                 input_ids=ids[None],
                 position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=batch.output_rows,
+                **({ROWS_ARGUMENT: batch.output_rows} if self._selects_rows else {}),
             )
         hidden = self._head.hidden[0]
+        if not self._selects_rows:
+            hidden = hidden[batch.output_rows]
         if not num_pooled:
             return hidden
         first = len(hidden) - num_pooled
@@ -773,19 +792,20 @@ def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.de
     try:
         model: PreTrainedModel
         # Only the class itself reads weights that are not in a directory.
-        with torch.device("meta"):
+        with torch.device("meta"), without_timm():
             kind = (
                 find_auto_class(config)
                 if stored is None
                 else type(find_auto_class(config).from_config(config))
             )
-        model, loading = kind.from_pretrained(
-            directory if stored is None else None,
-            **options,
-            dtype=dtype,
-            attn_implementation=find_first_implementation(config, _ATTENTION),
-            output_loading_info=True,
-        )
+        with without_timm():
+            model, loading = kind.from_pretrained(
+                directory if stored is None else None,
+                **options,
+                dtype=dtype,
+                attn_implementation=find_first_implementation(config, _ATTENTION),
+                output_loading_info=True,
+            )
     except Exception as error:
         # The model's code belongs to transformers and may raise any exception.
         raise ConfigError(f"transformers can't load {directory}: {error}") from error

@@ -15,7 +15,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
 from slora.core.errors import NotComparable
-from slora.models.model_structure import find_auto_class
+from slora.models.model_structure import find_auto_class, without_timm
 
 _NAME = "default"
 _PREFIX = "base_model.model."
@@ -133,9 +133,10 @@ def _load(model: Path, adapter: Path, dtype: torch.dtype) -> PeftModel:
     transformers_logging.disable_progress_bar()
     try:
         # The default implementation of attention ignores Gemma 2's softcap in transformers 5.17.
-        base = find_auto_class(AutoConfig.from_pretrained(model)).from_pretrained(
-            model, dtype=dtype, local_files_only=True, attn_implementation="eager"
-        )
+        with without_timm():
+            base = find_auto_class(AutoConfig.from_pretrained(model)).from_pretrained(
+                model, dtype=dtype, local_files_only=True, attn_implementation="eager"
+            )
         # By default, autocast_adapter_dtype converts 16-bit adapters to float32, which only training needs.
         return PeftModel.from_pretrained(base, adapter, _NAME, autocast_adapter_dtype=False)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError, LookupError) as error:

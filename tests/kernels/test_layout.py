@@ -42,6 +42,11 @@ def test_only_modules_after_the_last_k_and_v_change_none_of_them() -> None:
     )
 
 
+def test_every_linear_may_change_k_and_v_if_layers_have_attention_several_times() -> None:
+    shape = replace(SHAPE, num_layers_without_kv=-1)
+    assert {module.path for module in shape.modules if not changes_kv(shape, module.path)} == {"lm_head"}
+
+
 def test_the_groups_of_an_adapter_end_with_the_last_one_that_any_layer_changes() -> None:
     shape = mix_experts(SHAPE, {0, 2}, 5, 24, None)
 

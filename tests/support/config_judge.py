@@ -14,7 +14,7 @@ from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
 from slora.models.model import Model, load_model
 from slora.models.model_spec import ModelSpec, read_model_spec
-from slora.models.model_structure import find_auto_class
+from slora.models.model_structure import find_auto_class, without_timm
 from slora.models.parity_check import compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
@@ -72,9 +72,10 @@ def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple
 
 def _make_oracle(directory: Path, model_type: str) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
-    model: PreTrainedModel = find_auto_class(config).from_config(
-        config, attn_implementation="eager", dtype=torch.float32
-    )
+    with without_timm():
+        model: PreTrainedModel = find_auto_class(config).from_config(
+            config, attn_implementation="eager", dtype=torch.float32
+        )
     fill_randomly(model, model_type)
     return model.eval()
 

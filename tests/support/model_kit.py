@@ -89,7 +89,11 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"], "odd_rank": _SEVEN}
     if model in ("gpt_oss", "llama4_text"):
         return {kind: EXPERT_KINDS[kind] for kind in ("r8_on_q_and_v", "r16_on_attention")}
-    if model in ("falcon_h1", "nemotron_h"):  # peft refuses to adapt the output of their recurrent layers.
+    if model in (
+        "falcon_h1",
+        "nemotron_h",
+        "mamba2",
+    ):  # peft refuses to adapt the output of their recurrent layers.
         return {
             **RECURRENT_KINDS,
             "r3_on_recurrent_layers": {"r": 3, "lora_alpha": 7, "target_modules": ["in_proj"]},

@@ -303,6 +303,15 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
         "shared_expert_intermediate_size": 32,
     },
+    # A layer of linear attention returns a tuple, and gets the angles of the rope, which it ignores.
+    "minimax": {
+        **_LLAMA_LIKE, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "block_size": 8,
+    },
+    # No layer has attention.
+    "mamba2": {
+        "hidden_size": 48, "expand": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
+    },
     "qwen3_5_text": {**_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16},
 }  # fmt: skip
 

@@ -69,7 +69,8 @@ def test_parity_holds_alone_mixed_in_chunks_and_preempted(
         num_pages = count_few_pages(kit) if is_short else 2000
         verdict, stats = judge_engine(kit, work, PARAMS, num_pages, **ways[way])
         report(f"{model} {way}, {stats.preemptions} preemptions: {verdict}")
-        assert (stats.preemptions > 0) == is_short, stats.preemptions
+        # A sequence without KV takes no more pages than at its beginning.
+        assert (stats.preemptions > 0) == (is_short and model != "mamba2"), stats.preemptions
         assert verdict.equal, (way, verdict)
 
 
@@ -107,7 +108,11 @@ def test_choices_have_states_of_their_own_and_no_free_page_is_read(
         pytest.param(model, marks=[] if model == "bamba" else pytest.mark.soak)
         for model in RECURRENT_MODELS
         if model
-        not in ("falcon_h1", "nemotron_h")  # peft refuses to adapt the output of their recurrent layers.
+        not in (
+            "falcon_h1",
+            "nemotron_h",
+            "mamba2",
+        )  # peft refuses to adapt the output of their recurrent layers.
     ],
 )
 def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(

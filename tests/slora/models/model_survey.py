@@ -57,13 +57,14 @@ _SIZES = (
     (r"(sliding_window)", 21),
     (r"(first_k_dense_replace|n_shared_experts)", 1),
 )
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _KDA = {"linear_head_dim": 8, "linear_num_heads": 4}
-# Fields without which a shrunk default config has no sense.
+# Fields without which a shrunk default config has no sense. A name with dots is that of a field within a part.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
-    "hunyuan_v1_moe": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
-    "ministral": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 16},
+    "hunyuan_v1_moe": {"rope_parameters": _ROPE, "head_dim": 16},
+    "ministral": {"rope_parameters": _ROPE, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2},
     "gemma3n_text": {
         "intermediate_size": [48] * 4,
@@ -75,7 +76,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "kosmos-2.5": {
         "text_config": {
             "vocab_size": 128,
@@ -93,6 +94,53 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "head_dim": 16,
         },
     },
+    "gemma3n": {
+        "text_config.intermediate_size": [48] * 4,
+        "text_config.num_kv_shared_layers": 2,
+        "text_config.hidden_size_per_layer_input": 8,
+        "text_config.laurel_rank": 8,
+    },
+    "qwen2_vl": {"vision_config.depth": 1, "vision_config.embed_dim": 64, "vision_config.hidden_size": 64},
+    "perception_lm": {"vision_config.model_args": {"embed_dim": 64}},
+    "mistral4": {"head_dim": 16},
+    "longcat_flash": {"moe_topk": 2},
+    "deepseek_ocr2": {
+        "text_config.mlp_layer_types": ["dense", "sparse"],
+        "text_config.num_experts_per_tok": 2,
+    },
+    "granite_docling": {"vision_config.out_hidden_size": 64},
+    "muse_spark": {"audio_config.out_hidden_size": 64},
+    "molmo2": {"adapter_config.vision_feature_layer": [1, 0]},
+    "inkling2": {"vision_config.text_hidden_size": 64},
+    "inkling2_loop": {"vision_config.text_hidden_size": 64},
+    "hy_v4_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
+    "dots3_note_text": {"head_dim": 16},
+    "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
+    "cohere_compass": {"text_config.rope_parameters": {"full_attention": _ROPE}},
+    "step3p7": {
+        "text_config.sliding_window": 21,
+        "text_config.layer_types": ["full_attention", "sliding_attention"],
+    },
+    "ernie4_5_vl_moe": {"text_config.rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "hunyuan_vl": {
+        "text_config.head_dim": 16,
+        "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]},
+    },
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "4/8",
+    },
+    "nemotron_h_omni": {
+        "text_config.time_step_min": 1e-30,
+        "text_config.mamba_num_heads": 6,
+        "text_config.mamba_head_dim": 16,
+        "text_config.ssm_state_size": 8,
+        "text_config.n_groups": 2,
+        "text_config.chunk_size": 8,
+    },
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 127},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 127},
     "kimi_linear": {**_KDA, "num_experts_per_token": 2},
     "bailing_hybrid": {**_KDA, "num_experts_per_token": 1, "num_expert_group": 1},
     "zamba2": {
@@ -194,7 +242,13 @@ def make_small_config(model_type: str) -> dict[str, Any]:
             return dict(make_config(name, **changes).to_dict())
     raw = dict(CONFIG_MAPPING[model_type]().to_dict())
     _shrink(raw)
-    return raw | _FIELDS.get(model_type, {})
+    for name, value in _FIELDS.get(model_type, {}).items():
+        *parts, last = name.split(".")
+        owner = raw
+        for part in parts:
+            owner = owner[part]
+        owner[last] = value
+    return raw
 
 
 def _shrink(raw: dict[str, Any]) -> None:

@@ -4,13 +4,16 @@ from torch import Tensor, nn
 from transformers import Gemma3TextConfig, Llama4TextConfig, Qwen2Config
 from transformers.masking_utils import (
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     chunked_causal_mask_function,
+    or_masks,
     sliding_window_causal_mask_function,
 )
 
 from slora.models.model_traces import (
     BatchIndexTrace,
+    ConstantTrace,
     MaskRecord,
     describe_mask_difference,
     find_lengths,
@@ -47,6 +50,16 @@ def test_an_unsupported_mask_is_described_by_the_first_differing_tokens() -> Non
     assert difference is not None and "hides token 0 from token 8192" in difference
     difference = describe_mask_difference(bidirectional_mask_function, None, LENGTHS, MAX_POSITIONS)
     assert difference is not None and "shows token 1 to token 0" in difference
+
+
+@pytest.mark.parametrize("block", [-1, 0])
+def test_tokens_in_one_block_see_each_other_and_those_in_none_do_not(block: int) -> None:
+    constants = ConstantTrace()
+    with constants:
+        blocks = torch.full((1, 13), block, device="meta")
+    function = or_masks(causal_mask_function, blockwise_overlay(blocks))
+    difference = describe_mask_difference(function, None, LENGTHS, MAX_POSITIONS, constants=constants)
+    assert (difference is None) == (block == -1)
 
 
 def test_a_mask_changed_by_the_model_is_not_recognised() -> None:

@@ -218,12 +218,12 @@ def save(directory: Path, model_type: str, **fields: Any) -> Path:
             "has no window, but the model's own mask hides token 0 from token 40",
         ),
         ("granite", {"is_causal": False}, "mask shows token 1 to token 0"),
-        ("bart", {}, "depend on the index of a token in the batch"),
+        ("bart", {}, r"layers\.0\.encoder_attn attends to the output of an encoder"),
         ("recurrent_gemma", {}, "never calls an attention function"),
         (
-            "minimax",
-            {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2},
-            "has no attribute 'get_linear_cache'",
+            "diffllama",
+            {"num_key_value_heads": 2},
+            r"calls attention several times in model\.layers\.0\.self_attn",
         ),
         ("bert", {"is_decoder": False}, "it is not causal"),
         (
