@@ -133,3 +133,12 @@ def abbreviate(value: object) -> str:
     """Returns `repr(value)`, shortened to 80 characters. The time is bounded, even for very large values."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
+
+
+def spell_json(value: object) -> str:
+    """Returns a value of a JSON body for a message, as `abbreviate` does, but true, false and null as clients write
+    them.
+    """
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    return abbreviate(value)

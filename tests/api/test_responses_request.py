@@ -239,6 +239,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"text": {"format": {"type": "grammar"}}}, "Input should be 'text'", "text.format.type"),
     ({"text": {"format": {"type": "grammar"}}}, "'json_schema', but it is 'grammar'.", "text.format.type"),
     ({"max_output_tokens": "5"}, "valid integer, but it is '5'.", "max_output_tokens"),
+    ({"max_output_tokens": True}, "valid integer, but it is true.", "max_output_tokens"),
     ({"stream_options": {}}, "only allowed with `stream: true`", "stream_options"),
     ({"metadata": {"a": 1}}, "valid string", "metadata.a"),
 ]  # fmt: skip

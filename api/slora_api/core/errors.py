@@ -69,7 +69,7 @@ from slora_adapters.errors import (
     DiskFull,
     SloraError,
     StoreUnavailable,
-    abbreviate,
+    spell_json,
 )
 from slora_adapters.process.shortage import find_shortage
 from slora_api.core.key_masking import mask_keys
@@ -570,7 +570,9 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
             "missing_parameter",
         )
     text = first["msg"]
+    if first["type"] == "too_short" and first["ctx"]["min_length"] == 1:
+        text = "it is empty; send at least one entry"
     # The text of pydantic's own errors does not show the value.
     if text.startswith("Input should be ") and "input" in first:
-        text = f"{text}, but it is {abbreviate(first['input'])}"
+        text = f"{text}, but it is {spell_json(first['input'])}"
     return f"`{param}`: {text}." if param else f"{text}.", param, None

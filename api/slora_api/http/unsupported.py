@@ -13,7 +13,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from slora_adapters.errors import abbreviate
+from slora_adapters.errors import spell_json
 
 # The values with which clients fill fields that they do not use.
 EMPTY_VALUES: list[Any] = [None, "", [], {}]
@@ -78,7 +78,7 @@ class Unsupported:
         is_unset = value is None or (not self._refuses_empty and is_empty(value))
         if is_unset or any(_is_equal(value, one) for one in self._neutral):
             return value
-        accepted = " or ".join([*map(repr, self._neutral), "null"])
+        accepted = " or ".join([*map(spell_json, self._neutral), "null"])
         # pydantic fills the placeholders in this order. The value comes last, because it may contain the name of a
         # placeholder.
         raise PydanticCustomError(
@@ -87,7 +87,7 @@ class Unsupported:
             {
                 "accepted": accepted,
                 "instead": f" {self._instead}" if self._instead else "",
-                "value": abbreviate(value),
+                "value": spell_json(value),
             },
         )
 

@@ -456,20 +456,21 @@ def test_fields_that_ask_for_nothing_do_not_change_what_the_engine_gets(platform
 
 
 @pytest.mark.parametrize(
-    ("param", "value", "accepted"),
+    ("param", "value", "spelled", "accepted"),
     [
-        ("modalities", ["audio"], "['text'] or null"),
-        ("web_search_options", {"search_context_size": "low"}, "null"),
+        ("modalities", ["audio"], "['audio']", "['text'] or null"),
+        ("store", True, "true", "false or null"),
+        ("web_search_options", {"search_context_size": "low"}, "{'search_context_size': 'low'}", "null"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_chat_field_that_is_not_honoured_is_a_400_with_its_name_its_value_and_the_remedy(
-    platform: Platform, key: str, param: str, value: Any, accepted: str, stream: bool
+    platform: Platform, key: str, param: str, value: Any, spelled: str, accepted: str, stream: bool
 ) -> None:
     answer = post(platform, key, CHAT, MESSAGES | {param: value, "stream": stream})
     assert answer.status_code == 400
     assert answer.json()["error"] == {
-        "message": f"`{param}` is not supported by this server with the value {value!r}; "
+        "message": f"`{param}` is not supported by this server with the value {spelled}; "
         f"omit it (accepted: {accepted}).",
         "type": "invalid_request_error",
         "param": param,

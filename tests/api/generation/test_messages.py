@@ -325,7 +325,7 @@ def test_an_output_format_is_enforced(platform: Platform, key: str) -> None:
 REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"max_token": 3}, "did you mean `max_tokens`?", "max_token"),
     ({"max_tokens": 0}, "greater than or equal to 1", "max_tokens"),
-    ({"messages": []}, "at least 1 item", "messages"),
+    ({"messages": []}, "it is empty; send at least one entry.", "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image'", "messages.0.content"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "a"}]}]},
      "is missing", "messages.0.content.0.text.text"),

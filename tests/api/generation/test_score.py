@@ -63,7 +63,7 @@ def test_documents_are_ordered_by_their_score(platform: Platform, key: str, path
         (SCORE, {"text_1": "0"}, "is missing", "text_2"),
         (SCORE, {"text_1": "0", "text_2": "x" * 65}, "maximum context length is 64 tokens", "input"),
         (SCORE, {"text_1": "0", "text_2": ["0"] * 3000}, "`text_2` has 3000 inputs", "text_2"),
-        (RERANK, {"query": "0", "documents": []}, "at least 1 item", "documents"),
+        (RERANK, {"query": "0", "documents": []}, "it is empty; send at least one entry.", "documents"),
         (RERANK, {"query": "0", "documents": ["0"] * 3000}, "`documents` has 3000 inputs", "documents"),
         (RERANK, {"query": "0", "documents": [{"image": "x"}]}, "is missing", "documents.0.text"),
         (RERANK, {"query": "0", "documents": ["0"], "top_k": 1}, "did you mean `top_n`", "top_k"),
