@@ -64,7 +64,8 @@ class FusedNorm:
             return self._own(x, *others, **options)
         factors = self._factors if weight is self._weight else self._find_factors(weight)
         _, kernels = step
-        return kernels.rms_norm(_as_rows(x), factors, self._form.eps).view(x.shape)
+        # The input may be a part of a wider product, as in latent attention.
+        return kernels.rms_norm(_as_rows(x).contiguous(), factors, self._form.eps).view(x.shape)
 
     def _find_factors(self, weight: Tensor) -> Tensor:
         return 1.0 + weight.detach().float() if self._form.adds_one else weight.detach()
