@@ -64,6 +64,7 @@ def spread_and_pinned() -> Trace:
     return [*backlog(SPREAD, HOMES, 14.0), *backlog(PINNED, [1], 7.0)]
 
 
+@pytest.mark.soak
 def test_engines_that_do_not_know_of_each_other_favour_the_tenant_that_uses_more_of_them() -> None:
     spread, pinned = measure(2, None, spread_and_pinned(), (SPREAD, PINNED))
     assert spread > 2.5 * pinned and jain([spread, pinned]) < 0.82
@@ -75,6 +76,7 @@ def test_a_tenant_at_one_engine_gets_as_much_as_one_at_two_engines(share_s: floa
     assert jain(shares) > 0.99
 
 
+@pytest.mark.soak
 def test_a_new_tenant_is_not_punished_for_what_others_received_before() -> None:
     trace = spread_and_pinned() + backlog(NEW, [2, 5, 8, 11, 14, 17], 14.0, SECONDS / 2)
     shares = measure(2, 0.1, trace, (SPREAD, PINNED, NEW))

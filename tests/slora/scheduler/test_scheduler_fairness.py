@@ -451,7 +451,7 @@ def test_a_request_gets_pages_soon_although_long_answers_of_another_tenant_hold_
     assert late.is_finished
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.soak) for n in range(4, 8))])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 8))])
 def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *, soak: bool) -> None:
     """Other tenants run and queue long answers, many choices and wide beam searches.
 
