@@ -28,8 +28,9 @@ from slora_kernels.torch.torch_kernels import apply_activation
 # The greatest difference of a trial's results, relative to the greatest of its row. Rounding gives about 3e-7.
 _TOLERANCE = 5e-6
 _TRIAL_WIDTH = 64
-# From rows whose mean square is much smaller than any epsilon to large ones, as powers of two.
-_TRIAL_SIZES = (-24.0, -12.0, -8.0, -4.0, 0.0, 6.0)
+# From rows whose mean square is much smaller than any epsilon to rows that any limit of a class would cut, as powers of
+# two.
+_TRIAL_SIZES = (-24.0, -12.0, -8.0, -4.0, 0.0, 2.0, 6.0, 10.0, 20.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +107,7 @@ def _try_norm(module: nn.Module, eps: Any) -> _NormForm | None:
     random = torch.Generator().manual_seed(0)
     width = len(module.get_parameter("weight"))
     weight = torch.randn(width, generator=random)
-    sizes = torch.exp2(torch.tensor(_TRIAL_SIZES))[:, None]
-    x = (torch.randn(len(sizes), width, generator=random) * sizes)[None]
+    x = _draw_rows(width, random)
     try:
         found = functional_call(module, {"weight": weight}, (x,))
     except Exception:
@@ -118,6 +118,12 @@ def _try_norm(module: nn.Module, eps: Any) -> _NormForm | None:
         if _are_close(found, normal * (weight.double() + adds_one)):
             return _NormForm(eps, adds_one)
     return None
+
+
+def _draw_rows(width: int, random: torch.Generator) -> Tensor:
+    """Random rows of each of the sizes, [1, n, width]."""
+    sizes = torch.exp2(torch.tensor(_TRIAL_SIZES))[:, None]
+    return (torch.randn(len(sizes), width, generator=random) * sizes)[None]
 
 
 def _are_close(found: Any, expected: Tensor) -> bool:
@@ -170,8 +176,8 @@ def find_mlp_form(module: nn.Module) -> MlpForm | None:
     if len(linears) not in (2, 3) or held:
         return None
     random = torch.Generator().manual_seed(0)
-    x = torch.randn(1, 3, 8, generator=random)
-    probes = {name: _Probe(3 * torch.randn(1, 3, _TRIAL_WIDTH, generator=random)) for name in linears}
+    x = torch.randn(1, len(_TRIAL_SIZES), 8, generator=random)
+    probes = {name: _Probe(_draw_rows(_TRIAL_WIDTH, random)) for name in linears}
     trial: Any = copy.copy(module)
     vars(trial)["_modules"] = {**module._modules, **probes}
     try:

@@ -97,6 +97,9 @@ def halve(m: Any, x: Tensor) -> Tensor:
         (lambda m, x: m.b(torch.relu(m.a(x)) * m.c(x)), None),
         (lambda m, x: m.c(m.b(m.act(m.a(x)))), None),
         (lambda m, x: m.b(m.act(m.c(x)) * m.a(x) * m.a.weight[0]), None),
+        (lambda m, x: m.b(m.act(m.c(x).clamp(max=10.0)) * m.a(x)), None),
+        (lambda m, x: m.b(m.act(m.c(x)) * m.a(x).clamp(-1000.0, 1000.0)), None),
+        (lambda m, x: m.b(m.act(m.c(x)).clamp(max=16.0) * m.a(x)), None),
     ],
 )
 def test_an_mlp_is_recognised_by_what_it_does_with_its_linears(
