@@ -157,7 +157,7 @@ class SamplingParams:
 
     max_tokens: int | None = 16  # None means as many as the context and the pool allow.
     temperature: float = 1.0  # 0 is greedy; then top_p, top_k, min_p and seed have no effect.
-    top_p: float = 1.0  # 1 is off.
+    top_p: float = 1.0  # 1 is off, and 0 keeps only the most likely token.
     top_k: int = 0  # 0 is off.
     min_p: float = 0.0  # Minimum probability of a token relative to the most probable token; 0 is off.
     # OpenAI's, over the tokens generated so far; 0 is off.
@@ -206,8 +206,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._check_between("max_tokens", 1, _MAX_COUNT)
         self._check_between("temperature", 0, 2)
-        if not 0.0 < self.top_p <= 1.0:
-            raise RequestRefused(f"top_p is {self.top_p}; it must be above 0 and at most 1", "top_p")
+        self._check_between("top_p", 0, 1)
         self._check_between("top_k", 0, _MAX_COUNT, "; 0 is off")
         self._check_between("min_p", 0, 1)
         self._check_between("presence_penalty", -2, 2)

@@ -25,6 +25,8 @@ from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALWAYS = 2**62
+# The smallest top_p that kernels take. A smaller one, such as 0, keeps the same tokens: those of the greatest weight.
+_MIN_TOP_P = 2.0**-100
 
 
 class Column(IntEnum):
@@ -150,7 +152,7 @@ class SamplingTable:
         # At most len(stop_ids) of the proposals can end the beam, so at least `width` of them do not.
         ints[Column.NUM_PROPOSED] = min(params.width + len(sequence.stop_ids), vocab_size)
         floats[Column.TEMPERATURE] = params.temperature if is_sampled else 1.0
-        floats[Column.TOP_P] = params.top_p
+        floats[Column.TOP_P] = max(params.top_p, _MIN_TOP_P)
         floats[Column.MIN_P] = params.min_p
         floats[Column.REPETITION] = params.repetition_penalty
         floats[Column.PRESENCE] = params.presence_penalty

@@ -26,7 +26,7 @@ def test_an_integer_that_no_message_can_carry_is_refused_by_its_name(name: str, 
     [
         ("max_tokens", (0, -5)),
         ("temperature", (-0.1, 2.1, NAN, INFINITY)),
-        ("top_p", (0.0, 1.1, NAN)),
+        ("top_p", (-0.1, 1.1, NAN)),
         ("top_k", (-1,)),
         ("seed", (2**63, -(2**63) - 1)),
         ("min_p", (-0.1, 1.5)),

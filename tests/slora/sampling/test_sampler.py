@@ -105,6 +105,7 @@ PARAMS = [
     SamplingParams(temperature=1.5, top_k=9, top_p=0.7),
     SamplingParams(top_k=1),
     SamplingParams(top_k=1000, top_p=0.01),
+    SamplingParams(top_p=0.0),
     SamplingParams(min_p=0.1),
     SamplingParams(temperature=1.3, top_k=12, top_p=0.9, min_p=0.05),
 ]
@@ -177,9 +178,10 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     assert tokens_of(logits, sequences) == logits.argmax(-1).tolist()
 
 
-def test_a_tiny_top_p_keeps_only_the_most_likely_token() -> None:
+@pytest.mark.parametrize("top_p", [0.0, 1e-50, 1e-12])
+def test_a_tiny_top_p_keeps_only_the_most_likely_token(top_p: float) -> None:
     logits = random_logits(50)
-    sequences = [make_sequence(SamplingParams(top_p=1e-12), seed=n) for n in range(50)]
+    sequences = [make_sequence(SamplingParams(top_p=top_p), seed=n) for n in range(50)]
     assert tokens_of(logits, sequences) == logits.argmax(-1).tolist()
 
 

@@ -64,7 +64,7 @@ def test_a_setting_that_is_not_honoured_is_refused_by_name(field: str, value: An
 
 @pytest.mark.parametrize(
     "text",
-    ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": 0}', '{"top_k": -1}', '{"top_k": 1.5}',
+    ["{", "[]", '{"temperature": "hot"}', '{"temperature": 9}', '{"top_p": -1}', '{"top_k": -1}', '{"top_k": 1.5}',
      '{"min_p": 2}', '{"repetition_penalty": 0}', '{"min_new_tokens": -1}',
      '{"eos_token_id": "x"}', '{"eos_token_id": [-4]}', '{"max_new_tokens": true}',
      # Values that no engine message, float or UTF-8 text can carry. An adapter with such a value failed every request
