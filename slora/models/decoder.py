@@ -81,6 +81,9 @@ class Decoder:
         self._head = Linear(head, None, self._shape.head_site).packed(self.dtype, is_tied=tied)
         self._embedding_squares: Tensor | None = None
 
+    def warm_up(self) -> None:
+        """All machine code of this decoder belongs to the kernels."""
+
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """On a GPU, compares products with 4-bit weights with torch's. Tests compare the rest with transformers."""
         if self.device.type == "cuda":

@@ -47,6 +47,9 @@ class Model(Protocol):
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site."""
 
+    def warm_up(self) -> None:
+        """Compiles the machine code that this model needs beside the kernels. Called before `check`."""
+
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Called once before the model is served. Raises ConfigError if a computation through pages would be wrong."""
 

@@ -18,7 +18,7 @@ only, which matters if those of the checkpoint exceed the limits.
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -130,21 +130,35 @@ def bind_forward(module: nn.Module) -> Callable[..., Any]:
     On a CPU, it is the layer's own code, in which functions of this module compute single tokens. Those of transformers
     read and write each state about ten times, and round some elements by their place in the batch.
     """
-    code = inspect.unwrap(type(module).forward)
-    if next(module.parameters()).device.type != "cpu" or not isinstance(code, FunctionType):
+    code, names = inspect.unwrap(type(module).forward), _list_token_functions(module)
+    if not names:
         return module.forward
-    own = {
-        name: partial(function, code.__globals__[name])
-        for name, function in _TOKEN_FUNCTIONS.items()
-        if name in code.__code__.co_names and name in code.__globals__
-    }
-    if not own:
-        return module.forward
+    own = {name: partial(_TOKEN_FUNCTIONS[name][0], code.__globals__[name]) for name in names}
     bound = FunctionType(
         code.__code__, {**code.__globals__, **own}, code.__name__, code.__defaults__, code.__closure__
     )
     bound.__kwdefaults__ = code.__kwdefaults__
     return MethodType(bound, module)
+
+
+def warm_up_layers(layers: Iterable[nn.Module], dtype: torch.dtype) -> None:
+    """Compiles the machine code with which recurrent layers compute single tokens in `dtype`, and in float32, as the
+    check at start does.
+    """
+    code = find_token_recurrence()
+    names = {name for layer in layers for name in _list_token_functions(layer)}
+    if names and code is not None:
+        code.warm_up(
+            sorted(_TOKEN_FUNCTIONS[name][1] for name in names), list(dict.fromkeys((torch.float32, dtype)))
+        )
+
+
+def _list_token_functions(module: nn.Module) -> list[str]:
+    """The names in `_TOKEN_FUNCTIONS` that a recurrent layer on a CPU calls."""
+    code = inspect.unwrap(type(module).forward)
+    if next(module.parameters()).device.type != "cpu" or not isinstance(code, FunctionType):
+        return []
+    return [name for name in _TOKEN_FUNCTIONS if name in code.__code__.co_names and name in code.__globals__]
 
 
 def _convolve_token(
@@ -285,11 +299,11 @@ def _scan_token(
 
 # What transformers adds to the square of a key or a query.
 _NORM_EPS = 1e-6
-# By the names of transformers' functions.
-_TOKEN_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "causal_conv1d_update": _convolve_token,
-    "torch_recurrent_gated_delta_rule": _apply_delta_rule,
-    "mamba2_selective_state_update": _scan_token,
+# By the names of transformers' functions: ours, and the function of machine code that it calls.
+_TOKEN_FUNCTIONS: dict[str, tuple[Callable[..., Any], str]] = {
+    "causal_conv1d_update": (_convolve_token, "convolve"),
+    "torch_recurrent_gated_delta_rule": (_apply_delta_rule, "apply_delta_rule"),
+    "mamba2_selective_state_update": (_scan_token, "scan"),
 }
 
 

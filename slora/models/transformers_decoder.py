@@ -60,6 +60,7 @@ from slora.models.recurrent_layers import (
     StatePages,
     bind_forward,
     check_recurrent_layers,
+    warm_up_layers,
 )
 from slora.models.step_batch import StateRows, StepBatch
 from slora.models.weights.checkpoint import Checkpoint
@@ -364,8 +365,7 @@ class TransformersDecoder:
         self._head = _HeadHooks(find_head(self._model), spec.sizes.head_site)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
-        for path in dict.fromkeys(state.module for state in spec.states):
-            module = self._model.get_submodule(path)
+        for path, module in self._find_recurrent_layers():
             layer = _RecurrentLayer(self._current, StatePages(spec, path, dtype), bind_forward(module))
             module.forward = layer.forward
         self._experts = list(self._install_experts())
@@ -471,6 +471,9 @@ class TransformersDecoder:
             self._squares[site.group] = compute()
         return self._squares[site.group]
 
+    def warm_up(self) -> None:
+        warm_up_layers((module for _, module in self._find_recurrent_layers()), self.dtype)
+
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Raises ConfigError if paged attention changes the logits, if a KV block would be in two chunks, if a
         recurrent layer computes a prompt otherwise than single tokens, or if the class has other experts.
@@ -492,6 +495,10 @@ class TransformersDecoder:
         for path, latent in self._latents.items():
             latent.check(path)
         check_parity(self, geometry, kernels)
+
+    def _find_recurrent_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        for path in dict.fromkeys(state.module for state in self.spec.states):
+            yield path, self._model.get_submodule(path)
 
     @contextmanager
     def _without_layers(self) -> Iterator[None]:

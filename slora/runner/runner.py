@@ -29,7 +29,7 @@ from slora.memory.residency import AdapterLoad
 from slora.memory.tenant_account import TenantAccount
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.model import LoadModel, load_model
+from slora.models.model import LoadModel, Model, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
@@ -154,7 +154,7 @@ class Runner:
         self.device, self.dtype_name, self.kernels = part.device, part.dtype_name, part.kernels
         self.decoder, self._shape, self._geometry = part.model, part.shape, part.geometry
         self.full_page_bytes = part.full_page_bytes
-        _warm_up(self.kernels, self._geometry)
+        _warm_up(self.kernels, self._geometry, self.decoder)
         self.decoder.check(self._geometry, self.kernels)
         self.num_slots = MAX_SLOTS
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
@@ -485,8 +485,8 @@ def _transferring_pages() -> Iterator[None]:
         raise PageTransferFailed(f"pages could not be copied: {type(error).__name__}: {error}") from error
 
 
-def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
-    """Compiles the kernels. If that takes long, it logs the reason."""
+def _warm_up(kernels: Kernels, geometry: KVGeometry, model: Model) -> None:
+    """Compiles the kernels and the other machine code of the model. If that takes long, it logs the reason."""
     about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.element_dtype}"
     slow = Timer(
         _LONG_WARM_UP_S, _log.info, [f"{about}: this takes up to two minutes, only at the first start"]
@@ -495,5 +495,6 @@ def _warm_up(kernels: Kernels, geometry: KVGeometry) -> None:
     slow.start()
     try:
         kernels.warm_up(geometry)
+        model.warm_up()
     finally:
         slow.cancel()

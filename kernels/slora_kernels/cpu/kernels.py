@@ -9,7 +9,6 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from slora_kernels.batch import (
     Activation,
@@ -53,10 +52,9 @@ from slora_kernels.cpu.machine_code import (
     find_lora_worker,
     find_rotate_worker,
     find_worker,
-    is_shipped,
     list_model_workers,
 )
-from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.cpu.thread_team import ThreadTeam, load_workers
 from slora_kernels.cpu.worker_sizes import (
     ACTIVATIONS,
     CODE_COLUMNS,
@@ -112,9 +110,9 @@ class CpuKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        workers = list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim)
-        for worker in tqdm(workers, "CPU kernels", unit="kernel", leave=False, disable=is_shipped() or None):
-            _find(worker, geometry.dtype)
+        dtype = name_dtype(geometry.dtype)
+        workers = list_model_workers(dtype, geometry.kv_format, geometry.head_dim)
+        load_workers((worker, dtype) for worker in workers)
         return time.perf_counter() - start
 
     def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:

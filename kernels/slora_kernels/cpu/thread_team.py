@@ -1,4 +1,4 @@
-"""Runs one compiled worker on all the threads that torch itself uses.
+"""Loads workers, and runs one of them on all the threads that torch itself uses.
 
 A worker is a C function with one argument, a pointer to a job. Every thread takes items from the job until none are
 left. A thread that the operating system delays therefore costs little, and results do not depend on which thread
@@ -14,13 +14,25 @@ This module depends on neither numba nor tensors.
 import ctypes
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from tqdm import tqdm
+
+from slora_kernels.cpu.machine_code import Worker, find_worker, is_shipped
 
 _RUNTIME = re.compile(r"/lib(g|i)?omp[^/]*\.so[^/]*$")
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Enter = Callable[[int, int, int], None]
+
+
+def load_workers(workers: Iterable[tuple[Worker, str]]) -> None:
+    """Loads workers for models of a dtype each, and compiles those that there are not, with a progress bar."""
+    for worker, dtype in tqdm(
+        [*workers], "CPU kernels", unit="kernel", leave=False, disable=is_shipped() or None
+    ):
+        find_worker(worker, dtype)
 
 
 def _find_runtimes() -> list[str]:

@@ -4,7 +4,7 @@ Each function updates the states in place. A state may be a part of longer rows,
 elements have to be contiguous. The bits of a sequence's results do not depend on the other sequences.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 import torch
@@ -12,11 +12,13 @@ from torch import Tensor
 
 from slora_kernels.cpu.job_fields import NO_TENSOR, FieldWords, begin_job, name_dtype, pack_row, pack_rows
 from slora_kernels.cpu.machine_code import CONVOLVE, DELTA_RULE, SCAN, Worker, find_worker
-from slora_kernels.cpu.thread_team import ThreadTeam
+from slora_kernels.cpu.thread_team import ThreadTeam, load_workers
 
 # Computing fewer elements than this takes less time than waking a second thread.
 _SERIAL_ELEMENTS = 65536
 _NO_NUMBERS = (0, 0)
+# By the names of the functions below.
+_WORKERS = {"convolve": CONVOLVE, "apply_delta_rule": DELTA_RULE, "scan": SCAN}
 
 
 @cache
@@ -29,6 +31,15 @@ def _run(worker: Worker, dtype: torch.dtype, items: int, num_elements: int, *fie
     threads = 1 if num_elements < _SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
     if items:
         _make_team().run(find_worker(worker, name_dtype(dtype)), job.buffer_info()[0], threads)
+
+
+def warm_up(functions: Iterable[str], dtypes: Sequence[torch.dtype]) -> None:
+    """Loads the workers of the functions below with these names, and compiles those that there are not.
+
+    dtypes: those of the operands.
+    """
+    names = [*functions]
+    load_workers((_WORKERS[name], name_dtype(dtype)) for dtype in dtypes for name in names)
 
 
 def suits(state: Tensor, operands: Sequence[Tensor], dtype: torch.dtype) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from slora import LLM, LoraAdapter, SamplingParams
 from slora.core.cost_model import CostModel
@@ -19,6 +20,8 @@ from slora.core.errors import ConfigError, RequestFailed, StepFailed
 from slora.core.request import EngineRequest, Pooling, PoolingKind, single_adapter
 from slora.core.request_check import NOT_SAMPLED
 from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.recurrent_layers import check_recurrent_layers
+from slora.models.transformers_decoder import TransformersDecoder
 from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.sampling.sampler import sample
 from slora.scheduler.charges import estimate_backlog
@@ -26,6 +29,7 @@ from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
+from slora_kernels.cpu.machine_code import find_worker, has_workers
 from tests.slora.engine.test_forks import apart, ask, assert_same
 from tests.slora.engine.test_overlapped_steps import SAMPLING
 from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
@@ -368,3 +372,18 @@ def test_limits_of_time_steps_are_refused(
     write_model(tmp_path, model, **fields)
     with pytest.raises(ConfigError, match=rf"has time_step_limit {reason}"):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.skipif(not has_workers(), reason="needs machine code for this CPU, or numba")
+@pytest.mark.parametrize(("model", "num_workers"), [("qwen3_5_text", 4), ("opt", 0)])
+def test_the_machine_code_of_recurrent_layers_is_compiled_before_the_check(
+    tmp_path: Path, model: str, num_workers: int
+) -> None:
+    """For the model's dtype, and for float32, which the check uses. Other models compile nothing."""
+    write_model(tmp_path, model)
+    decoder = TransformersDecoder(read_model_spec(tmp_path), tmp_path, torch.float16, torch.device("cpu"))
+    find_worker.cache_clear()
+    decoder.warm_up()
+    assert find_worker.cache_info().misses == num_workers
+    check_recurrent_layers(decoder.module, decoder.spec)
+    assert find_worker.cache_info().misses == num_workers
