@@ -15,10 +15,12 @@
             └── TryAgain       the store answers, but cannot do this now
 
 Further branches (requests, engine, keys) are defined in their own packages, below `SloraError`. `abbreviate` shortens
-the values that messages quote.
+the values that messages quote, and `find_nearest` finds the name that an unknown one was probably meant to be.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from reprlib import Repr
 
@@ -142,3 +144,8 @@ def spell_json(value: object) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     return abbreviate(value)
+
+
+def find_nearest(name: str, known: Iterable[str]) -> str | None:
+    """Returns the known name that an unknown one was probably meant to be; None if no name is similar."""
+    return next(iter(get_close_matches(name, list(known), 1)), None)

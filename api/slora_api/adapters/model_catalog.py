@@ -11,7 +11,6 @@ This module does not depend on HTTP. Its dictionaries are the JSON of the API.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from difflib import get_close_matches
 from functools import partial
 from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
@@ -28,7 +27,13 @@ from slora.text.generation_defaults import (
     read_classifier,
     read_generation_defaults,
 )
-from slora_adapters.errors import AdapterInUse, AdapterNotFound, BadAdapterName, StoreUnavailable
+from slora_adapters.errors import (
+    AdapterInUse,
+    AdapterNotFound,
+    BadAdapterName,
+    StoreUnavailable,
+    find_nearest,
+)
 from slora_adapters.peft.adapter import AdapterExtras
 from slora_adapters.peft.added_tokens import AddedToken, read_added_rows, read_added_tokens
 from slora_adapters.registry.record import LATEST, AdapterRecord, Rollout, Targets, parse_reference
@@ -461,7 +466,7 @@ class ModelCatalog:
                 rollouts += registry.list(key.tenant, limit=_MAX_COMPARED, after=own[:1])
         known = [self._base.name, *(rollout.label for rollout in rollouts)]
         usable = [one for one in known if key.models is None or key.models.permits(one)]
-        return next(iter(get_close_matches(name, usable, 1)), None)
+        return find_nearest(name, usable)
 
     def _find_version(self, tenant: str, reference: str) -> AdapterRecord:
         try:

@@ -10,10 +10,12 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
 from slora.core.setting import SettingSpec, setting_specs
+from slora_adapters.errors import find_nearest
 from slora_api.core.settings import ClusterSettings, Settings
 
 # Runs a subcommand and returns the exit code.
@@ -34,10 +36,21 @@ class DeclaredCommand:
     usage: str | None
 
     def declare(self, parser: argparse.ArgumentParser) -> None:
-        parser.set_defaults(handler=self.handler, refuse=parser.error)
+        parser.set_defaults(
+            handler=self.handler, refuse=parser.error, refuse_unknown=partial(_refuse_unknown, parser)
+        )
         parser.epilog, parser.usage = self.epilog, self.usage
         for declare in self.arguments:
             declare(parser)
+
+
+def _refuse_unknown(parser: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Exits with the usage of the subcommand and its flags that the unknown ones were probably meant to be."""
+    known = [flag[2:] for flag in parser._option_string_actions if flag.startswith("--")]
+    flags = [word[2:].partition("=")[0] for word in words if word.startswith("--")]
+    meant = [f"--{nearest}" for flag in flags if (nearest := find_nearest(flag, known))]
+    hint = f"; did you mean {' '.join(meant)}?" if meant else ""
+    parser.error(f"unrecognized arguments: {' '.join(words)}{hint}")
 
 
 # Module -> its commands, in the order of their declarations.

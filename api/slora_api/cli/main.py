@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return explain_missing_package(" ".join(words[: 1 + entry.is_group]), error, entry.extra)
     parsed, unknown = parser.parse_known_args(given)
     if unknown:  # argparse would show the usage of `slora` instead of the subcommand's usage.
-        parsed.refuse(f"unrecognized arguments: {' '.join(unknown)}")
+        parsed.refuse_unknown(unknown)
     try:
         check_cpu_isa()
     except ValueError as error:

@@ -12,7 +12,6 @@ import json
 import secrets
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from slora.core.errors import ConfigError
 from slora.core.messages import PROTOCOL_VERSION
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
 from slora.models.model_spec import find_model
+from slora_adapters.errors import find_nearest
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.process.durable_file import create_durably
 from slora_api.core.package_version import find_package_version
@@ -141,8 +141,8 @@ def read_cluster_file(path: Path) -> dict[str, str]:
     texts: dict[str, str] = {}
     for key, value in raw.items():
         if key not in specs:
-            close = get_close_matches(str(key), specs, 1)
-            hint = f"did you mean {close[0]}?" if close else "docs/cluster.md lists all settings"
+            close = find_nearest(str(key), specs)
+            hint = f"did you mean {close}?" if close else "docs/cluster.md lists all settings"
             raise ConfigError(f"cluster file {path}: {key!r} is not a setting; {hint}")
         texts[key] = text = _read_scalar(path, specs[key], value)
         try:

@@ -7,7 +7,6 @@ overrides the environment, which overrides the default. No other module reads th
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 from slora.core.engine_config import EngineConfig
@@ -24,6 +23,7 @@ from slora.core.setting import (
     setting,
     setting_specs,
 )
+from slora_adapters.errors import find_nearest
 from slora_adapters.process.logs import LOG_FORMATS
 from slora_api.core.server_address import explain_service_links, without_service_links
 from slora_kernels.machine_limits import machine_limits
@@ -227,8 +227,8 @@ def unknown_variables(environment: Mapping[str, str]) -> dict[str, str | None]:
     variables = without_service_links(environment)
     named = [name.removeprefix(_PREFIX) for name in variables if name.startswith(_PREFIX)]
     strangers = [name for name in named if name not in known and _PREFIX + name not in _CLIENT_VARIABLES]
-    meant = {name: get_close_matches(name, known, 1) for name in strangers}
-    return {_PREFIX + name: _PREFIX + close[0] if close else None for name, close in meant.items()}
+    meant = {name: find_nearest(name, known) for name in strangers}
+    return {_PREFIX + name: _PREFIX + close if close else None for name, close in meant.items()}
 
 
 def explain_unknown_variables(environment: Mapping[str, str]) -> list[str]:

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Self
@@ -12,6 +11,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError, to_json
 
+from slora_adapters.errors import find_nearest
 from slora_api.core.listing import MAX_LIMIT
 from slora_api.http.request_bounds import MAX_NAME_CHARS
 from slora_api.http.unsupported import EMPTY_VALUES, IGNORED_HINTS, is_empty
@@ -105,7 +105,7 @@ class IgnoredFields:
 
     def find_nearest(self, unknown: str) -> str | None:
         """Returns the known field that an unknown field was probably meant to be."""
-        return next(iter(get_close_matches(unknown[:_SHOWN_CHARS], sorted(self.known), 1)), None)
+        return find_nearest(unknown[:_SHOWN_CHARS], sorted(self.known))
 
     @property
     def listed(self) -> str:
