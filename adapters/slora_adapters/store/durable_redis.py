@@ -79,7 +79,7 @@ def as_unavailable() -> Iterator[None]:
     try:
         yield
     except redis.RedisError as error:
-        raise StoreUnavailable(f"Redis is unavailable: {error}") from error
+        raise StoreUnavailable(f"Redis is unavailable: {str(error).rstrip('.')}") from error
 
 
 def _is_kept(connection: "redis.Redis[bytes]") -> bool:

@@ -461,7 +461,7 @@ def _cause(error: BaseException, secrets: tuple[str, ...]) -> str:
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "***")
     text = re.sub(r"://[^/\s@]*@", "://***@", text)
-    text = re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?***", text)
+    text = re.sub(r"(://[^\s?'\"]*)\?[^\s'\"]*", r"\1?***", text).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

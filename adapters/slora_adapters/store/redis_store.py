@@ -102,7 +102,7 @@ class RedisBlob:
                 self._position += count
                 buffer = buffer[count:]
         except (redis.RedisError, OSError) as error:
-            raise StoreUnavailable(f"Redis failed during a read: {error}") from error
+            raise StoreUnavailable(f"Redis failed during a read: {str(error).rstrip('.')}") from error
 
     def close(self) -> None:
         """Returns the connection to the pool. A connection with unread replies cannot be reused, so it is disconnected

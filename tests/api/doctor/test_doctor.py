@@ -91,6 +91,7 @@ def test_no_password_is_printed(tmp_path: Path) -> None:
     assert ended.returncode == 1
     for name in ("database", "store", "redis"):
         assert f"fails    {name} " in ended.stdout
+    assert ".;" not in ended.stdout
     for text in ("pa55", "the-operators-own-key"):
         assert text not in ended.stdout + ended.stderr
     assert "other users of the machine can see --database" in ended.stdout

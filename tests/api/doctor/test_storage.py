@@ -77,6 +77,11 @@ def test_a_store_that_changes_bytes_fails(
     assert list(store.digests()) == []
 
 
+def test_a_redis_that_is_away_is_told_in_one_sentence(settings: Settings) -> None:
+    with pytest.raises(StoreUnavailable, match=r"[^.]; check its URL"):
+        worst(check_redis(replace(settings, redis="redis://127.0.0.1:1/0")))
+
+
 def test_a_redis_that_is_the_store_is_tried_and_left_empty(
     settings: Settings, shared_redis: RedisServer
 ) -> None:
