@@ -7,6 +7,7 @@ All children get the same base, so that they find the same packages, files and t
 """
 
 import os
+import signal
 import threading
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -66,6 +67,16 @@ def pass_on(environment: Mapping[str, str], allowed: tuple[str, ...]) -> dict[st
         if any(fnmatchcase(name, pattern) for pattern in allowed)
     }
     return _DEFAULTS | passed
+
+
+def describe_exit(exit_code: int) -> str:
+    """Returns how a child ended: `exit code 2`, or the name of the signal that ended it, such as SIGSEGV."""
+    if exit_code >= 0:
+        return f"exit code {exit_code}"
+    try:
+        return signal.Signals(-exit_code).name
+    except ValueError:
+        return f"signal {-exit_code}"
 
 
 def end_with_stdin() -> None:

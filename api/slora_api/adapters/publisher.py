@@ -52,7 +52,7 @@ from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
 from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
-from slora_adapters.process.children import BASE_VARIABLES, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
 from slora_adapters.registry.registry import RESERVATION_S
 from slora_adapters.registry.stored_adapters import StoredAdapters
@@ -164,7 +164,7 @@ class Inspector:
             raise _over_limit(f"over {bounds.memory_bytes} bytes of memory") from None
         except ValueError:
             raise InspectionFailed(
-                f"The process that checked the adapter ended with {_describe(exit_code)} before it "
+                f"The process that checked the adapter ended with {describe_exit(exit_code)} before it "
                 "had a result. The server's log has the reason."
             ) from None
 
@@ -191,10 +191,6 @@ def _over_limit(what: str) -> AdapterInvalid:
         f"the check of the adapter takes {what}, which is more than any valid adapter of this size needs"
     )
     return AdapterInvalid((Reason("inspection_limit", message),))
-
-
-def _describe(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 # A tenant's name cannot contain a colon.

@@ -32,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from slora.core.errors import SloraError
+from slora_adapters.process.children import describe_exit
 from slora_adapters.process.heartbeat import Beat, HeartbeatPage
 from slora_adapters.process.shortage import find_shortage
 
@@ -173,7 +174,7 @@ class _Exit:
     was_ready: bool
 
     def __str__(self) -> str:
-        how = f"exit code {self.exit_code}" if self.exit_code >= 0 else _name_signal(-self.exit_code)
+        how = describe_exit(self.exit_code)
         return f"{how}: {self.reason}" if self.reason else f"{how}; see its messages in the log above"
 
 
@@ -356,10 +357,3 @@ def _kill_group(pid: int) -> None:
     """
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
-
-
-def _name_signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -12,6 +12,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
+from slora_adapters.process.children import describe_exit
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.errors import ServerBusy
 from slora_api.core.fair_slots import FairSlots
@@ -81,9 +82,10 @@ class SandboxPool:
                     return await self._ask(sandbox, tenant, request)
                 except SandboxStalled:
                     _log.warning(
-                        "a process did not answer within %g s and was killed: its %s was not %s",
+                        "a process did not answer within %g s and was killed: the %s of tenant %s was not %s",
                         ANSWER_TIMEOUT_S,
                         self._work.object,
+                        tenant,
                         self._work.verb,
                     )
                     failure = ServerBusy(
@@ -94,10 +96,15 @@ class SandboxPool:
                     if death.hit_cpu_limit:
                         limit_s = self._work.cpu_limit_s
                         return SandboxAnswer(None, f"it takes more than {limit_s:g} s of CPU time", 0.0, 0)
-                    _log.warning("%s", death)
-                    failure = SandboxAnswer(
-                        None, f"it ended its process with exit code {death.exit_code}", 0.0, 0
+                    _log.warning(
+                        "%s: the %s of tenant %s was not %s",
+                        death,
+                        self._work.object,
+                        tenant,
+                        self._work.verb,
                     )
+                    how = describe_exit(death.exit_code)
+                    failure = SandboxAnswer(None, f"it ended its process with {how}", 0.0, 0)
             if isinstance(failure, ServerBusy):
                 raise failure
             return failure

@@ -8,7 +8,7 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from typing import Any
 
-from slora_adapters.process.children import BASE_VARIABLES, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on
 from slora_adapters.process.wire import BrokenFrame, read_message
 from slora_api.sandbox.sandbox import SandboxAnswer
 
@@ -17,7 +17,7 @@ class SandboxDied(Exception):
     """The process ended before it answered. exit_code: negative if a signal ended the process."""
 
     def __init__(self, exit_code: int) -> None:
-        super().__init__(f"the process ended with exit code {exit_code}")
+        super().__init__(f"the process ended with {describe_exit(exit_code)}")
         self.exit_code = exit_code
 
     @property

@@ -304,7 +304,7 @@ def test_a_dead_renderer_is_replaced_and_its_request_retried(asked: list[Sandbox
 
 
 def test_an_uploaded_template_that_ends_its_process_is_a_reason_to_refuse_the_upload(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Found in review: the refusal named the field `messages`, which an upload does not have."""
 
@@ -314,12 +314,13 @@ def test_an_uploaded_template_that_ends_its_process_is_a_reason_to_refuse_the_up
     async def use(templates: ChatTemplates) -> list[Reason]:
         await templates.render("acme", EMPTY, "first")
         monkeypatch.setattr(SandboxProcess, "ask", die)
-        with pytest.raises(RequestRefused, match="it ended its process with exit code -11"):
+        with pytest.raises(RequestRefused, match="it ended its process with SIGSEGV"):
             await templates.render("acme", EMPTY, "second")
         return await templates.check("acme", "third")
 
     (reason,) = with_templates(use)
-    assert reason.message == "the chat template is not valid: it ended its process with exit code -11"
+    assert reason.message == "the chat template is not valid: it ended its process with SIGSEGV"
+    assert "the process ended with SIGSEGV: the chat template of tenant acme was not" in caplog.text
 
 
 def test_a_stalled_renderer_is_replaced_and_its_request_retried(
