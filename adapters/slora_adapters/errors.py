@@ -10,6 +10,7 @@
         ├── AliasConflict      the alias does not point where the caller expects
         ├── AdapterCorrupt     stored bytes differ from the bytes that were stored
         └── StoreUnavailable   a store or the database does not answer
+            ├── DatabaseUnavailable  the database does not answer
             ├── DiskFull       the disk has no space for a write
             ├── StoreUnfit     the store's settings allow data loss; the operator must change them
             └── TryAgain       the store answers, but cannot do this now
@@ -91,6 +92,14 @@ class StoreUnavailable(AdapterError):
     def public_message(self) -> str:
         """The message for tenants, without hosts and paths."""
         return "the storage of adapters is unavailable; try again shortly"
+
+
+class DatabaseUnavailable(StoreUnavailable):
+    """The database does not answer, cannot be opened, read or written, or stays locked."""
+
+    @property
+    def public_message(self) -> str:
+        return "the database of this server is unavailable; try again shortly"
 
 
 class DiskFull(StoreUnavailable):

@@ -20,6 +20,7 @@ from slora_adapters.errors import (
     AdapterNotFound,
     AliasConflict,
     BadAlias,
+    DatabaseUnavailable,
     DiskFull,
     Reason,
     StoreUnavailable,
@@ -66,6 +67,7 @@ CASES = [
     (EngineUnavailable("x"), 503, "service_unavailable", "engine_unavailable"),
     (UsageJournalFull("x"), 503, "service_unavailable", "usage_journal_full"),
     (StoreUnavailable("x"), 503, "service_unavailable", "store_unavailable"),
+    (DatabaseUnavailable("x"), 503, "service_unavailable", "store_unavailable"),
     (AdapterFetchFailed("x", "not_found"), 404, "not_found_error", "model_not_found"),
     (AdapterFetchFailed("x", "unavailable"), 503, "service_unavailable", "store_unavailable"),
     (AdapterFetchFailed("x", "corrupt"), 500, "server_error", "adapter_corrupt"),
@@ -120,6 +122,7 @@ def test_an_unexpected_error_reveals_no_details() -> None:
 
 
 def test_store_error_details_are_hidden_from_tenants() -> None:
+    assert describe_error(DatabaseUnavailable("secret")).message.startswith("the database of this server is")
     assert describe_error(TryAgain("too many at once; try again")).message == "too many at once; try again"
     message = describe_error(StoreUnavailable("there is no store in '/secret/place': disk on fire")).message
     assert "secret" not in message and "fire" not in message and "try again" in message

@@ -40,7 +40,7 @@ from slora_adapters.database.engines import (
     parse_database_url,
 )
 from slora_adapters.database.migration import SCHEMA, is_current, upgrade
-from slora_adapters.errors import DiskFull, StoreUnavailable
+from slora_adapters.errors import DatabaseUnavailable, DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
 
 CHANGES = "changes"
@@ -198,7 +198,7 @@ class Database:
             finally:
                 self._changing.release()
         else:
-            raise StoreUnavailable(
+            raise DatabaseUnavailable(
                 f"database {self.label}: earlier changes took longer than {BUSY_TIMEOUT_S:.0f} s, so this change was "
                 "not made; try again"
             )
@@ -223,7 +223,7 @@ class Database:
         if not self._last_error:
             return self._connect_to_server()
         if self._clock() < self._retry_at or not self._retrying.acquire(blocking=False):
-            raise StoreUnavailable(self._last_error)
+            raise DatabaseUnavailable(self._last_error)
         try:
             return self._connect_to_server()
         finally:
@@ -255,7 +255,7 @@ class Database:
             if self._reserve is not None:
                 self._reserve.report_full()
             return DiskFull(self._path.parent)
-        return StoreUnavailable(f"database {self.label}: {' '.join(str(cause).split())}")
+        return DatabaseUnavailable(f"database {self.label}: {' '.join(str(cause).split())}")
 
     def _read_exclusively(self, statement: Executable, parameters: Mapping[str, Any] | None) -> Sequence[Any]:
         """Reads through one connection with an exclusive lock on the file. The connection is closed as soon as a normal
@@ -271,7 +271,7 @@ class Database:
                 with self._exclusive.connect() as connection:
                     return connection.execute(statement, parameters).fetchall()
         except exc.OperationalError as error:
-            raise StoreUnavailable(f"database {self.label}: {error.orig}") from error
+            raise DatabaseUnavailable(f"database {self.label}: {error.orig}") from error
 
     def _close_exclusive(self) -> None:
         if self._exclusive is None:

@@ -19,7 +19,7 @@ from slora_adapters.database.engines import (
     parse_database_url,
 )
 from slora_adapters.database.migration import Revisions, find_revisions
-from slora_adapters.errors import StoreUnavailable
+from slora_adapters.errors import DatabaseUnavailable
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def read_database_facts(place: Path | str) -> DatabaseFacts:
     """Reads facts about a database. place: see `Database`.
 
     Raises ValueError if `place` is not a path or URL of a database. Raises StoreUnfit if a server would refuse the
-    database because of its settings. Raises StoreUnavailable if the database does not answer or this release cannot
+    database because of its settings. Raises DatabaseUnavailable if the database does not answer or this release cannot
     migrate it.
     """
     url = parse_database_url(str(place))
@@ -50,7 +50,7 @@ def read_database_facts(place: Path | str) -> DatabaseFacts:
 
 
 class _DatabaseReader:
-    """One connection to an existing database. Raises StoreUnavailable if there is none."""
+    """One connection to an existing database. Raises DatabaseUnavailable if there is none."""
 
     def __init__(self, url: URL, label: str) -> None:
         self._label = label
@@ -83,5 +83,5 @@ class _DatabaseReader:
         self._connection.close()
         self._engine.dispose()
 
-    def _as_unavailable(self, error: exc.DBAPIError) -> StoreUnavailable:
-        return StoreUnavailable(f"database {self._label}: {' '.join(str(error.orig).split())}")
+    def _as_unavailable(self, error: exc.DBAPIError) -> DatabaseUnavailable:
+        return DatabaseUnavailable(f"database {self._label}: {' '.join(str(error.orig).split())}")

@@ -182,6 +182,7 @@ def test_during_an_outage_cached_names_and_keys_are_answered_and_others_after_it
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_unavailable")
         assert "Retry-After" in answer.headers
     assert not any(str(postgresql_server.folder) in answer.text for answer in refused[:3])
+    assert all("the database of this server is unavailable" in answer.text for answer in refused[:3])
     assert servers.ask("known").headers["x-slora-adapter"] == "known@1"
     postgresql_server.start()
     wait_for(servers.answers_as("unknown", "unknown@1"))
