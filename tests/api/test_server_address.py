@@ -1,6 +1,7 @@
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -28,10 +29,11 @@ LINKS = {
 
 
 @pytest.fixture(autouse=True)
-def no_settings(set_variables: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_settings(set_variables: Callable[..., None], tmp_path: Path) -> Iterator[None]:
     names = [name for name in os.environ if name.startswith("SLORA_") or name.lower().endswith("_proxy")]
     set_variables(**dict.fromkeys(names))
-    monkeypatch.chdir(tmp_path)
+    with chdir(tmp_path):
+        yield
 
 
 @pytest.mark.parametrize(

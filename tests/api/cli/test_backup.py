@@ -1,7 +1,7 @@
 """A backup of a server that goes on working, restored into the directory of another one."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,10 @@ def test_what_cannot_be_backed_up_or_restored_is_refused(
     arguments: list[str],
     message: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(arguments) == 1
+    with chdir(tmp_path):
+        assert main(arguments) == 1
     assert message in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 

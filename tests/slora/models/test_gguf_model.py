@@ -1,5 +1,6 @@
 """GGUF files as base models: transformers' logits and tokens, and a refusal of all that is not understood."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -24,8 +25,8 @@ PROMPTS = [[(7 * place + 3) % 90 for place in range(length)] for length in (53, 
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def cache(tmp_path: Path, set_variables: Callable[..., None]) -> None:
+    set_variables(XDG_CACHE_HOME=str(tmp_path / "cache"))
 
 
 def largest_error(directory: Path, oracle: PreTrainedModel, quantization: str = "auto") -> float:

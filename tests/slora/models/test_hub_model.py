@@ -1,7 +1,8 @@
 """Base models from the Hugging Face hub, through its real client. The hub is a server on the loopback interface."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,9 @@ def test_a_model_of_the_cache_needs_no_network(files: dict[str, bytes], tmp_path
 
 @pytest.mark.parametrize("name", ["tiny.gguf", "Q4_K_M/tiny.gguf"])
 def test_a_gguf_file_is_downloaded_by_its_name(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    hub: Hub, tmp_path: Path, set_variables: Callable[..., None], name: str
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
+    set_variables(XDG_CACHE_HOME=str(tmp_path / "own"))
     write_gguf(tmp_path / "tiny.gguf", "llama", num_hidden_layers=1)
     hub.files[REPO, COMMIT] = {**OTHERS, name: (tmp_path / "tiny.gguf").read_bytes(), "other.gguf": b"GGUF"}
     told: list[str] = []
@@ -153,11 +154,9 @@ def test_a_gguf_file_is_downloaded_by_its_name(
         find_model(Path(f"{REPO}/missing.gguf"))
 
 
-def test_a_directory_is_never_looked_up_on_the_hub(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_directory_is_never_looked_up_on_the_hub(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / REPO).mkdir(parents=True)
-    for model in (Path(REPO), tmp_path / "missing", Path("missing"), Path("a/b/c"), Path("../org/name")):
-        assert find_model(model) == model
+    with chdir(tmp_path):
+        for model in (Path(REPO), tmp_path / "missing", Path("missing"), Path("a/b/c"), Path("../org/name")):
+            assert find_model(model) == model
     assert hub.asked == []
