@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ _PREFIX = "SLORA_"
 # Decimal and binary multiples, as docker and vLLM read them.
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+# Databases and devices count bytes in 64 bits.
+_MAX_BYTES = 2**63 - 1
 _BYTE_SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)", re.IGNORECASE)
 
 
@@ -101,7 +104,10 @@ class ByteSize:
         unit = _UNITS.get(match[2].lower()) if match else None
         if match is None or unit is None:
             raise ValueError(self.accepted)
-        return math.floor(float(match[1]) * unit)
+        size = math.floor(Fraction(match[1]) * unit)
+        if size > _MAX_BYTES:
+            raise ValueError(self.accepted)
+        return size
 
     def admits(self, value: Any) -> bool:
         return Whole(self.lowest).admits(value)

@@ -21,13 +21,14 @@ MODEL = {"model": "somewhere"}
         ("1.5gib", 3 * 2**29),
         (" 7 kb ", 7000),
         ("3b", 3),
+        ("9007199254740993", 2**53 + 1),  # A float has no such number.
     ],
 )
 def test_byte_sizes_are_read_in_decimal_and_binary_units(text: str, size: int) -> None:
     assert ByteSize().read(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "many", "-1", "1 gigabyte", "1e9", "0x10", "MiB"])
+@pytest.mark.parametrize("text", ["", "many", "-1", "1 gigabyte", "1e9", "0x10", "MiB", "9" * 20, "9" * 400])
 def test_an_invalid_byte_size_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="512MiB"):
         ByteSize().read(text)
