@@ -207,7 +207,7 @@ async def measure_choice(num_replicas: int, num_choices: int = 3000) -> list[Row
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as folder:
         depot = Depot(Path(folder), 400)
         async with running(depot, num_replicas) as group:
-            states = [one.client.state for one in group._by_name.values()]
+            states = [one.client.state for one in group.replicas.values()]
             report = Report.since(EngineReport(), EngineReport(), "")
             for turn in range(num_choices):
                 for case, index in (
@@ -246,8 +246,8 @@ async def measure_fairness(num_replicas: int, seconds: float, *, is_shared: bool
                 penalties=Penalties(0, 1e9, 1e9, prefix_s=0), homes_per_replica_of_traffic=0
             )
             if not is_shared:
-                for replica in group._by_name.values():
-                    replica.client.listen_for_service(lambda engine, spans: None)
+                for replica in group.replicas.values():
+                    replica.client.listen_for_service(lambda service: None)
             digests = [depot.version(index).digest for index in range(10)]
             tokens: Counter[str] = Counter()
             numbers = iter(range(1 << 30))

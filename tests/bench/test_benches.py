@@ -1,5 +1,7 @@
 """Small runs of what the benches print."""
 
+import asyncio
+
 import pytest
 
 from bench.batching import SIZES, batching_rows
@@ -11,6 +13,7 @@ from bench.fleet import policy_rows as fleet_rows
 from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
+from bench.replicas import measure_choice, measure_fairness
 from bench.sharing import (
     BEAMS,
     ON_ALPACA,
@@ -185,3 +188,11 @@ def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_af
     assert slora["loads"] < rows["power of two"]["loads"] and slora["loads"] < rows["random"]["loads"]
     assert slora["of the bound %"] > rows["affinity without bound"]["of the bound %"]
     assert all(row["of the bound %"] <= 100.01 for row in rows.values())
+
+
+@pytest.mark.soak
+def test_choosing_an_engine_and_fairness_between_engines_are_measured() -> None:
+    """Born from a fault: the bench read attributes of the group of engines that had other names by then."""
+    assert all(row["p50 ms"] > 0 for row in asyncio.run(measure_choice(1, 2)))
+    row = asyncio.run(measure_fairness(1, 2.0, is_shared=False))
+    assert row["spread tokens/s"] > 0 and row["pinned tokens/s"] > 0
