@@ -58,6 +58,19 @@ def test_the_head_and_comments_precede_a_late_first_token(
     assert len(rest) == len([line for line in texts if line.startswith("data: {")])
 
 
+def test_comments_come_while_a_stream_pauses_between_tokens(
+    platform: Platform, key: str, hold_heads: Callable[..., None]
+) -> None:
+    hold_heads(60.0)
+    platform.engine.reset(deltas_of(b"Hi!")[:1])
+    platform.engine.hang = True
+    path, body = ROUTES[1]
+    with platform.client(key) as client, client.stream("POST", path, json=body, timeout=10) as answer:
+        lines = filter(None, answer.iter_lines())
+        assert json.loads(next(lines)[6:])["choices"][0]["text"] == "H"
+        assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3
+
+
 @ON_ALL_ROUTES
 def test_the_head_does_not_wait_for_the_time_between_comments(
     platform: Platform,
