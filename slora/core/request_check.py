@@ -238,10 +238,13 @@ def check_pooling(pooling: Pooling, info: EngineInfo) -> None:
         )
 
 
-def check_embedded_tokens(num_tokens: int, max_model_len: int) -> None:
-    """Checks that a prompt to embed fits into the context. It may fill the whole context."""
+def check_embedded_tokens(num_tokens: int, max_model_len: int, param: str = "input", what: str = "") -> None:
+    """Checks that a prompt to embed fits into the context. It may fill the whole context.
+
+    param: the field that holds the prompt. what: the prompt, for the message; by default, the field.
+    """
     if num_tokens > max_model_len:
-        raise ContextTooLong.of(max_model_len, f"input has {num_tokens} tokens; shorten it", "input")
+        raise ContextTooLong.of(max_model_len, f"{what or param} has {num_tokens} tokens; shorten it", param)
 
 
 def check_max_tokens(

@@ -229,11 +229,16 @@ def _set_effort(call: InferenceCall, fields: TemplateFields, traits: TemplateTra
     return chosen
 
 
+async def count_long_request(call: InferenceCall, texts: Sequence[str]) -> None:
+    """Charges a request whose texts take long to tokenize, before that. Raises the errors of the meter."""
+    if call.encoder.is_long(texts):
+        await call.meter.count_request(call.encoder.count_least_tokens(texts))
+
+
 async def _encode(
     call: InferenceCall, texts: Sequence[str], encode: Callable[[str], list[int]], param: str
 ) -> list[list[int]]:
-    if call.encoder.is_long(texts):
-        await call.meter.count_request(call.encoder.count_least_tokens(texts))
+    await count_long_request(call, texts)
     return await call.encoder.encode(
         call.tenant, texts, encode, max_model_len=call.bounds.max_model_len, param=param
     )

@@ -17,19 +17,26 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 from typing_extensions import TypedDict
 
+from slora.core.errors import RequestRefused
 from slora.core.request import NOT_SAMPLED, EngineRequest, FinishReason, Pooling, PoolingKind
 from slora.core.request_check import check_embedded_tokens, check_pooling, check_terms
 from slora.text.generation_defaults import Classifier
 from slora_api.adapters.served_model import ServedModel
 from slora_api.completions.inference_call import ANSWER_ERRORS, InferenceCall
 from slora_api.completions.prompt_fields import PromptFields
-from slora_api.completions.prompt_tokenizer import encode_texts
+from slora_api.completions.prompt_tokenizer import count_long_request, encode_texts
 from slora_api.completions.prompts import prompt_token_ids
 from slora_api.completions.schemas import ModelFields
 from slora_api.completions.services import AnswerServices
 from slora_api.core.errors import BadRequest
 from slora_api.core.threads import tenant_thread
-from slora_api.embeddings.schemas import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
+from slora_api.embeddings.schemas import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreFields,
+    ScoreRequest,
+)
 from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import json_body
 from slora_api.http.wiring import Wired
@@ -95,59 +102,80 @@ async def run_lanes(
     return inputs
 
 
+@dataclass(frozen=True, slots=True)
+class _SentInputs:
+    """The inputs of a request: `num_first` from the field `first`, and then the others from the field `second`."""
+
+    given: Sequence[str | list[int]]
+    num_first: int = 0
+    first: str = "input"
+    second: str = "input"
+
+    @property
+    def parts(self) -> Iterator[tuple[str, Sequence[str | list[int]]]]:
+        """The fields that have inputs, with their inputs."""
+        if self.num_first:
+            yield self.first, self.given[: self.num_first]
+        yield self.second, self.given[self.num_first :]
+
+
 async def _make_inputs(
     call: InferenceCall,
     body: PromptFields,
-    given: Sequence[str | list[int]],
+    sent: _SentInputs,
     pooling: Pooling,
     *,
     is_base64: bool = False,
-    num_first: int | None = None,
+    is_paired: bool = False,
 ) -> list[list[int]]:
     """Returns the token ids of each input. Raises BadRequest, RequestRefused, and the errors of the meter.
 
-    num_first: the inputs are pairs of texts; the first texts come first. A single first text is paired with each second
-    text.
+    is_paired: the inputs are pairs of texts. A single first text is paired with each second text.
     """
+    given = sent.given
     check_terms(call.priority, None, call.info)
     check_pooling(pooling, call.info)
     classifier = call.model.classifier
     dimensions = pooling.dimensions or call.info.shape.hidden_size
     if pooling.kind is PoolingKind.CLASSIFY and classifier is not None:
         dimensions = len(classifier.labels)
-    call.bounds.check_embeddings(len(given), dimensions, is_base64=is_base64)
+    call.bounds.check_embeddings(len(given), dimensions, is_base64=is_base64, param=sent.second)
     call.meter.check_answers(1)
     for item in given:
         if isinstance(item, list) and not body.truncates:
             check_embedded_tokens(len(item), call.info.max_model_len)
-    if num_first is not None:
-        return await _join_pairs(call, body, cast(Sequence[str], given), num_first)
-    inputs = await prompt_token_ids(call, body, given, call.info.max_model_len, "input")
-    _check_lengths(call, [len(token_ids) for token_ids in inputs])
+    if sent.num_first:  # Each field is tokenized alone, but the request is counted once, with all texts.
+        await count_long_request(call, cast(Sequence[str], given))
+    if is_paired:
+        return await _join_pairs(call, body, sent)
+    inputs: list[list[int]] = []
+    for param, part in sent.parts:
+        inputs += await prompt_token_ids(call, body, part, call.info.max_model_len, param)
+        for token_ids in inputs[-len(part) :]:
+            check_embedded_tokens(len(token_ids), call.info.max_model_len, param)
+    call.bounds.check_prompt_tokens(sum(map(len, inputs)), sent.second, "input")
     return inputs
 
 
-def _check_lengths(call: InferenceCall, num_tokens: Sequence[int]) -> None:
-    """num_tokens: the tokens of each input."""
-    for count in num_tokens:
-        check_embedded_tokens(count, call.info.max_model_len)
-    call.bounds.check_prompt_tokens(sum(num_tokens), "input")
-
-
-async def _join_pairs(
-    call: InferenceCall, body: PromptFields, texts: Sequence[str], num_first: int
-) -> list[list[int]]:
+async def _join_pairs(call: InferenceCall, body: PromptFields, sent: _SentInputs) -> list[list[int]]:
     """Returns the checked token ids of each pair of texts, as the tokenizer writes a pair.
 
     The lengths are checked before the pairs are joined: 2,048 pairs with a long first text can have 1,000 times as many
     tokens as the request.
     """
-    ids = await encode_texts(call, texts, add_special_tokens=False, param="input")
+    ids: list[list[int]] = []
+    for param, part in sent.parts:
+        ids += await encode_texts(call, cast(Sequence[str], part), add_special_tokens=False, param=param)
+    num_first = sent.num_first
     tokenizer, room = call.encoder.tokenizer, call.info.max_model_len
     join = operator.add if body.add_special_tokens is False else tokenizer.join_pair
     num_special = len(join([], []))
     pairs = _pair([len(text) for text in ids], num_first)
-    _check_lengths(call, [body.count_kept(num_special + one + two, room) for one, two in pairs])
+    num_tokens = [body.count_kept(num_special + one + two, room) for one, two in pairs]
+    what = f"a pair of {sent.first} and {sent.second}"
+    for count in num_tokens:
+        check_embedded_tokens(count, call.info.max_model_len, sent.second, what)
+    call.bounds.check_prompt_tokens(sum(num_tokens), sent.second, "pair")
     joined: list[list[int]] = []
     num_joined = 0
     # No token that is cut from a single text would be kept in a pair.
@@ -378,7 +406,7 @@ async def classify(request: Request, key: InferenceKey, services: Wired[AnswerSe
 
     async def compute() -> list[bytes]:
         classifier = _find_classifier(call.model)
-        inputs = await _make_inputs(call, body, body.inputs, _CLASSIFY)
+        inputs = await _make_inputs(call, body, _SentInputs(body.inputs), _CLASSIFY)
         classified = await compute_embeddings(call, inputs, _CLASSIFY, bytes)
         num_tokens = sum(map(len, inputs))
         activation = "none" if body.use_activation is False else classifier.activation
@@ -433,7 +461,6 @@ async def score(request: Request, key: InferenceKey, services: Wired[AnswerServi
     """Compares texts by the cosine of their embeddings, or by the head of an adapter."""
     call = await InferenceCall.open(request, key, services)
     sent = await call.read(ScoreRequest.read_body, call.bounds.completion_json)
-    num_first = len(sent.text_1)
 
     def write(scores: list[float], num_tokens: int) -> dict[str, Any]:
         return _envelope("score", call.model, num_tokens) | {
@@ -444,7 +471,8 @@ async def score(request: Request, key: InferenceKey, services: Wired[AnswerServi
             ],
         }
 
-    return await _answer_scores(call, sent.embedding_request([*sent.text_1, *sent.text_2]), num_first, write)
+    texts = _SentInputs([*sent.text_1, *sent.text_2], len(sent.text_1), "text_1", "text_2")
+    return await _answer_scores(call, sent, texts, write)
 
 
 @router.post("/rerank", response_model=RerankedList, include_in_schema=False)
@@ -472,7 +500,7 @@ async def rerank(request: Request, key: InferenceKey, services: Wired[AnswerServ
             results = [{"index": one["index"], "relevance_score": one["relevance_score"]} for one in results]
         return _envelope("rerank", call.model, num_tokens) | {"results": results}
 
-    return await _answer_scores(call, sent.embedding_request([sent.query, *texts]), 1, write)
+    return await _answer_scores(call, sent, _SentInputs([sent.query, *texts], 1, "query", "documents"), write)
 
 
 def _envelope(prefix: str, model: ServedModel, num_tokens: int) -> dict[str, Any]:
@@ -502,7 +530,8 @@ async def _answer(
 
     async def compute() -> list[bytes]:
         pooling = _choose_pooling(call, body)
-        inputs = await _make_inputs(call, body, body.inputs, pooling, is_base64=body.is_base64)
+        sent = _SentInputs(body.inputs)
+        inputs = await _make_inputs(call, body, sent, pooling, is_base64=body.is_base64)
         embedded = await compute_embeddings(call, inputs, pooling, encode)
         num_tokens = sum(map(len, inputs))
         return await _write_answer(call, partial(write, call.model, embedded, num_tokens), len(inputs))
@@ -512,14 +541,13 @@ async def _answer(
 
 async def _answer_scores(
     call: InferenceCall,
-    body: EmbeddingRequest,
-    num_first: int,
+    fields: ScoreFields,
+    sent: _SentInputs,
     write: Callable[[list[float], int], dict[str, Any]],
 ) -> Response:
-    """Scores pairs of texts, and answers with what `write` makes of the scores and the number of tokens.
-
-    body: its inputs are the first texts of all pairs, `num_first` of them, and then the second texts.
-    """
+    """Scores pairs of texts, and answers with what `write` makes of the scores and the number of tokens."""
+    num_first = sent.num_first
+    body = fields.embedding_request(cast(list[str], sent.given))
 
     async def compute() -> list[bytes]:
         classifier = call.model.classifier
@@ -530,9 +558,14 @@ async def _answer_scores(
                 "model",
             )
         pooling = _choose_pooling(call, body) if classifier is None else _CLASSIFY
-        pairs = None if classifier is None else num_first
-        inputs = await _make_inputs(call, body, body.inputs, pooling, is_base64=True, num_first=pairs)
-        found = await compute_embeddings(call, inputs, pooling, bytes)
+        is_paired = classifier is not None
+        inputs = await _make_inputs(call, body, sent, pooling, is_base64=True, is_paired=is_paired)
+        try:
+            found = await compute_embeddings(call, inputs, pooling, bytes)
+        except RequestRefused as error:
+            if error.param == "input":
+                error.param = sent.second
+            raise
 
         def finish() -> dict[str, Any]:
             if classifier is None:

@@ -226,27 +226,30 @@ class RequestBounds:
                 "tokens",
             )
 
-    def check_prompt_tokens(self, num_tokens: int, param: str = "prompt") -> None:
-        """Raises BadRequest for too many tokens. num_tokens: tokens of all prompts, or of all inputs to embed,
-        together.
+    def check_prompt_tokens(self, num_tokens: int, param: str = "prompt", noun: str = "prompt") -> None:
+        """Raises BadRequest for too many tokens. num_tokens: tokens of all prompts, inputs to embed, or pairs of texts,
+        together. noun: which of these the field holds.
         """
         if num_tokens > self.prompt_tokens:
             raise BadRequest(
-                f"`{param}` has {num_tokens} tokens in all its {param}s together; this server accepts at most "
-                f"{self.prompt_tokens}. Send fewer {param}s in one request.",
+                f"`{param}` has {num_tokens} tokens in all its {noun}s together; this server accepts at most "
+                f"{self.prompt_tokens}. Send fewer {noun}s in one request.",
                 param,
             )
 
-    def check_embeddings(self, num_inputs: int, dimensions: int, *, is_base64: bool) -> None:
-        """Raises BadRequest for embeddings that are too large for one answer."""
+    def check_embeddings(
+        self, num_inputs: int, dimensions: int, *, is_base64: bool, param: str = "input"
+    ) -> None:
+        """Raises BadRequest for embeddings that are too large for one answer. param: the field of the inputs."""
         num_bytes = int(num_inputs * dimensions * (_BASE64_BYTES if is_base64 else _FLOAT_BYTES))
         if num_bytes > self.embedding_bytes:
             smaller = "" if is_base64 else ", `encoding_format: base64`"
+            remedy = f", or ask for fewer `dimensions`{smaller}" if param == "input" else ""
             raise BadRequest(
-                f"`input` has {num_inputs} inputs, whose embeddings of {dimensions} components take up to {num_bytes} "
-                f"bytes; this server returns at most {self.embedding_bytes}. Send fewer inputs in one request, or ask "
-                f"for fewer `dimensions`{smaller}.",
-                "input",
+                f"`{param}` has {num_inputs} inputs, whose embeddings of {dimensions} components take up to "
+                f"{num_bytes} bytes; this server computes at most {self.embedding_bytes}. Send fewer inputs in one "
+                f"request{remedy}.",
+                param,
             )
 
     def check_echo(self, num_chars: int) -> None:

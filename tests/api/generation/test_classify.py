@@ -180,6 +180,6 @@ def test_pairs_are_joined_only_if_they_fit(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
     assert (long.status_code, cut.status_code) == (400, 200), cut.text
-    assert "19001000 tokens in all its inputs together" in long.text
+    assert "`documents` has 19001000 tokens in all its pairs together" in long.text
     assert {bytes(one.prompt_token_ids) for one in engine.requests} == {b"q" * 16}
     assert peak < 30 << 20
