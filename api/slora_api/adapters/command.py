@@ -126,7 +126,11 @@ def _describe_push(pushed: dict[str, Any]) -> str:
         lines.append(f"  uses         {'; '.join(found['uses'])}")
     if predicted := ", ".join(loads):
         lines.insert(4, f"  cold load    {predicted}")
-    return "\n".join([*lines, f"Call it with model={json.dumps(pushed['name'])}."])
+    call = "Call it"
+    if any(use.startswith("a head for ") for use in found["uses"]):
+        scores = "a head for 1 label" in found["uses"]
+        call = "Call /v1/score, /v1/rerank or /v1/classify" if scores else "Call /v1/classify"
+    return "\n".join([*lines, f"{call} with model={json.dumps(pushed['name'])}."])
 
 
 def _default_name(source: Path) -> str:
