@@ -2,8 +2,8 @@
 
     hammer FOLDER REDIS_URL PROCESSES SECONDS HOLD_S   prints what each process was granted
     kill FOLDER PROCESSES KILLS                        kills processes at random, then prints what is left reserved
-    crash FOLDER STRIDE                                kills a process at each line of a change, or at every STRIDE-th
-                                                       line, and prints what is left
+    crash FOLDER                                       kills a process after each write to the file of the counters,
+                                                       and prints what is left
 
 A process holds each reservation for a random time of up to HOLD_S. Until it is refused one, it holds each for longer
 than the one before, so that a slow machine reaches the quota, too.
@@ -30,6 +30,7 @@ from typing import Any
 
 import redis.asyncio
 
+from slora_api.quotas import host_counters
 from slora_api.quotas.host_counters import HostCounters
 from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import Charge, QuotaCounters, Reservation, Subject
@@ -165,25 +166,28 @@ def left_over(counters: HostCounters, dead: Iterable[int]) -> list[dict[str, Any
     return asyncio.run(read())
 
 
-def crash(folder: Path, stride: str) -> None:
-    """For each number of lines: a process that dies after so many lines of a reservation and its settlement."""
+def crash(folder: Path) -> None:
+    """For each number of writes: a process that dies after so many of a reservation and its settlement."""
     results = []
-    for lines in range(0, 10_000, int(stride)):
+    for writes in range(1, 1000):
         (folder / "quotas").unlink(missing_ok=True)
         main = open_host(folder / "quotas")
 
-        def work(lines: int = lines) -> None:
+        def work(writes: int = writes) -> None:
             async def run() -> None:
                 counters = open_host(folder / "quotas", 1)
-                left = lines
+                left, content = writes, (folder / "quotas").read_bytes()
 
-                def count(frame: FrameType, event: str, _: Any) -> Any:
-                    nonlocal left
-                    if event == "line":
+                def count(frame: FrameType, _: str, __: Any) -> Any:
+                    nonlocal left, content
+                    if frame.f_code.co_filename != host_counters.__file__:
+                        return None
+                    before, content = content, (folder / "quotas").read_bytes()
+                    if content != before:
                         left -= 1
-                        if left < 0:
+                        if left == 0:
                             os.kill(os.getpid(), signal.SIGKILL)
-                    return count if frame.f_code.co_name in ("_commit", "_settle", "_reserve") else None
+                    return count
 
                 sys.settrace(count)
                 made = await counters.reserve((TENANT, KEYS[0]), Charge(100, 2))

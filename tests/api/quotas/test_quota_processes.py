@@ -68,11 +68,9 @@ def test_killed_processes_leave_nothing_reserved(tmp_path: Path, soak: bool) -> 
         assert account["requests"] >= 0 and account["tokens"] >= 0
 
 
-def test_a_process_killed_at_any_line_of_a_change_leaves_it_done_or_undone(
-    tmp_path: Path, soak: bool
-) -> None:
-    results = run("crash", tmp_path, 1 if soak else 3)
-    assert len(results) > (30 if soak else 10)
+def test_a_process_killed_after_any_write_of_a_change_leaves_it_done_or_undone(tmp_path: Path) -> None:
+    results = run("crash", tmp_path)
+    assert len(results) > 10
     for tenant, key in results:
         assert tenant == key, "both accounts change together"
         assert (tenant["answers"], tenant["reserved"]) == (0, 0)

@@ -1,7 +1,7 @@
 import asyncio
 import random
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,10 @@ from safetensors.numpy import load_file
 from slora import LLM, AsyncLLM, Completion, LoraAdapter, SamplingParams
 from slora.core.engine_state import EngineStats, Pin
 from slora.core.errors import ConfigError, EngineUnavailable, RequestRefused
+from slora.llm.local_engine import LocalEngine
 from slora_adapters.errors import AdapterNotFound
 from tests.support.cpu_kernels import KERNELS
+from tests.support.driving import make_engine, make_source
 from tests.support.engine_stack import WAIT_S
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import KINDS
@@ -46,8 +48,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(bounded())
 
 
-async def wait_for(llm: AsyncLLM, condition: Callable[[EngineStats], bool]) -> EngineStats:
-    while not condition(stats := await llm.stats()):
+async def wait_for(engine: AsyncLLM | LocalEngine, condition: Callable[[EngineStats], bool]) -> EngineStats:
+    while not condition(stats := await engine.stats()):
         await asyncio.sleep(0.005)
     return stats
 
@@ -198,18 +200,18 @@ def test_an_adapter_requested_concurrently_is_loaded_once(kit: ModelKit) -> None
     run(ask())
 
 
-def test_an_engine_of_this_process_takes_pins_like_a_remote_one(llm: AsyncLLM, kit: ModelKit) -> None:
-    (answer,) = llm._builder.answers([[1, 2]], None, kit.adapters["rslora"])
-    (version,) = answer.request.versions
-    pin = Pin(version)
+def test_an_engine_of_this_process_takes_pins_like_a_remote_one(kit: ModelKit) -> None:
+    source, versions = make_source(kit)
 
-    async def pinned() -> None:
-        await llm._engine.set_pins([pin])
-        await wait_for(llm, lambda stats: stats.pinned_loaded == stats.pinned_adapters == 1)
-        await llm._engine.set_pins([])
-        await wait_for(llm, lambda stats: stats.pinned_adapters == 0)
+    async def pinned(engine: LocalEngine) -> None:
+        await engine.set_pins([Pin(versions["rslora"])])
+        await wait_for(engine, lambda stats: stats.pinned_loaded == stats.pinned_adapters == 1)
+        await engine.set_pins([])
+        await wait_for(engine, lambda stats: stats.pinned_adapters == 0)
 
-    run(pinned())
+    with closing(LocalEngine()) as engine:
+        engine.start(lambda: make_engine(kit, source, 300))
+        run(pinned(engine))
 
 
 def test_closing_fails_unfinished_and_later_requests(kit: ModelKit) -> None:
