@@ -85,6 +85,14 @@ class ServedModel:
         digests = "+".join(version.digest for version, _ in self.adapters)
         return {"x-slora-adapter": "+".join(self.labels), "x-slora-adapter-digest": digests}
 
+    def name_adapters(self, text: str) -> str:
+        """Returns a message of the engine with the labels of this request's adapters in place of their digests. A
+        digest may be shortened to 12 digits.
+        """
+        for (version, _), label in zip(self.adapters, self.labels, strict=True):
+            text = text.replace(version.digest, label).replace(version.digest[:12], label)
+        return text
+
 
 def add_up_models(
     asked_for: str, parts: Sequence[ServedModel], weights: Sequence[float], base: GenerationDefaults

@@ -224,23 +224,24 @@ async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[Completion
     def open_usage(answer: Answer) -> None:
         sent[answer.index] = generator.usage.open(answer, spending.open())
 
-    async with call.meter.hold(
-        call.num_prompt_tokens, answer_tokens, len(answers), width, width_param
-    ) as spending:
-        streams = [stream_completion(generator.client, answer, open_usage) for answer in answers]
-        seen_first = is_background
-        async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
-            async for arrived in deltas:
-                if not seen_first:
-                    seen_first = True
-                    generator.metrics.first_token(time.perf_counter() - started_at)
-                if not is_background:
-                    for delta in arrived:
-                        if delta.finish_reason is not None:
-                            seconds = time.perf_counter() - started_at
-                            generator.metrics.finished(delta.finish_reason, seconds)
-                yield arrived
-        await generator.usage.wait(list(sent.values()))
+    with call.naming_adapters():
+        async with call.meter.hold(
+            call.num_prompt_tokens, answer_tokens, len(answers), width, width_param
+        ) as spending:
+            streams = [stream_completion(generator.client, answer, open_usage) for answer in answers]
+            seen_first = is_background
+            async with aclosing(streams[0] if len(streams) == 1 else MergedStreams(streams)) as deltas:
+                async for arrived in deltas:
+                    if not seen_first:
+                        seen_first = True
+                        generator.metrics.first_token(time.perf_counter() - started_at)
+                    if not is_background:
+                        for delta in arrived:
+                            if delta.finish_reason is not None:
+                                seconds = time.perf_counter() - started_at
+                                generator.metrics.finished(delta.finish_reason, seconds)
+                    yield arrived
+            await generator.usage.wait(list(sent.values()))
     for answer in answers:
         answer.timing = sent[answer.index].timing
 

@@ -3,8 +3,10 @@
 The routes open an `InferenceCall`, and every later step finds there what belongs to the request.
 """
 
+import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, Self, TypeVar
 
 from fastapi import Request, Response
@@ -14,6 +16,7 @@ from slora.core.errors import (
     DeadlineMissed,
     EngineUnavailable,
     RequestFailed,
+    RequestRefused,
     StepFailed,
     UsageJournalFull,
 )
@@ -52,6 +55,8 @@ ANSWER_ERRORS = errors(
 # This header identifies the user if the field `user` is missing. An alias that splits requests sends all requests of a
 # user to the same version.
 _SESSION_HEADER = "x-session-id"
+
+logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _Response = TypeVar("_Response", bound=Response)
@@ -183,6 +188,24 @@ class InferenceCall:
             is_background=line_id is not None,
             pooling=pooling,
         )
+
+    @contextmanager
+    def naming_adapters(self) -> Iterator[None]:
+        """The engine's errors in the block name the request's adapters as the client knows them. The engine knows only
+        their digests, which the log keeps.
+        """
+        try:
+            yield
+        except (AdapterFetchFailed, RequestFailed, RequestRefused) as error:
+            text = str(error)
+            named = self.model.name_adapters(text)
+            if named != text:
+                if isinstance(error, RequestFailed):
+                    logger.warning("a request of tenant %s failed: %s", self.tenant, text)
+                else:
+                    error.message = named
+                error.args = (named,)
+            raise
 
     async def _use_model(self, model: ServedModel) -> None:
         tokens = model.added_tokens

@@ -231,7 +231,8 @@ async def compute_embeddings(
             generator.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
 
     async with call.meter.hold(sum(map(len, inputs)), 0, num_lanes, param="input") as spending:
-        embedded = await run_lanes(requests, num_lanes, compute)
+        with call.naming_adapters():
+            embedded = await run_lanes(requests, num_lanes, compute)
         await generator.usage.wait(sent)
     return embedded
 

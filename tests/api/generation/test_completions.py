@@ -3,7 +3,9 @@
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -578,6 +580,24 @@ def test_an_error_of_the_engine_before_the_first_token_is_a_status_even_when_str
     for stream in (False, True):
         answer = post(platform, key, COMPLETIONS, PROMPT | {"stream": stream})
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+
+
+@pytest.mark.parametrize(
+    "failure", [RequestFailed, RequestRefused, partial(AdapterFetchFailed, code="corrupt")]
+)
+def test_an_error_of_the_engine_names_the_requests_adapter_and_no_other(
+    platform: Platform, key: str, failure: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    digest = platform.upload(key, "voice").json()["digest"].removeprefix("sha256:")
+    others = "ab" * 32
+    asked = [(COMPLETIONS, PROMPT), (CHAT, MESSAGES), (CHAT, MESSAGES | {"stream": True})]
+    for path, fields in (*asked, ("/v1/embeddings", {"input": "a"})):
+        error = failure(f"adapter {digest} ({digest[:12]}) failed, not {others}")
+        platform.engine.answers = [[error]]
+        platform.engine.embeddings = lambda _, error=error: [error]
+        told = post(platform, key, path, fields | {"model": "voice"}).json()["error"]
+        assert told["message"] == f"adapter voice@1 (voice@1) failed, not {others}"
+    assert (digest in caplog.text) == (failure is RequestFailed)
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
