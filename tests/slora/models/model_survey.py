@@ -337,7 +337,8 @@ def write_document(found: Sequence[Judgement]) -> str:
         (_NATIVE, "They are the fastest, and can be divided among GPUs and rounded to 8 or 4 bits."),
         (
             _OTHER,
-            "Attention, memory and adapters are slora's. The rest is computed as transformers computes it.",
+            "Attention, memory, experts and adapters are slora's. On a CPU, so are norms, gated MLPs and single "
+            "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers computes it.",
         ),
     ):
         names = [f"`{one.model_type}`" for one in found if one.way == way]
