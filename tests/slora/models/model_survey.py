@@ -338,7 +338,8 @@ def write_document(found: Sequence[Judgement]) -> str:
         (
             _OTHER,
             "Attention, memory, experts and adapters are slora's. On a CPU, so are norms, gated MLPs and single "
-            "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers computes it.",
+            "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers "
+            "computes it.",
         ),
     ):
         names = [f"`{one.model_type}`" for one in found if one.way == way]
