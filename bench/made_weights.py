@@ -30,6 +30,9 @@ class MadeWeights:
         weight = torch.empty(num_held or num_rows, width, dtype=self.dtype, device=self.device)
         return weight.normal_(std=_STD, generator=self._random)
 
+    def head(self, name: str, num_rows: int, width: int, rows: range, num_held: int) -> Tensor:
+        return self.matrix(name, num_rows, width, rows, num_held)
+
     def linear(self, parts: Sequence[LinearPart]) -> Tensor:
         return self.matrix("", sum(len(rows) for part in parts for rows in part.rows), len(parts[0].columns))
 
