@@ -104,7 +104,7 @@ def test_a_postgresql_server_that_is_killed_under_a_rollout_keeps_what_it_acknow
         postgresql_server.kill()
         rest = list(program.output)
         acknowledged.read(rest)
-        assert any("StoreUnavailable" in line for line in rest)
+        assert any("DatabaseUnavailable" in line for line in rest)
     postgresql_server.start()
     with closing(Database(place)) as database:
         check(Registry(database), acknowledged)

@@ -586,8 +586,9 @@ def test_an_error_of_the_engine_before_the_first_token_is_a_status_even_when_str
     "failure", [RequestFailed, RequestRefused, partial(AdapterFetchFailed, code="corrupt")]
 )
 def test_an_error_of_the_engine_names_the_requests_adapter_and_no_other(
-    platform: Platform, key: str, failure: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
+    platform: Platform, failure: Callable[[str], Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
+    key = platform.key("engine-errors")
     digest = platform.upload(key, "voice").json()["digest"].removeprefix("sha256:")
     others = "ab" * 32
     asked = [(COMPLETIONS, PROMPT), (CHAT, MESSAGES), (CHAT, MESSAGES | {"stream": True})]
