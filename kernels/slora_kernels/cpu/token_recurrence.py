@@ -84,28 +84,9 @@ def apply_delta_rule(
     decay: float32 [B, Hv], what the state is multiplied with. state: float32 [B, Hv, Dk, Dv]. norms: whether keys and
     queries are divided by their lengths first.
     """
-    out = torch.empty(value.shape, dtype=value.dtype)
-    _, heads, width, value_width = state.shape
-    scratch = torch.empty(torch.get_num_threads(), 2 * (width + value_width))
-    # The job has their addresses, so copies have to live as long.
-    rows = [_as_rows(tensor) for tensor in (query, key, value, decay, beta, out)]
-    read, write, values, decays, betas, results = map(pack_rows, rows)
-    numbers = (heads, key.shape[1], width, value_width, norms)
-    fields = (
-        *(
-            pack_rows(state.view(len(state), -1)),
-            read,
-            write,
-            values,
-            decays,
-            betas,
-            results,
-            pack_rows(scratch),
-        ),
-        *((number, *_NO_NUMBERS) for number in numbers),
+    return _compute_heads(
+        DELTA_RULE, (query, key, value, decay, beta), state, state.shape[2:], (norms, *_NO_NUMBERS)
     )
-    _run(DELTA_RULE, value.dtype, len(state) * heads, state.numel(), *fields)
-    return out
 
 
 def scan(
@@ -115,24 +96,25 @@ def scan(
 
     step, decay: float32 [B, H]. skip: float32 [H], the factor of x in the result. state: float32 [B, H, D, N].
     """
-    out = torch.empty(x.shape, dtype=x.dtype)
-    _, heads, value_width, width = state.shape
-    scratch = torch.empty(torch.get_num_threads(), 2 * width)
-    rows = [_as_rows(tensor) for tensor in (outputs, inputs, x, decay, step, out)]
-    read, write, values, decays, steps, results = map(pack_rows, rows)
-    fields = (
-        *(
-            pack_rows(state.view(len(state), -1)),
-            read,
-            write,
-            values,
-            decays,
-            steps,
-            results,
-            pack_rows(scratch),
-        ),
-        *((number, *_NO_NUMBERS) for number in (heads, inputs.shape[1], width, value_width)),
-        pack_row(skip),
-    )
-    _run(SCAN, x.dtype, len(state) * heads, state.numel(), *fields)
+    operands = outputs, inputs, x, decay, step
+    sizes = state.shape[3], state.shape[2]
+    return _compute_heads(SCAN, operands, state, sizes, pack_row(skip))
+
+
+def _compute_heads(
+    worker: Worker, operands: Sequence[Tensor], state: Tensor, sizes: Sequence[int], last: FieldWords
+) -> Tensor:
+    """Runs a job whose items are the heads of all sequences. Returns a tensor like the values.
+
+    operands: what is read from the state with, what is written to it with, the values, the decay and the factor of
+    what is written. sizes: the widths of what is read with and of a value. last: the job's last field.
+    """
+    _, write, value, _, _ = operands
+    out = torch.empty(value.shape, dtype=value.dtype)
+    scratch = torch.empty(torch.get_num_threads(), 2 * sum(sizes))
+    # The job has the addresses of these tensors, so copies have to live as long.
+    tensors = [state.view(len(state), -1), *map(_as_rows, (*operands, out)), scratch]
+    heads = state.shape[1]
+    numbers = ((number, *_NO_NUMBERS) for number in (heads, write.shape[1], *sizes))
+    _run(worker, value.dtype, len(state) * heads, state.numel(), *map(pack_rows, tensors), *numbers, last)
     return out

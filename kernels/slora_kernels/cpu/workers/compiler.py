@@ -30,17 +30,15 @@ _log = logging.getLogger("slora.kernels")
 _MODULES = {
     module.__name__.rpartition(".")[2]: module
     for module in (
-        *(
-            argmax,
-            attention,
-            elementwise,
-            lora,
-            quantized,
-            recurrence,
-            tile_attention,
-            tile_linear,
-            tile_lora,
-        ),
+        argmax,
+        attention,
+        elementwise,
+        lora,
+        quantized,
+        recurrence,
+        tile_attention,
+        tile_linear,
+        tile_lora,
     )
 }
 # The element type that stands for a dtype, see `intrinsics`.
