@@ -24,8 +24,10 @@ from tests.api.served import wait_until
 
 
 async def answer_ok(scope: Scope, receive: Receive, send: Send) -> None:
-    """Responds at once, except to requests that ask to wait for ever."""
+    """Responds at once, except to requests that ask to wait: the answer to these begins and never ends."""
     if scope["path"] == "/wait":
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"waiting", "more_body": True})
         while (await receive())["type"] != "http.disconnect":
             pass
         return
@@ -38,9 +40,14 @@ def connect(url: str, stack: ExitStack) -> socket.socket:
 
 
 def start_waiting(url: str, stack: ExitStack) -> socket.socket:
-    """Opens a connection and starts a request that stays in progress."""
+    """Opens a connection with a request that is in progress, which the server counts as busy, and stays so."""
     connection = connect(url, stack)
     connection.sendall(b"GET /wait HTTP/1.1\r\nHost: x\r\n\r\n")
+    received = b""
+    while b"waiting\r\n" not in received:
+        part = connection.recv(1024)
+        assert part, "the server closed the connection"
+        received += part
     return connection
 
 
