@@ -27,7 +27,7 @@ CPU_POOL_SHARE = 0.25
 GPU_POOL_SHARE = 0.9
 SWAP_SHARE = 0.25
 # Bits of each quantized number, with the scales of its group.
-QUANTIZED_BITS = {"int8": 8, "fp8": 8, "int4": 5}
+QUANTIZED_BITS = {"int8": 8, "fp8": 8, "int4": 4.5}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class EngineConfig:
     quantization: str = setting(
         "auto",
         "int8 or fp8 rounds the linear layers of the base model to 8 bits with a scale for each row, "
-        "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 32 "
+        "which halves their memory; int4 rounds them to 4 bits with a scale and a minimum for each 64 "
         "columns (experts on CPUs only); auto uses the format of the checkpoint",
         OneOf(("auto", *QUANTIZED_BITS)),
         metavar="FORM",

@@ -95,7 +95,7 @@ def _measure_quantized(model: ModelConfig, config: EngineConfig, numbers: int, r
         num_groups = numbers // codes.group if codes.group is not None else rows
         return numbers // 2 + num_groups * _FLOAT_BYTES * (2 if codes.has_zero_points else 1)
     if config.quantization == "int4":
-        return numbers * QUANTIZED_BITS["int4"] // 8
+        return int(numbers * QUANTIZED_BITS["int4"] / 8)
     return numbers + rows * _FLOAT_BYTES
 
 

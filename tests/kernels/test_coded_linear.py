@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slora.models.weights.linear import quantize_groups
+from slora.models.weights.linear import INT4_GROUPS, quantize_groups
 from slora.models.weights.packed_weight import pack_bytes_in_tiles, pack_codes_in_tiles
 from slora_kernels.coded_weight import CodedWeight, pack_codes
 from slora_kernels.kernel_selector import select_kernels
@@ -193,14 +193,16 @@ def test_models_of_two_threads_multiply_at_the_same_time() -> None:
         assert all(pool.map(is_same, range(2)))
 
 
-def test_numbers_of_a_group_are_rounded_to_the_nearest_of_sixteen_steps() -> None:
-    rows = torch.randn(40, 96) * torch.logspace(-6, 3, 40)[:, None]
-    rows[3], rows[4, :32], rows[5, 32:] = 0, 0.7, -2.5
-    weight = CodedWeight(*quantize_groups(rows.clone()), torch.arange(16.0))
-    steps = weight.scales.float().repeat_interleave(32, dim=1)
+@pytest.mark.parametrize("group", INT4_GROUPS)
+def test_numbers_of_a_group_are_rounded_to_the_nearest_of_sixteen_steps(group: int) -> None:
+    rows = torch.randn(40, 3 * group) * torch.logspace(-6, 3, 40)[:, None]
+    rows[3], rows[4, :group], rows[5, group:] = 0, 0.7, -2.5
+    weight = CodedWeight(*quantize_groups(rows.clone(), group), torch.arange(16.0))
+    assert weight.group == group
+    steps = weight.scales.float().repeat_interleave(group, dim=1)
     # Minimum and scale are rounded to float16, which moves the ends of the range.
-    slack = rows.view(40, 3, 32).abs().amax(2).repeat_interleave(32, dim=1) * 2**-10 + 16 * 2**-24
+    slack = rows.view(40, 3, group).abs().amax(2).repeat_interleave(group, dim=1) * 2**-10 + 16 * 2**-24
     assert ((weight.decode() - rows).abs() <= 0.5 * steps * (steps != 1) + slack).all()
     assert torch.equal(weight.decode()[3], rows[3])
-    again = CodedWeight(*quantize_groups(weight.decode()), torch.arange(16.0))
+    again = CodedWeight(*quantize_groups(weight.decode(), group), torch.arange(16.0))
     torch.testing.assert_close(again.decode(), weight.decode(), rtol=2**-9, atol=2**-9 * 1e-3)

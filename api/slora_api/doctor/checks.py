@@ -224,7 +224,7 @@ def find_model(settings: Settings) -> ModelFacts:
         elif has_codes or (tensor.block is None and tensor.dtype not in _UNQUANTIZED):
             num_bytes += tensor.num_bytes
         elif settings.engine.quantization != "auto" and name.endswith("proj.weight"):
-            num_bytes += math.prod(tensor.shape) * QUANTIZED_BITS[settings.engine.quantization] // 8
+            num_bytes += int(math.prod(tensor.shape) * QUANTIZED_BITS[settings.engine.quantization] / 8)
         else:
             num_bytes += math.prod(tensor.shape) * element_bytes
     return ModelFacts(files, num_tensors, num_bytes)

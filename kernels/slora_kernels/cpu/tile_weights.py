@@ -4,7 +4,6 @@ import mmap
 import threading
 from contextlib import suppress
 from functools import cache
-from itertools import chain
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +55,10 @@ class _Slabs:
         self._left = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Returns uint8 [num_bytes] that begins at a cache line. A slab is freed after all that was taken of it."""
+        """Returns uint8 [num_bytes] that begins at a cache line. A slab is freed after all that was taken of it.
+
+        The bytes of the cache line behind it can be read.
+        """
         size = -(-num_bytes // _LINE_BYTES) * _LINE_BYTES
         with self._lock:
             if self._left.numel() < size:
@@ -68,6 +70,7 @@ class _Slabs:
 def _map_huge_pages(num_bytes: int) -> Tensor:
     """Returns uint8 [num_bytes or more]. Linux takes memory for it as it is written."""
     size = -(-num_bytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
+    # The first page that is aligned begins before the last 4 KiB of what is added, which stay free behind the end.
     memory = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # The kernel may have no huge pages.
@@ -101,36 +104,34 @@ def _store_panels(weight: Tensor) -> Tensor:
 class _TileLinear:
     """What all kinds of weights [out, in] share. `in` is a multiple of 32."""
 
+    # The words of fields that describe the weight. To compute them for each product would take some microseconds.
+    _words: tuple[int, ...] = ()
+
     def __init__(self, shape: tuple[int, int]) -> None:
         self.shape = shape
         self._num_panels = -(-shape[0] // PANEL_COLUMNS)
         self._no_bias = torch.zeros(shape[0])
+        self._no_bias_words = pack_row(self._no_bias)
 
     def _run(
-        self,
-        worker: Worker,
-        x: Tensor,
-        panels: Tensor,
-        bias: Tensor | None,
-        *fields: FieldWords,
-        num_items: int,
+        self, worker: Worker, x: Tensor, panels: FieldWords, bias: Tensor | None, *words: int, num_items: int
     ) -> Tensor:
-        """panels: the field of this name. num_items: of the job."""
+        """panels: the field of this name. words: those of the fields behind the widths. num_items: of the job."""
+        num_rows = x.shape[0]
         rows = x if x.stride(1) == 1 else x.contiguous()
         out_width, width = self.shape
-        out = torch.empty(len(x), out_width, dtype=x.dtype)
-        if len(x) == 0:
+        out = torch.empty(num_rows, out_width, dtype=x.dtype)
+        if num_rows == 0:
             return out
-        offsets = self._no_bias if bias is None else bias.float()
+        offsets = None if bias is None else bias.float()
         job = begin_job(
             num_items,
-            *pack_rows(rows),
-            *pack_rows(panels),
-            *pack_rows(out),
-            *pack_row(offsets),
-            *(width, 0, 0),
-            *(out_width, 0, 0),
-            *chain.from_iterable(fields),
+            *(rows.data_ptr(), num_rows, rows.stride(0)),
+            *panels,
+            *(out.data_ptr(), num_rows, out_width),
+            *(self._no_bias_words if offsets is None else pack_row(offsets)),
+            *(width, 0, 0, out_width, 0, 0),
+            *words,
         )
         threads = min(torch.get_num_threads(), num_items)
         if out_width * width < _SERIAL_ELEMENTS:
@@ -139,13 +140,13 @@ class _TileLinear:
         return out
 
     def _run_narrow(
-        self, worker: Worker, x: Tensor, scratch: Tensor, bias: Tensor | None, *fields: FieldWords, bits: int
+        self, worker: Worker, x: Tensor, scratch: FieldWords, bias: Tensor | None, *words: int, bits: int
     ) -> Tensor:
-        """Like `_run`, for numbers of 8 or 4 bits, whose field ITEM_SIZE is computed here."""
+        """Like `_run`, for numbers of 8 or 4 bits. The fields ITEM_SIZE and `_words` come before `words`."""
         most = max(1, self._num_panels // (_ITEMS_EACH * torch.get_num_threads()))
         size = min(most, max(1, _ITEM_BYTES // (PANEL_COLUMNS * self.shape[1] * bits // 8)))
         num_items = -(-self._num_panels // size)
-        return self._run(worker, x, scratch, bias, (size, 0, 0), *fields, num_items=num_items)
+        return self._run(worker, x, scratch, bias, size, 0, 0, *self._words, *words, num_items=num_items)
 
 
 class TileWeight(_TileLinear):
@@ -154,6 +155,7 @@ class TileWeight(_TileLinear):
     def __init__(self, weight: Tensor) -> None:
         super().__init__((weight.shape[0], weight.shape[1]))
         self._panels = _store_panels(weight)
+        self._panel_words = pack_rows(self._panels)
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
@@ -165,8 +167,8 @@ class TileWeight(_TileLinear):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         size = max(PANEL_ROWS, _CACHED_ELEMENTS // self.shape[1] // PANEL_ROWS * PANEL_ROWS)
-        num_items = -(-len(x) // size) * self._num_panels
-        return self._run(LINEAR, x, self._panels, bias, (size, 0, 0), num_items=num_items)
+        num_items = -(-x.shape[0] // size) * self._num_panels
+        return self._run(LINEAR, x, self._panel_words, bias, size, 0, 0, num_items=num_items)
 
     def unpack(self) -> Tensor:
         """Returns the weight [out, in]."""
@@ -182,6 +184,7 @@ class ByteTileWeight(_TileLinear):
         super().__init__((values.shape[0], values.shape[1]))
         self._panels = _store_panels(values.view(torch.uint8))
         self._scales = scales
+        self._words = (*pack_rows(self._panels), *NO_TENSOR, *pack_row(scales))
         self._worker = INT8_LINEAR if values.dtype == torch.int8 else FLOAT8_LINEAR
 
     @staticmethod
@@ -192,8 +195,7 @@ class ByteTileWeight(_TileLinear):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 2 * WIDENED_STEPS * TERMS))
-        fields = (pack_rows(self._panels), NO_TENSOR, pack_row(self._scales))
-        return self._run_narrow(self._worker, x, panels, bias, *fields, bits=8)
+        return self._run_narrow(self._worker, x, panels, bias, bits=8)
 
 
 class CodedTileWeight(_TileLinear):
@@ -213,8 +215,15 @@ class CodedTileWeight(_TileLinear):
         )
         self._scales, self._minimums = (self._by_column(part) for part in (weight.scales, weight.minimums))
         self._table = weight.table.repeat(2).bfloat16()
+        self._words = (
+            *pack_rows(self._codes),
+            *pack_row(self._table),
+            *pack_rows(self._scales),
+            *pack_rows(self._minimums),
+        )
         self._num_groups, self._group_steps = weight.scales.shape[1], weight.group // TERMS
         self._is_half = weight.scales.dtype == torch.float16
+        self._has_minimums = weight.minimums.numel() > 0
 
     @staticmethod
     def suits(weight: CodedWeight, dtype: torch.dtype) -> bool:
@@ -227,20 +236,12 @@ class CodedTileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        threads, has_minimums = torch.get_num_threads(), self._minimums.numel() > 0
+        has_minimums = self._has_minimums
         # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
         panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 4 * TERMS * self._group_steps))
-        sums = torch.empty(threads, len(x) * self._num_groups if has_minimums else 0)
-        numbers = (self._group_steps, self._is_half, has_minimums)
-        fields = (
-            pack_rows(self._codes),
-            pack_row(self._table),
-            pack_rows(self._scales),
-            pack_rows(self._minimums),
-            pack_rows(sums),
-            *((number, 0, 0) for number in numbers),
-        )
-        return self._run_narrow(CODED_LINEAR, x, panels, bias, *fields, bits=4)
+        sums = torch.empty(torch.get_num_threads(), x.shape[0] * self._num_groups if has_minimums else 0)
+        numbers = (self._group_steps, 0, 0, self._is_half, 0, 0, has_minimums, 0, 0)
+        return self._run_narrow(CODED_LINEAR, x, panels, bias, *pack_rows(sums), *numbers, bits=4)
 
     def _by_column(self, numbers: Tensor) -> Tensor:
         """[N, groups] -> bytes [panels, groups * 32 numbers]. An absent tensor stays absent."""
@@ -257,16 +258,17 @@ class _Scratch(threading.local):
     """The memory of one calling thread, whose products run one after the other."""
 
     def __init__(self) -> None:
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._num_bytes = self._address = 0
 
-    def reserve(self, num_elements: int) -> Tensor:
-        """Returns bfloat16 [threads, elements], that begins at a cache line."""
+    def reserve(self, num_elements: int) -> FieldWords:
+        """Describes bfloat16 [threads, elements], which begins at a cache line."""
         threads = torch.get_num_threads()
         num_bytes = 2 * threads * num_elements
-        if self._memory.numel() < num_bytes:
-            memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
-            self._memory = memory[-memory.data_ptr() % _LINE_BYTES :]
-        return self._memory[:num_bytes].view(torch.bfloat16).view(threads, num_elements)
+        if self._num_bytes < num_bytes:
+            self._memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
+            self._address = -(-self._memory.data_ptr() // _LINE_BYTES) * _LINE_BYTES
+            self._num_bytes = num_bytes
+        return self._address, threads, num_elements
 
 
 _scratch = _Scratch()

@@ -26,6 +26,8 @@ from slora_kernels.torch.row_blocks import multiply_rows
 # For each name in the settings, the dtype of the numbers. A byte of int4 holds two codes.
 FORMS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+# Columns of a group of int4: the first of these that divides the weight's columns. Larger groups take less time.
+INT4_GROUPS = (2 * BLOCK_COLUMNS, BLOCK_COLUMNS)
 _MAX_CODE = 15
 # Numbers of rows for which the GPU's kernels have different blocks.
 _CHECKED_ROWS = (1, 16, 17, 128, 200)
@@ -49,24 +51,26 @@ def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
     return (rows.round_() if form == torch.int8 else rows).to(form), scales
 
 
-def allocate_codes(num_rows: int, width: int, device: torch.device, scale_dtype: torch.dtype) -> CodedWeight:
-    """A weight [num_rows, width] of int4, whose codes stand for 0 to 15. Each group of 32 columns has a scale and a
+def allocate_codes(
+    num_rows: int, width: int, group: int, device: torch.device, scale_dtype: torch.dtype
+) -> CodedWeight:
+    """A weight [num_rows, width] of int4, whose codes stand for 0 to 15. Each `group` of columns has a scale and a
     minimum.
     """
     scales, minimums = (
-        torch.empty(num_rows, width // BLOCK_COLUMNS, dtype=scale_dtype, device=device) for _ in range(2)
+        torch.empty(num_rows, width // group, dtype=scale_dtype, device=device) for _ in range(2)
     )
     codes = empty_tensor((num_rows, width // 2), torch.uint8, device)
     return CodedWeight(codes, scales, minimums, torch.arange(_MAX_CODE + 1.0, device=device))
 
 
-def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Rounds float32 [N, K] to the codes [N, K / 2], scales and minimums [N, K / 32] of int4.
+def quantize_groups(rows: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rounds float32 [N, K] to the codes [N, K / 2], scales and minimums [N, K / group] of int4.
 
     The code 0 is the smallest number of a group, and 15 the largest. A group with NaN or infinity gets a scale or a
     minimum that is not finite. So does a group with numbers that float16 can't hold.
     """
-    groups = rows.view(len(rows), -1, BLOCK_COLUMNS)
+    groups = rows.view(len(rows), -1, group)
     smallest, largest = groups.aminmax(dim=2)
     minimums, scales = smallest.half(), ((largest - smallest) / _MAX_CODE).half()
     # All numbers of such a group are nearly the same.

@@ -236,7 +236,7 @@ class CodedTarget:
 
     def write(self, first_row: int, rows: Tensor, scales: Tensor | None) -> bool:
         exact = rows.float() if scales is None else rows.float().mul_(scales[:, None])
-        return self.write_parts(first_row, quantize_groups(exact.contiguous()))
+        return self.write_parts(first_row, quantize_groups(exact.contiguous(), self.weight.group))
 
     def write_parts(self, first_row: int, parts: tuple[Tensor, Tensor, Tensor]) -> bool:
         """Like `write`, for the codes, scales and minimums of whole rows."""

@@ -24,7 +24,7 @@ from slora.memory.host_memory import empty_tensor
 from slora.models.stored_quantization import StoredCodes
 from slora.models.weights.bitsandbytes_codes import TABLES, BlocksReader
 from slora.models.weights.checkpoint import Checkpoint
-from slora.models.weights.linear import FORMS, QuantizedWeight, allocate_codes
+from slora.models.weights.linear import FORMS, INT4_GROUPS, QuantizedWeight, allocate_codes
 from slora.models.weights.stored_codes import (
     REMEDY,
     FindTensor,
@@ -50,7 +50,7 @@ from slora.models.weights.weight_blocks import (
     read_tensor,
 )
 from slora_adapters.process.progress_bar import show_progress
-from slora_kernels.coded_weight import BLOCK_COLUMNS, CodedWeight
+from slora_kernels.coded_weight import CodedWeight
 
 _log = logging.getLogger(__name__)
 CodesReader = WordsReader | BlocksReader
@@ -170,10 +170,10 @@ class WeightReader:
             weight = empty_tensor((num_rows, width), self.dtype, self.device)
             targets = (PlainTarget(rows, columns, parts[0].shape[1]) for rows in torch.split(weight, sizes))
         elif form == FORMS["int4"]:
-            _check_groups(sources, parts)
+            group = _choose_group(sources, parts)
             is_wide = any(source.scale_dtype == torch.float32 for source in sources)
             scale_dtype = torch.float32 if is_wide else torch.float16
-            weight = allocate_codes(num_rows, width, self.device, scale_dtype)
+            weight = allocate_codes(num_rows, width, group, self.device, scale_dtype)
             ends = itertools.accumulate(sizes)
             targets = (
                 CodedTarget(weight.rows(end - size, end), columns)
@@ -339,14 +339,20 @@ def _not_floating(stored: TensorPlace) -> ConfigError:
     )
 
 
-def _check_groups(sources: Sequence[WeightSource], parts: Sequence[LinearPart]) -> None:
-    for source, part in zip(sources, parts, strict=True):
-        ends = (part.shape[1], part.columns.start, part.columns.stop)
-        if any(end % BLOCK_COLUMNS for end in ends):
+def _choose_group(sources: Sequence[WeightSource], parts: Sequence[LinearPart]) -> int:
+    """The number of columns in a group of int4. It only depends on the number of ranks if their parts of a row do not
+    end where groups do.
+    """
+    ends = [(part.shape[1], part.columns.start, part.columns.stop) for part in parts]
+    for source, part, own in zip(sources, parts, ends, strict=True):
+        if any(end % INT4_GROUPS[-1] for end in own):
             raise ConfigError(
-                f"{source.stored.path}: {part.name} has {ends[0]} columns, of which this process computes {ends[1]} to "
-                f"{ends[2] - 1}; int4 needs multiples of {BLOCK_COLUMNS}, so choose --quantization int8"
+                f"{source.stored.path}: {part.name} has {own[0]} columns, of which this process computes {own[1]} to "
+                f"{own[2] - 1}; int4 needs multiples of {INT4_GROUPS[-1]}, so choose --quantization int8"
             )
+    if any(source.stored.block is not None for source in sources):
+        return INT4_GROUPS[-1]  # Codes of a GGUF file stay as they are stored, in groups of 32.
+    return next(group for group in INT4_GROUPS if not any(end % group for end in itertools.chain(*ends)))
 
 
 def _same_bytes(first: TensorPlace, second: TensorPlace) -> bool:

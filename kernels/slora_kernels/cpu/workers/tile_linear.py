@@ -467,16 +467,20 @@ class _PanelCodes:
         """
         builder, kind = self._builder, ir.VectorType(I32, LANES)
         first = builder.add(self._codes, builder.mul(step, I64(64 * _CODE_LINES)))
-        lines: dict[tuple[int, int], Any] = {}
 
         def load(tile: int, pair: int) -> Sequence[Any]:
-            key = tile, pair // 4
-            if key not in lines:
-                place = builder.add(first, I64(64 * (tile * _CODE_LINES // 2 + key[1])))
+            line, code = divmod(pair, 4)
+            place = builder.add(first, I64(64 * (tile * _CODE_LINES // 2 + line)))
+            if code == 0:
                 emit_prefetch(builder, builder.inttoptr(builder.add(place, I64(_PREFETCH_BYTES)), _BYTES))
-                lines[key] = builder.load(builder.inttoptr(place, kind.as_pointer()), align=64)
-            shifts = (ir.Constant(kind, [16 * odd + 4 * (pair % 4)] * LANES) for odd in range(2))
-            return [permute_lanes(builder, self._floats, builder.lshr(lines[key], shift)) for shift in shifts]
+            numbers = []
+            for odd in range(2):
+                # Loading from another byte shifts the lanes by 8 bits, and leaves the ports of arithmetic free.
+                own = builder.add(place, I64(2 * odd + code // 2))
+                codes = builder.load(builder.inttoptr(own, kind.as_pointer()), align=1)
+                shift = ir.Constant(kind, [4 * (code % 2)] * LANES)
+                numbers.append(permute_lanes(builder, self._floats, builder.lshr(codes, shift)))
+            return numbers
 
         return load
 

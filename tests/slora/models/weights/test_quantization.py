@@ -81,8 +81,8 @@ def set_config(directory: Path, **fields: Any) -> None:
 
 
 def round_groups(weight: Tensor) -> Tensor:
-    """By the definition of int4: 16 numbers at equal distances, the smallest of 32 adjacent ones first."""
-    groups = weight.view(len(weight), -1, 32)
+    """By the definition of int4: 16 numbers at equal distances, the smallest of 64 adjacent ones first."""
+    groups = weight.view(len(weight), -1, 32 if weight.shape[1] % 64 else 64)
     smallest = groups.amin(2, keepdim=True).half().float()
     scales = ((groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15).half().float()
     codes = ((groups - smallest) / scales).round().clamp(0, 15)
