@@ -2,12 +2,13 @@
 
     python -m bench.quality --quantizations int8 int4 [--model FILE.gguf] [--examples 20]
 
-The examples are those that the demo's adapters have not seen (`demo.evaluate`), each with its task's adapter. KL is the
-mean over all tokens of prompt and wanted answer, in nats, from the distribution without rounding. `changed` is the
-share of tokens with another most likely next token. Answers are greedy.
+The examples are those that the demo's adapters have not seen (`demo.evaluate`), each with its task's adapter. The
+numbers of a GGUF file are decoded first. KL is the mean over all tokens of prompt and wanted answer, in nats, from the
+distribution without rounding. `changed` is the share of tokens with another most likely next token. Answers are greedy.
 """
 
 import argparse
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bench.table import Row, print_table
 from demo.evaluate import DIRECTORY, MAX_NEW_TOKENS, draw_held_out, render
@@ -84,6 +86,16 @@ def measure(llms: dict[str, LLM], model: Path, num_examples: int) -> list[Row]:
     ]
 
 
+def decode_model(file: Path, directory: Path, dtype: torch.dtype) -> None:
+    """Writes the model of a GGUF file with plain weights."""
+    model, tokenizer = load(file)
+    model.config.__dict__.pop("quantization_config", None)
+    plain = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    plain.load_state_dict(model.state_dict())
+    plain.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quantizations", nargs="+", default=["int8", "int4"])
@@ -92,12 +104,18 @@ def main() -> None:
     parser.add_argument("--examples", type=int, default=20)
     options = parser.parse_args()
     settings = {"pool_bytes": 256 << 20, "swap_bytes": 0, "prefix_cache": "off", "dtype": options.dtype}
-    llms = {
-        form: LLM(find_model(options.model), quantization=form, **settings)
-        for form in ("auto", *options.quantizations)
-    }
-    title = f"{options.model.name} in {options.dtype}, {options.examples} examples of each task"
-    print_table(title, measure(llms, options.model, options.examples))
+    with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
+        weights = options.model
+        if weights.suffix == ".gguf":
+            # `int4` would keep the numbers of a file in 4 bits.
+            weights = Path(directory)
+            decode_model(options.model, weights, getattr(torch, options.dtype))
+        llms = {
+            form: LLM(find_model(weights), quantization=form, **settings)
+            for form in ("auto", *options.quantizations)
+        }
+        title = f"{options.model.name} in {options.dtype}, {options.examples} examples of each task"
+        print_table(title, measure(llms, options.model, options.examples))
 
 
 if __name__ == "__main__":

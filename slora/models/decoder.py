@@ -81,8 +81,10 @@ class Decoder:
         self._head = Linear(head, None, self._shape.head_site).packed(self.dtype, is_tied=tied)
         self._embedding_squares: Tensor | None = None
 
-    def warm_up(self) -> None:
-        """All machine code of this decoder belongs to the kernels."""
+    def warm_up(self, kernels: Kernels) -> None:
+        """Multiplies a row with each linear of a layer, and the head: each form of weights has machine code of its own."""
+        for linear in (*self._layers[0].linears, self._head):
+            linear.apply(torch.zeros(1, linear.site.in_width, dtype=self.dtype, device=self.device), kernels)
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """On a GPU, compares products with 4-bit weights with torch's. Tests compare the rest with transformers."""

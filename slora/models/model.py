@@ -47,8 +47,8 @@ class Model(Protocol):
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site."""
 
-    def warm_up(self) -> None:
-        """Compiles the machine code that this model needs beside the kernels. Called before `check`."""
+    def warm_up(self, kernels: Kernels) -> None:
+        """Compiles the machine code that only models of this kind need. Called before `check`."""
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:
         """Called once before the model is served. Raises ConfigError if a computation through pages would be wrong."""

@@ -471,7 +471,7 @@ class TransformersDecoder:
             self._squares[site.group] = compute()
         return self._squares[site.group]
 
-    def warm_up(self) -> None:
+    def warm_up(self, kernels: Kernels) -> None:
         warm_up_layers((module for _, module in self._find_recurrent_layers()), self.dtype)
 
     def check(self, geometry: KVGeometry, kernels: Kernels) -> None:

@@ -495,6 +495,6 @@ def _warm_up(kernels: Kernels, geometry: KVGeometry, model: Model) -> None:
     slow.start()
     try:
         kernels.warm_up(geometry)
-        model.warm_up()
+        model.warm_up(kernels)
     finally:
         slow.cancel()

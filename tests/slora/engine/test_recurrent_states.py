@@ -29,6 +29,7 @@ from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.packing import pack
+from slora_kernels.cpu.kernels import CpuKernels
 from slora_kernels.cpu.machine_code import find_worker, has_workers
 from tests.slora.engine.test_forks import apart, ask, assert_same
 from tests.slora.engine.test_overlapped_steps import SAMPLING
@@ -383,7 +384,7 @@ def test_the_machine_code_of_recurrent_layers_is_compiled_before_the_check(
     write_model(tmp_path, model)
     decoder = TransformersDecoder(read_model_spec(tmp_path), tmp_path, torch.float16, torch.device("cpu"))
     find_worker.cache_clear()
-    decoder.warm_up()
+    decoder.warm_up(CpuKernels())
     assert find_worker.cache_info().misses == num_workers
     check_recurrent_layers(decoder.module, decoder.spec)
     assert find_worker.cache_info().misses == num_workers

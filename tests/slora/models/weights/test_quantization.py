@@ -15,6 +15,7 @@ from torch import Tensor
 from slora import LLM, SamplingParams
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
+from slora_kernels.cpu.machine_code import find_worker
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -99,7 +100,9 @@ def answer(kit: ModelKit, directory: Path, **settings: Any) -> Work:
     kinds = [None, *kit.adapters] * 3
     prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 16, 17, 40)))] for _ in kinds]
     llm = LLM(directory, pool_bytes=kit.pool_bytes(400), **settings)
+    num_compiled = find_worker.cache_info().misses
     outputs = llm.generate(prompts, GREEDY, [kit.path(kind) for kind in kinds])
+    assert find_worker.cache_info().misses == num_compiled, "a request waited until a kernel was compiled"
     return prompts, kinds, [output.token_ids for output in outputs]
 
 
