@@ -82,7 +82,7 @@ class Decoder:
         self._embedding_squares: Tensor | None = None
 
     def warm_up(self, kernels: Kernels) -> None:
-        """Multiplies a row with each linear of a layer, and the head: each form of weights has machine code of its own."""
+        """Multiplies a row with each linear of a layer, and the head: each form of weights has code of its own."""
         for linear in (*self._layers[0].linears, self._head):
             linear.apply(torch.zeros(1, linear.site.in_width, dtype=self.dtype, device=self.device), kernels)
 
