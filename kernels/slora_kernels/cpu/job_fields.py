@@ -39,11 +39,12 @@ def _pack_float(number: float) -> FieldWords:
 def pack_rows(rows: Tensor) -> FieldWords:
     strides = rows.stride()
     assert strides[-1] == 1, f"rows of stride {strides[-1]}"
-    return rows.data_ptr(), len(rows), strides[0]
+    # `len` takes three times as long as `shape[0]`.
+    return rows.data_ptr(), rows.shape[0], strides[0]
 
 
 def pack_row(row: Tensor) -> FieldWords:
-    return row.data_ptr(), 1, len(row)
+    return row.data_ptr(), 1, row.shape[0]
 
 
 @cache

@@ -148,7 +148,7 @@ class CpuKernels:
         # When the CPU caches are cold, empty_like takes half the time of torch.empty.
         out = torch.empty_like(x)
         job = begin_job(
-            len(x),
+            x.shape[0],
             *pack_rows(x),
             *pack_rows(residual),
             *pack_row(weight),
@@ -164,7 +164,7 @@ class CpuKernels:
         gate_up = add_delta(gate_up, delta)
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         kind = ACTIVATIONS.index(activation)
-        job = begin_job(len(gate_up), *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
+        job = begin_job(gate_up.shape[0], *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
         self._run(ACT_MUL, gate_up.dtype, job, num_elements=gate_up.numel())
         return out
 
