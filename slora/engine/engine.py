@@ -103,6 +103,8 @@ class Engine:
         # that other programs need.
         if config.pool_bytes is not None:
             prefault(self.runner.memory.pages)
+        if (limit := model.describe_limit()) is not None:
+            _log.warning("%s", limit)
         num_pages = len(self.runner.memory.pages)
         budget = config.token_budget(self.runner.device.type)
         prefix_cache = config.prefix_cache

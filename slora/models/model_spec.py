@@ -46,6 +46,14 @@ class StateTensor:
         return math.prod(self.shape) * ELEMENT_BYTES["float32" if self.is_float32 else dtype]
 
 
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Attention reads the tokens that an indexer selects, see `slora.models.token_selection`."""
+
+    num_tokens: int  # Of a sequence with no more tokens, all are selected.
+    fields: str  # The names of the fields of config.json that say so.
+
+
 # The states of a sequence are one byte string. Each tensor begins at a multiple of this.
 _STATE_ALIGNMENT = 16
 
@@ -73,6 +81,8 @@ class ModelSpec:
     # The attention modules that compute with the index of a token in the batch, see `TokenCounter`.
     counting_paths: tuple[str, ...] = ()
     num_parameters: int = 0  # Numbers in all weights of a transformers model.
+    # Of the indexers of a transformers model. `max_positions` is at most its number of tokens.
+    selection: Selection | None = None
     decoder: ModelConfig | None = None  # None if transformers computes the model.
 
     @staticmethod
@@ -103,6 +113,7 @@ class ModelSpec:
                     StateTensor(**{**state, "shape": tuple(state["shape"])}) for state in fields["states"]
                 ),
                 "sizes": ModelShape.from_plain(fields["sizes"]),
+                "selection": fields["selection"] and Selection(**fields["selection"]),
             }
         )
 
@@ -158,6 +169,23 @@ class ModelSpec:
             return Partition(self.shape(dtype), num_ranks)
         except ValueError as error:
             raise ConfigError(f"tensor_parallel_size is {num_ranks}: {error}") from error
+
+    def describe_limit(self) -> str | None:
+        """Says why sequences are shorter than the model's positions. None if they are not."""
+        if self.selection is None or self.selection.num_tokens > self.max_positions:
+            return None
+        return (
+            f"this model ({self.family}) is served up to {self.max_positions} tokens ({self.selection.fields}): of "
+            "longer sequences, its indexers would select a part, which this server does not compute"
+        )
+
+    def check_length(self, max_model_len: int | None) -> None:
+        """Raises ConfigError if the requested length of a sequence exceeds that of the model."""
+        if max_model_len is not None and max_model_len > self.max_positions:
+            ends = f"this model's positions end at {self.max_positions} (max_position_embeddings)"
+            raise ConfigError(
+                f"max_model_len is {max_model_len}, but {self.describe_limit() or ends}; give at most that"
+            )
 
     def resolve_dtype(self, requested: str) -> str:
         """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""

@@ -75,6 +75,7 @@ from slora.models.recurrent_layers import (
     find_stateful_modules,
 )
 from slora.models.stored_quantization import StoredQuantization, read_quantization
+from slora.models.token_selection import ALL_TOKENS, find_selection, install_selection
 from slora.models.weights.checkpoint import find_stored_dtype
 from slora_kernels.layout import LatentShape, LinearShape, ModelShape, NormShape
 
@@ -114,6 +115,7 @@ _LAYER_TYPES = (
     "full_attention", "sliding_attention", "chunked_attention",
     "conv", "linear_attention", "hybrid",  # Recurrent layers, see `recurrent_layers`.
     "mlp", "moe",  # Layers that compute each token by itself.
+    "indexed_attention", "minimax_m3_sparse",  # See `token_selection`.
 )  # fmt: skip
 # Mamba-2 raises shorter time steps to the lower one of its limits. One this small changes no bit of a state.
 _NO_TIME_STEP = 1e-30
@@ -275,6 +277,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     head = find_head(model)
     if is_early(config):
         install_attention(model, _ATTENTION, _count_positions(text, directory))
+    selection = find_selection(model)
+    install_selection(model)
     _refuse_cross_attention(model, title)
     _refuse_ropes(model, title)
     trace.hook_linears(model)
@@ -294,6 +298,8 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
     latent = _find_latent(calls, layers_path, trace)
     max_positions = _count_positions(text, directory, default=None if calls else _MOST_POSITIONS)
+    if selection is not None:
+        max_positions = min(max_positions, selection.num_tokens)
     has_masks = bool(calls) and not is_early(config)
     chunked_layers = _find_chunked_layers(model, calls, max_positions, title) if has_masks else ()
     calls = calls or [_AttentionCall.stand_in(_size(text, "hidden_size", directory))]
@@ -333,6 +339,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
         counting_paths=counting,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         states=states,
+        selection=selection,
     )
 
 
@@ -554,14 +561,18 @@ def _refuse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor | object | None,
     others: dict[str, Any],
 ) -> None:
     """Raises ConfigError for an attention call that is not plain causal attention over the sequence's own tokens."""
-    extra = sorted(n for n, v in others.items() if v is not None and v is not False and n not in _ARGUMENTS)
+    extra = sorted(
+        name
+        for name, value in others.items()
+        if value is not None and value is not False and value is not ALL_TOKENS and name not in _ARGUMENTS
+    )
     problems = (
         (not getattr(module, "is_causal", True), "it is not causal"),
-        (attention_mask is not None, "it needs its own mask"),
+        (attention_mask is not None and attention_mask is not ALL_TOKENS, "it needs its own mask"),
         (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
         (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
         (

@@ -63,6 +63,7 @@ from slora.models.recurrent_layers import (
     warm_up_layers,
 )
 from slora.models.step_batch import StateRows, StepBatch
+from slora.models.token_selection import install_selection
 from slora.models.weights.checkpoint import Checkpoint
 from slora.models.weights.linear import multiply, sum_column_squares, sum_squares
 from slora.models.weights.packed_weight import PackedWeight, pack_head, pack_weight
@@ -831,6 +832,7 @@ def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.de
         )
     ignore_padding(model)
     install_attention(model, _ATTENTION, spec.max_positions)
+    install_selection(model)
     return model.to(device).eval()
 
 

@@ -426,11 +426,7 @@ def _check(question: Question) -> None:
             raise ConfigError(
                 f"{name} is {value}; it must be from 1 to the model's {spec.max_positions} positions"
             )
-    if config.max_model_len is not None and config.max_model_len > spec.max_positions:
-        raise ConfigError(
-            f"max_model_len is {config.max_model_len}, but this model's positions end at {spec.max_positions} "
-            "(max_position_embeddings); give at most that"
-        )
+    spec.check_length(config.max_model_len)
     stored = spec.decoder.quantization if spec.decoder is not None else None
     is_stored = stored is not None and stored.form == "int4"
     has_experts = spec.decoder is not None and spec.decoder.experts is not None

@@ -45,7 +45,7 @@ class ModelPart:
             spec = spec.with_whole_keys()
         if config.kv_format is KVFormat.FP8:
             check_float8_kv(self.device)
-        _check_positions(config, spec)
+        spec.check_length(config.max_model_len)
         if spec.states and config.prompt_lookup_tokens:
             raise ConfigError(
                 f"prompt_lookup_tokens is {config.prompt_lookup_tokens}, but this model ({spec.family}) has recurrent "
@@ -100,15 +100,6 @@ def find_device(config: EngineConfig, rank: int) -> torch.device:
     device = resolve_device(config.device, config.kernels)
     is_divided = config.tensor_parallel_size > 1
     return torch.device("cuda", rank) if device.type == "cuda" and is_divided else device
-
-
-def _check_positions(config: EngineConfig, model: ModelSpec) -> None:
-    wanted = config.max_model_len
-    if wanted is not None and wanted > model.max_positions:
-        raise ConfigError(
-            f"max_model_len is {wanted}, but this model's positions end at {model.max_positions} "
-            f"(max_position_embeddings); give at most that"
-        )
 
 
 def load_kernels(name: str, device: torch.device) -> Kernels:

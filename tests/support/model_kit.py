@@ -82,7 +82,8 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     # A token passes through all linears of attention, but not through those of all experts.
     if model == "phimoe":
         return {"r8_on_q_and_v": KINDS["r8_on_q_and_v"]}
-    if model in LATENT_MODELS:
+    # The latter pages hold whole keys and values.
+    if model in (*LATENT_MODELS, "hy_v4", "mistral_large4"):
         return LATENT_KINDS
     # One linear outside the layers is not adapted, which "all-linear" would name.
     if model == "gemma4_text":

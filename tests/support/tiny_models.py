@@ -169,7 +169,16 @@ _LATENT = {
     "head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "n_shared_experts": 1, "first_k_dense_replace": 1, "rope_parameters": _YARN,
 }  # fmt: skip
-LATENT_MODELS = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3")
+# A sequence has at most this number of tokens, all of which are selected.
+MOST_SELECTED = 96
+_INDEXED = {
+    **_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "n_group": 1, "topk_group": 1, "index_topk": MOST_SELECTED,
+    "index_n_heads": 3, "index_head_dim": 12,
+}  # fmt: skip
+LATENT_MODELS = (
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3"),
+    *("deepseek_v32", "glm_moe_dsa", "axk2"),
+)
 _MROPE = {"rope_type": "default", "rope_theta": 1e4}
 # Models that run through transformers' own classes. Their features: learned positions, transposed linears, one KV head,
 # fused and interleaved heads, parallel residuals, scaled logits, experts, windows.
@@ -204,6 +213,26 @@ OTHER_MODELS: dict[str, dict[str, Any]] = {
     "deepseek_v3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "n_group": 2, "topk_group": 1},
     "glm4_moe_lite": {**_LATENT, "v_head_dim": 14, "q_lora_rank": 24, "n_group": 1, "topk_group": 1},
     "minicpm3": {**_LATENT, "v_head_dim": 12, "q_lora_rank": 24, "scale_emb": 3, "scale_depth": 1.2},
+    # Latent attention to the tokens that an indexer selects. The second layer of GLM-5 takes over the selection.
+    "deepseek_v32": {**_INDEXED, "n_group": 2},
+    "glm_moe_dsa": {**_INDEXED, "indexer_types": ["full", "shared"]},
+    "axk2": _INDEXED,
+    "hy_v4": {**_INDEXED, "indexer_types": ["full", "shared"]},
+    # Its layers differ in rope, and two of them have the latents of another.
+    "mistral_large4": {
+        "text_config": {
+            **_INDEXED, "model_type": "mistral_large4_text", "layer_types": ["indexed_attention"] * 4,
+            "indexer_types": ["full", "shared", "full", "shared"], "no_rope_layers": [1, 0, 1, 0],
+            "kv_source_layers": [0, 1, 0, 1],
+        },
+        "vision_config": {**_VISION, "model_type": "pixtral"},
+    },
+    # Attention to blocks of tokens, some of which are selected for each KV head.
+    "minimax_m3_vl_text": {
+        **_LLAMA_LIKE, "head_dim": 16, "rotary_dim": 8, "layer_types": [_FULL, "minimax_m3_sparse"],
+        "num_local_experts": 4, "num_experts_per_tok": 2, "dense_intermediate_size": 40, "shared_intermediate_size": 24,
+        "index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": MOST_SELECTED // 8,
+    },
     # The layers with full attention have fewer and wider heads than the others, and no v_proj. The last layers have the
     # keys and values of the first.
     "gemma4_text": {
@@ -312,6 +341,13 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
     "mamba2": {
         "hidden_size": 48, "expand": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
     },
+    # Attention to blocks of tokens, and to those behind the last whole block.
+    "qwen4_exp_text": {
+        **_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, "indexed_attention", _LINEAR], "head_dim": 16,
+        "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "hc_count": 2, "hc_lowrank": 8,
+        "shared_expert_intermediate_size": 32, "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+        "indexer_budget": MOST_SELECTED, "indexer_compress_ratio": 4,
+    },
     "qwen3_5_text": {**_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, _FULL, _LINEAR], "head_dim": 16},
 }  # fmt: skip
 
@@ -322,7 +358,8 @@ SEEING = "_seeing"
 
 def count_layers(name: str) -> int:
     """The layers that a model of `OTHER_MODELS` needs in a test."""
-    return len(OTHER_MODELS[name].get("layer_types", (0, 1)))
+    own = OTHER_MODELS[name]
+    return len(own.get("text_config", own).get("layer_types", (0, 1)))
 
 
 def make_config(name: str, **changes: object) -> PreTrainedConfig:

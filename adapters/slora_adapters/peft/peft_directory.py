@@ -7,7 +7,7 @@ Only four kinds of file are opened: the config, the safetensors file, and the op
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -33,6 +33,7 @@ from slora_adapters.peft.tensor_file import (
     read_tensors,
 )
 from slora_adapters.peft.validation import (
+    INDEXER,
     check_tied_tensors,
     check_values,
     explain_resize,
@@ -434,10 +435,7 @@ def _assemble(
         extras, reasons = add_labels(extras, members, found.vocabulary.num_rows[2], limits)
     if reasons:
         raise _invalid(reasons)
-    if parts:
-        names = " and ".join(sorted({*parts.values()}))
-        use = f"not {len(parts)} tensors of {names}, which text does not reach, because this server reads text only"
-        extras = replace(extras, uses=(*extras.uses, use))
+    extras = replace(extras, uses=(*extras.uses, *_describe_parts(list(parts.values()))))
     magnitudes = [pair for pair in found.pairs.values() if pair.magnitude is not None]
     b_biases = [pair for pair in found.pairs.values() if pair.b_bias is not None]
     counts = (
@@ -462,6 +460,18 @@ def _assemble(
         has_unused=bool(copies or parts or tensors is not uploaded),
         is_sorted=other is None and spelling is None and list(own) == sorted(own),
     )
+
+
+def _describe_parts(parts: Sequence[str]) -> Iterator[str]:
+    """parts: that of each tensor that is left out."""
+    num_indexers = parts.count(INDEXER)
+    if num_indexers:
+        why = "which select the tokens that attention reads: this server serves lengths at which they select all"
+        yield f"not {num_indexers} tensors of indexers, {why}"
+    others = [part for part in parts if part != INDEXER]
+    if others:
+        names = " and ".join(sorted({*others}))
+        yield f"not {len(others)} tensors of {names}, which text does not reach, because this server reads text only"
 
 
 def is_harmless(path: Sequence[str]) -> bool:

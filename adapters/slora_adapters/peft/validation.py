@@ -80,6 +80,9 @@ _OTHER_PARTS = frozenset(
 # The part of Qwen2-VL and Qwen2.5-VL that reads images lay beside `model` before transformers 4.52.
 _EARLY_PART = "visual"
 _EARLY_HEAD = "language_model.lm_head"
+# The part of an attention module that selects the tokens to read. Sequences are no longer than what it selects, so its
+# weights have no effect.
+INDEXER = "indexer"
 
 
 def find_other_names(tensor_names: Iterable[str], shape: ModelShape) -> ModelShape | None:
@@ -176,13 +179,15 @@ def parse_norm_name(tensor_name: str, shape: ModelShape) -> tuple[int, str] | No
 
 
 def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
-    """Returns the part beside the decoder that a tensor belongs to, such as the one that reads images. None if the
-    tensor does not belong to a known part.
+    """Returns the part without effect that a tensor belongs to: one beside the decoder, such as that which reads
+    images, or `INDEXER`. None if the tensor does not belong to a known part.
 
     shape: with the module names that the adapter has. They tell whether it was trained in a model with other parts.
     """
     root = shape.layers_path.removesuffix(".layers")
     path = re.sub(f"^{_PREFIX}", "", tensor_name)
+    if path.startswith(f"{shape.layers_path}.") and f".{INDEXER}." in path:
+        return INDEXER
     if root not in _ROOTS or _WRAPPER.match(path):
         return None
     part, _, rest = path.partition(".")

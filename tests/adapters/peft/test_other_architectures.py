@@ -204,6 +204,26 @@ def test_an_adapter_of_the_same_text_model_is_served_whatever_its_modules_are_ca
     )
 
 
+@pytest.mark.parametrize("model", ["deepseek_v32", "minimax_m3_vl_text"])
+def test_the_indexers_of_an_adapter_are_named_and_left_out(tmp_path: Path, model: str) -> None:
+    """PEFT's "all-linear" adapts them, and `q_proj` those of MiniMax M3, which never changes an answer."""
+    base = write_model(tmp_path / "base", model, num_hidden_layers=2)
+    fields: dict[str, object] = (
+        {"r": 3, "bias": "all"} if model == "deepseek_v32" else {"target_modules": ["q_proj"]}
+    )
+    make_adapter(tmp_path / "adapter", base, **fields)
+    count = sum(".indexer." in name for name in load_file(tmp_path / "adapter" / ADAPTER))
+    assert count
+    shape = read_model_spec(tmp_path / "base").shape("float32")
+    adapter = read_adapter(tmp_path / "adapter", shape, AdapterLimits(base_directory=tmp_path / "base"))
+    (use,) = (use for use in adapter.extras.uses if "indexers" in use)
+    assert use == (
+        f"not {count} tensors of indexers, which select the tokens that attention reads: this server serves lengths at "
+        "which they select all"
+    )
+    assert adapter.pairs and not any(".indexer." in pair.path for pair in adapter.pairs.values())
+
+
 def describe_other_parts(directory: Path, parts: Collection[str]) -> tuple[str, ...]:
     """What the certificate says of the tensors outside the decoder in an adapter."""
     names = [part for path in load_file(directory / ADAPTER) for part in path.split(".") if part in parts]

@@ -55,11 +55,11 @@ def count_few_pages(kit: ModelKit) -> int:
     return sum(-(-count // page_bytes) for count in num_bytes) + sequence_pages * 2
 
 
-# In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next.
+# In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text.
 @pytest.mark.parametrize(
     "model",
     [
-        pytest.param(model, marks=[pytest.mark.soak] if model == "qwen3_5_text" else [])
+        pytest.param(model, marks=[pytest.mark.soak] if model in ("qwen3_5_text", "qwen4_exp_text") else [])
         for model in RECURRENT_MODELS
     ],
 )

@@ -59,6 +59,7 @@ _SIZES = (
 )
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _KDA = {"linear_head_dim": 8, "linear_num_heads": 4}
+_FEWER_HEADS = {"2": {"num_attention_heads": 2, "num_key_value_heads": 2}}
 # Fields without which a shrunk default config has no sense. A name with dots is that of a field within a part.
 _FIELDS: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -114,7 +115,28 @@ _FIELDS: dict[str, dict[str, Any]] = {
     "inkling2": {"vision_config.text_hidden_size": 64},
     "inkling2_loop": {"vision_config.text_hidden_size": 64},
     "hy_v4_vl": {"text_config.rope_parameters.mrope_section": [2, 1, 1]},
-    "dots3_note_text": {"head_dim": 16},
+    # As in the released model, layers with windows have fewer heads than those with an indexer.
+    "dots3_note_text": {"head_dim": 16, "per_layer_config": _FEWER_HEADS},
+    "dots3_note": {
+        "text_config.head_dim": 16,
+        "text_config.per_layer_config": _FEWER_HEADS,
+        "vision_config.adapter_in_dim": 64,
+        "vision_config.adapter_out_dim": 64,
+        "audio_config.adapter_input_size": 64,
+        "audio_config.adapter_out_dim": 64,
+    },
+    "minimax_m3_vl": {
+        "text_config.layer_types": ["full_attention", "minimax_m3_sparse"],
+        "text_config.index_n_heads": 2,
+        "text_config.index_head_dim": 16,
+    },
+    "qwen4_exp": {
+        "text_config.indexer_n_heads": 2,
+        "text_config.indexer_kv_heads": 1,
+        "text_config.indexer_head_dim": 16,
+        "text_config.indexer_budget": 96,
+        "text_config.indexer_compress_ratio": 4,
+    },
     "chameleon": {"vocabulary_map": {"<image>": 127, "IMGIMGAZ": 126}},
     "cohere_compass": {"text_config.rope_parameters": {"full_attention": _ROPE}},
     "step3p7": {
@@ -339,7 +361,8 @@ def write_document(found: Sequence[Judgement]) -> str:
             _OTHER,
             "Attention, memory, experts and adapters are slora's. On a CPU, so are norms, gated MLPs and single "
             "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers "
-            "computes it.",
+            "computes it. Models that [select\ntokens](serving.md#how-long-are-the-sequences-of-a-model-that-"
+            "selects-tokens) are served up to the length at which they\nselect all.",
         ),
     ):
         names = [f"`{one.model_type}`" for one in found if one.way == way]

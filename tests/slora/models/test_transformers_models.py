@@ -3,6 +3,7 @@ reason."""
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,23 @@ from transformers import CONFIG_MAPPING
 from slora import LLM, SamplingParams
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora.models.model_spec import read_model_spec
+from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
 from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
+from tests.support.driving import start_engine
 from tests.support.model_kit import kinds_for, make_kit
 from tests.support.peft_adapters import LATENT_DORA_KINDS, LATENT_KINDS, expert_lora_kinds
-from tests.support.tiny_models import LATENT_MODELS, OTHER_MODELS, count_layers, make_config, write_model
+from tests.support.tiny_models import (
+    LATENT_MODELS,
+    OTHER_MODELS,
+    RECURRENT_MODELS,
+    count_layers,
+    make_config,
+    write_model,
+)
 
 PARAMS = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=0)
 # Each pool is small enough to run short. Page and adapter sizes differ by model.
@@ -35,6 +44,9 @@ NUM_PAGES = {
     "smolvlm": 27,
     "gpt_oss": 14,
     **dict.fromkeys(LATENT_MODELS, 26),
+    "hy_v4": 14,
+    "mistral_large4": 14,
+    "minimax_m3_vl_text": 24,
     "gemma4_text": 11,
     "llama4_text": 14,
 }
@@ -48,6 +60,7 @@ TINY = {
 # `test_adapter_features.py` has gpt_oss.
 SOAKED = (
     *("smolvlm", "xglm", "deepseek_v2", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss"),
+    *("glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"),
 )
 
 
@@ -82,12 +95,40 @@ def test_latents_are_shared_swapped_and_read_again(
     prefix = [5, 9, 2, 7] * 9
     tails = mix(kit, prompts_each=3, seed=5)
     work = Work([prefix + prompt[:20] for prompt in tails.prompts], tails.kinds)
-    settings = {"max_model_len": 128, "max_num_seqs": 6, "max_num_batched_tokens": 23, "preemption": "swap"}
+    settings = {"max_model_len": 96, "max_num_seqs": 6, "max_num_batched_tokens": 23, "preemption": "swap"}
     verdict, stats = judge_engine(kit, work, PARAMS, 44, kernels=kernels, **settings)
     moved = f"{stats.swapped_in_pages} pages swapped, {stats.prefix_hits} cached tokens"
     report(f"latents of {model} with {kernels} kernels, {moved}: {verdict}")
     assert stats.swapped_in_pages > 0 and stats.prefix_hits > 0
     assert verdict.equal, verdict
+
+
+# Model -> the longest sequence, and the fields that the message names.
+SELECTING = {
+    "deepseek_v32": (96, "index_topk"),
+    "minimax_m3_vl_text": (96, "index_topk_blocks and index_block_size"),
+    "qwen4_exp_text": (99, "indexer_budget and indexer_compress_ratio"),
+}
+
+
+@pytest.mark.parametrize("model", SELECTING)
+def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: Path, model: str) -> None:
+    longest, fields = SELECTING[model]
+    linears = r".*self_attn\.(\w+_proj|kv_a_proj_with_mqa|indexer\.(wk|wq_b|\w+_proj))"
+    layers = {} if model in RECURRENT_MODELS else {"num_hidden_layers": 2}
+    kit = make_kit(
+        tmp_path, model, {"indexers": {"r": 4, "lora_alpha": 9, "target_modules": linears}}, **layers
+    )
+    assert kit.spec == ModelSpec.from_plain(json.loads(json.dumps(asdict(kit.spec))))
+    assert kit.spec.max_positions == longest
+    work = Work([[7, 3, 5, 1] * 23] * 2, [None, "indexers"])
+    verdict, _ = judge_engine(kit, work, replace(PARAMS, max_tokens=longest - 92), 400)
+    assert verdict.equal, verdict
+    with pytest.raises(
+        ConfigError,
+        match=rf"max_model_len is {longest + 1}, .* up to {longest} tokens \({fields}\): .*; give at most that",
+    ):
+        start_engine(kit, 400, max_model_len=longest + 1)
 
 
 @pytest.mark.parametrize("model", ["olmo2", "granite", "opt", "phi"])
