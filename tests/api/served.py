@@ -1,5 +1,6 @@
 """Runs `slora serve` as users do: as a separate process with engine and loader, on a free port, with a tiny model."""
 
+import io
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.api.platform import bearer, make_sdk_client
 from tests.support.child_processes import find_children
+from tests.support.engine_stack import SOURCES
+from tests.support.engine_zygote import ForkedModule
 from tests.support.forked_program import ForkedProgram
 from tests.support.peft_adapters import make_adapter
 from tests.support.tiny_models import make_model, write_model
@@ -79,7 +82,7 @@ def environment(**variables: str) -> dict[str, str]:
 class Served:
     """A running server. `lines`: its standard output so far."""
 
-    process: subprocess.Popen[str] | ForkedProgram
+    process: subprocess.Popen[str] | ForkedProgram | ForkedModule
     data_dir: Path
     lines: list[str] = field(default_factory=list)
     sdk_clients: ExitStack = field(default_factory=ExitStack)
@@ -191,27 +194,38 @@ def serving(
     env: Mapping[str, str] | None = None,
     kernels: str = "torch",
     command: Sequence[str] = SLORA,
+    forks: bool = True,
 ) -> Iterator[Served]:
     """Starts `slora serve` on the tiny model. At the end, stops it with SIGTERM if it still runs.
 
     kernels: the torch kernels need no compilation, so a start takes a second or two.
     command: the command line of `slora`.
+    forks: see `running`.
     """
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]
     variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
-    with running([*command, "serve", *chosen, *flags], variables, data_dir) as served:
+    with running([*command, "serve", *chosen, *flags], variables, data_dir, forks=forks) as served:
         yield served
 
 
 @contextmanager
-def running(command: Sequence[str], env: Mapping[str, str], data_dir: Path) -> Iterator[Served]:
+def running(
+    command: Sequence[str], env: Mapping[str, str], data_dir: Path, *, forks: bool = False
+) -> Iterator[Served]:
     """Starts a server command. Prints its log if the test fails.
 
-    A Python program is forked from a process that has imported the server. Its child processes start as always.
+    A Python program is forked from a process that has imported the server.
+    forks: its engine, loader and API workers are forked, too. Otherwise they start as always, which takes seconds.
     """
-    process: subprocess.Popen[str] | ForkedProgram
-    if tuple(command[:3]) == _PYTHON:
+    process: subprocess.Popen[str] | ForkedProgram | ForkedModule
+    if forks and tuple(command[:3]) == _PYTHON:
+        process = ForkedModule(
+            "tests.support.forked_server", *command[3:], environment=env, errors=2, sources=SOURCES
+        )
+        process.stdin.close()
+        output = io.TextIOWrapper(process.stdout, encoding="utf-8")
+    elif tuple(command[:3]) == _PYTHON:
         process = ForkedProgram(*command[3:], environment=env, stderr=2)
         output = process.output
     else:

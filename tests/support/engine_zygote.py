@@ -1,6 +1,7 @@
 """A process that has imported the engine, and forks the engines of tests. Their start takes no seconds of imports.
 
-It has no threads. For each message on its socket it forks a process that forks the engine and reports its end.
+It has no threads. For each message on its socket it forks a process that forks the engine and reports its end. Other
+modules are imported when the first of their processes is started.
 """
 
 import atexit
@@ -21,6 +22,10 @@ __all__ = ["ForkedModule"]
 
 _ENGINE = "slora.engine.process"
 _MAX_MESSAGE_BYTES = 1 << 18
+# The longest that a test waits for the end of a module.
+_WAIT_S = 120.0
+# The command lines of forked processes are written over that of this one.
+_MAX_COMMAND_BYTES = 16_000
 
 
 class ForkedModule:
@@ -50,10 +55,14 @@ class ForkedModule:
                 self._note_end(socket.MSG_DONTWAIT)
         return self.returncode
 
-    def wait(self, timeout_s: float) -> int:
+    def wait(self, timeout_s: float = _WAIT_S) -> int:
+        """Waits for the end, and returns the exit code. Raises subprocess.TimeoutExpired."""
         if self.returncode is None:
             self._status.settimeout(timeout_s)
-            self._note_end()
+            try:
+                self._note_end()
+            except TimeoutError:
+                raise subprocess.TimeoutExpired("a forked module", timeout_s) from None
         assert self.returncode is not None
         return self.returncode
 
@@ -65,6 +74,9 @@ class ForkedModule:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
 
@@ -75,7 +87,14 @@ def _start_zygote(sources: str) -> socket.socket:
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "tests.support.engine_zygote", str(other.fileno())],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "tests.support.engine_zygote",
+                str(other.fileno()),
+                " " * _MAX_COMMAND_BYTES,
+            ],
             stdin=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"},
             pass_fds=[other.fileno()],
@@ -91,18 +110,30 @@ def _start_zygote(sources: str) -> socket.socket:
 
 def _serve(control: socket.socket) -> None:
     """Forks until the other end of the socket is closed. Returns in an engine's process, which then ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # The kernel reaps the processes that report ends.
+    signal.signal(signal.SIGCHLD, _reap)
+    imported = set[str]()
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 4)
         if not message:
             return
+        module, arguments, environment = json.loads(message)
+        if module not in imported:
+            _import_main(module)
+            imported.add(module)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
-            _run(*json.loads(message), *descriptors)
+            _run(module, arguments, environment, *descriptors)
             return
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _reap(*_: object) -> None:
+    """Reaps the processes that report ends. Unlike the kernel's reaping, this counts their CPU time."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _run(module: str, arguments: list[str], environment: dict[str, str], *descriptors: int) -> None:
@@ -118,20 +149,26 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], *descri
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)
+    # The streams of the process that was forked belong to files that it may seek in.
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, encoding="utf-8", closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
-def _import_engine() -> None:
-    gc.disable()
-    importlib.import_module("numba")  # The engine imports it when it chooses its kernels.
-    importlib.import_module(_ENGINE)
-    del sys.modules[_ENGINE]  # It is run as the main module.
+def _import_main(module: str) -> None:
+    """Imports a module that forked processes run as their main module."""
+    importlib.import_module(module)
+    del sys.modules[module]
     gc.freeze()
 
 
 if __name__ == "__main__":
-    _import_engine()
+    gc.disable()
+    importlib.import_module("numba")  # The engine imports it when it chooses its kernels.
+    _import_main(_ENGINE)
     _serve(socket.socket(fileno=int(sys.argv[1])))

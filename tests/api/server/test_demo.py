@@ -58,7 +58,7 @@ class DemoServer:
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoServer]:
     data_dir = tmp_path_factory.mktemp("demo") / "data"
     command = [*SLORA, "demo", str(DEMO), "--port", "0", "--data-dir", str(data_dir)]
-    with running(command, environment(), data_dir) as served:
+    with running(command, environment(), data_dir, forks=True) as served:
         wait_for(lambda: "demo" in httpx.get(served.url + "/readyz").text or None, served.alive)
         served.child("slora.engine.process").kill()
         served.wait_until_ready()

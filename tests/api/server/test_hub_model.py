@@ -25,7 +25,7 @@ def test_a_model_of_the_hub_is_served_by_its_name_and_no_child_gets_the_token(
         variables = environment(
             SLORA_ADMIN_KEY=ADMIN_KEY, HF_HOME=str(tmp_path / "cache"), HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN
         )
-        with serving(Path(f"{REPO}@v1"), tmp_path / "data", env=variables) as served:
+        with serving(Path(f"{REPO}@v1"), tmp_path / "data", env=variables, forks=False) as served:
             served.wait_until_ready()
             children = find_children("", served.process.pid, recursive=True)
             assert len(children) >= 2

@@ -224,7 +224,7 @@ def test_a_thousand_streams_leak_nothing_and_their_ledger_equals_the_engines_cou
     flags = ("--max-concurrent-requests", "1600", "--max-concurrent-per-tenant", "1200")
     small_caches = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "16"}
     env = environment(SLORA_ADMIN_KEY=ADMIN_KEY, **small_caches)
-    with serving(kit.base, tmp_path / "data", *flags, kernels="auto", env=env) as served:
+    with serving(kit.base, tmp_path / "data", *flags, kernels="auto", env=env, forks=False) as served:
         served.wait_until_ready()
         keys = [upload_both(served, kit, "acme"), *(served.make_key("acme") for _ in range(9))]
         before = engine_usage(served), ledger_usage(tmp_path / "data" / "slora.db")
