@@ -93,7 +93,8 @@ def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serve
 
 @pytest.fixture(scope="session")
 def mortal(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server whose processes tests may kill or stop. Each test leaves it ready."""
-    with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data", "--stall-seconds", "5") as served:
+    """A server whose processes tests may kill or stop. Each test leaves it ready. For some seconds it reports a stall,
+    so that a test on a busy machine sees the report."""
+    with serving(kit.base, tmp_path_factory.mktemp("mortal") / "data", "--stall-seconds", "9") as served:
         served.wait_until_ready()
         yield served

@@ -25,6 +25,7 @@ from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tens
 from tests.api.adapters.hostile_uploads import make_tar, make_zip
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, trial_of
+from tests.api.served import wait_until
 from tests.support.file_limit import largest_file
 
 MAX_UPLOAD = 300_000
@@ -339,16 +340,16 @@ def test_a_form_that_is_not_an_upload_is_a_400(
 
 
 def test_an_upload_whose_client_disconnects_leaves_nothing(platform: Platform) -> None:
-    before = kept_files(platform)
+    before, quarantine = kept_files(platform), platform.directory / "quarantine"
 
     def body() -> Iterator[bytes]:
         yield NAME + CONFIG
+        wait_until(lambda: any(quarantine.iterdir()))
         raise RuntimeError("the client dies")
 
     with platform.client(platform.key("gone")) as client, pytest.raises(RuntimeError):
         client.post("/v1/adapters", content=body(), headers=MULTIPART)
-    # Another request gives the server time to notice.
-    assert httpx.get(platform.url + "/healthz").status_code == 200
+    wait_until(lambda: not any(quarantine.iterdir()))
     assert kept_files(platform) == before
 
 

@@ -77,7 +77,7 @@ def test_send_needs_no_scrolling(browser: Browser, platform: Platform, width: in
     with open_page(browser, platform.url, width=width, height=height) as console:
         console.sign_in(key, "playground")
         answer(console.page, "summary").wait_for()
-        expect(console.page.get_by_role("button", name="Send")).to_be_in_viewport(ratio=1, timeout=5000)
+        expect(console.page.get_by_role("button", name="Send")).to_be_in_viewport(ratio=1)
         console.check_width()
         console.check_accessibility()
         console.page.get_by_text("Sampling").click()

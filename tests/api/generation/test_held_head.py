@@ -65,7 +65,7 @@ def test_comments_come_while_a_stream_pauses_between_tokens(
     platform.engine.reset(deltas_of(b"Hi!")[:1])
     platform.engine.hang = True
     path, body = ROUTES[1]
-    with platform.client(key) as client, client.stream("POST", path, json=body, timeout=10) as answer:
+    with platform.client(key) as client, client.stream("POST", path, json=body) as answer:
         lines = filter(None, answer.iter_lines())
         assert json.loads(next(lines)[6:])["choices"][0]["text"] == "H"
         assert [next(lines) for _ in range(3)] == [": keep-alive"] * 3

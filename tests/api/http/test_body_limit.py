@@ -1,6 +1,5 @@
 import select
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -79,12 +78,18 @@ def test_an_early_response_reaches_a_client_that_is_still_sending(url: str, path
         assert httpx.post(url + path, content=body).status_code == status
 
 
+def start_post(url: str, path: str) -> socket.socket:
+    """Sends the head of a request whose body has LIMIT bytes."""
+    host, port = url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout=60)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT}\r\nConnection: close\r\n\r\n"
+    connection.sendall(head.encode())
+    return connection
+
+
 def trickle(url: str, path: str, bytes_each: int) -> str:
     """Sends `bytes_each` bytes every 0.05 s until the server answers. Returns the answer."""
-    host, port = url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {LIMIT}\r\nConnection: close\r\n\r\n"
-        connection.sendall(head.encode())
+    with start_post(url, path) as connection:
         connection.settimeout(0.05)
         for _ in range(LIMIT // bytes_each):
             connection.sendall(b"x" * bytes_each)
@@ -92,7 +97,7 @@ def trickle(url: str, path: str, bytes_each: int) -> str:
                 answer = connection.recv(4096)
             except TimeoutError:
                 continue
-            connection.settimeout(20)
+            connection.settimeout(60)
             while not answer.endswith(b"}}"):
                 answer += connection.recv(4096)
             return answer.decode()
@@ -110,14 +115,9 @@ def test_a_body_that_comes_too_slowly_is_a_408_that_names_rate_and_remedy(
 
 
 def test_a_body_that_does_not_come_is_a_408(impatient_url: str) -> None:
-    with pytest.raises(httpx.HTTPStatusError, match="408"):
-        httpx.post(impatient_url + "/any", content=never_ending()).raise_for_status()
-
-
-def never_ending() -> Iterator[bytes]:
-    yield b"x"
-    time.sleep(2)
-    yield b"x"
+    with start_post(impatient_url, "/any") as connection:
+        connection.sendall(b"x")
+        assert connection.recv(100).startswith(b"HTTP/1.1 408")
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "identity, br", "GZIP"])
@@ -151,7 +151,7 @@ def test_bodies_of_one_tenant_cannot_take_all_of_the_memory(tmp_path: Path) -> N
         head += f"Content-Type: application/json\r\nContent-Length: {LIMIT}\r\n\r\n"
         for connection in held:
             connection.sendall(head.encode() + b" " * (LIMIT - 1))
-        (refused,), _, _ = select.select(held, [], [], 30)
+        (refused,), _, _ = select.select(held, [], [], 60)
         answer = refused.recv(4096).decode()
         assert answer.startswith("HTTP/1.1 429") and "retry-after" in answer.lower()
         body = {"model": "base", "prompt": "x"}

@@ -90,7 +90,7 @@ def test_a_hung_loader_fails_readiness_and_is_restarted(mortal: Served) -> None:
 def divided(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of two tensor-parallel ranks. Each test leaves it ready."""
     data = tmp_path_factory.mktemp("divided") / "data"
-    with serving(kit.base, data, "--tensor-parallel-size", "2", "--stall-seconds", "5") as served:
+    with serving(kit.base, data, "--tensor-parallel-size", "2", "--stall-seconds", "9") as served:
         served.wait_until_ready()
         yield served
 
