@@ -81,12 +81,10 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
 
 @pytest.fixture(scope="session")
 def server(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that tests share, with the default kernels and the limits that hostile uploads exceed. Its processes
-    start as those of an operator. Each test creates its own tenants, and no test kills a process."""
+    """A server that tests share, with the default kernels and the limits that hostile uploads exceed. Each test
+    creates its own tenants, and no test kills a process."""
     limits = ("--max-upload-bytes", str(MAX_UPLOAD), "--max-lora-rank", str(MAX_RANK))
-    with serving(
-        kit.base, tmp_path_factory.mktemp("server") / "data", *limits, kernels="auto", forks=False
-    ) as served:
+    with serving(kit.base, tmp_path_factory.mktemp("server") / "data", *limits, kernels="auto") as served:
         served.wait_until_ready()
         yield served
 

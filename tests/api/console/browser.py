@@ -20,6 +20,10 @@ Theme = Literal["light", "dark"]
 
 # Chromium's own sandbox needs privileges that root in a container lacks.
 _ARGUMENTS = ["--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"]
+# For each window, Chromium renders the suggestions of its address bar, which takes more CPU time than a page of the
+# console. The last three are features that Playwright disables, whose argument this one replaces.
+_DISABLED = ("WebUIOmniboxPopup", "WebUIOmniboxAimPopup", "WebUIOmniboxFullPopup")
+_ARGUMENTS += [f"--disable-features={','.join((*_DISABLED, 'HttpsUpgrades', 'MediaRouter', 'PaintHolding'))}"]
 _PATIENCE_MS = 120_000
 # The default of 5 s is too short for a busy machine.
 expect.set_options(timeout=_PATIENCE_MS)

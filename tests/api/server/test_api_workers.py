@@ -102,8 +102,8 @@ def connect_to_both(server: Served) -> Iterator[tuple[Connection, Connection]]:
         yield first, second
 
 
-def serve_two(kit: Kit, directory: Path, *, forks: bool = True) -> AbstractContextManager[Served]:
-    """A server with two workers, whose model has room for long streams. forks: see `serving`."""
+def serve_two(kit: Kit, directory: Path) -> AbstractContextManager[Served]:
+    """A server with two workers, whose model has room for long streams."""
     base = directory / "base"
     shutil.copytree(kit.base, base)
     config = json.loads((base / "config.json").read_text(encoding="utf-8"))
@@ -111,14 +111,12 @@ def serve_two(kit: Kit, directory: Path, *, forks: bool = True) -> AbstractConte
         json.dumps(config | {"max_position_embeddings": 4096}), encoding="utf-8"
     )
     flags = ("--max-concurrent-per-tenant", str(MAX_PER_TENANT), "--admin-key", ADMIN_KEY)
-    return serving(
-        base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *flags, forks=forks
-    )
+    return serving(base, directory / "data", "--api-workers", "2", "--stall-seconds", "5", *flags)
 
 
 @pytest.fixture(scope="module")
 def two(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serve_two(kit, tmp_path_factory.mktemp("two"), forks=False) as served:
+    with serve_two(kit, tmp_path_factory.mktemp("two")) as served:
         served.wait_until_ready()
         yield served
 
