@@ -10,8 +10,9 @@ from unittest.mock import patch
 import uvicorn.server
 from starlette.types import ASGIApp
 
+from slora_api.core.server_address import open_listener
 from slora_api.http.http_protocol import ConnectionLimits
-from slora_api.http.http_server import HttpServer, open_listener
+from slora_api.http.http_server import HttpServer
 
 
 class _ShortSleeps:

@@ -11,9 +11,8 @@ import pytest
 from slora_api.cli.main import main
 from slora_api.cli.remote import CommandFailed, server_url
 from slora_api.core.data_dir import open_data_dir
-from slora_api.core.server_address import explain_service_links, is_loopback, own_url
+from slora_api.core.server_address import explain_service_links, is_loopback, open_listener, own_url
 from slora_api.core.settings import explain_unknown_variables, read_settings
-from slora_api.http.http_server import open_listener
 from tests.api.platform import running_platform
 from tests.api.scripted_engine import ScriptedEngine
 

@@ -28,7 +28,6 @@ from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.hub_reference import HubReference
 from slora_api.core.settings import Settings
-from slora_api.core.threads import control_thread
 
 # A request with this model name uses the default adapter of its API key.
 DEFAULT_MODEL = "default"
@@ -72,7 +71,8 @@ class BaseIdentity:
 
     async def _fingerprint(self) -> str | None:
         if self._computed is None:
-            self._computed = asyncio.ensure_future(control_thread(self._compute_fingerprint))
+            # Like `control_thread`, whose import would delay the start of the engine by the import of FastAPI.
+            self._computed = asyncio.get_running_loop().run_in_executor(None, self._compute_fingerprint)
         return await asyncio.shield(self._computed)
 
     def _compute_fingerprint(self) -> str | None:

@@ -39,9 +39,9 @@ from slora_adapters.store.store_url import FILE_SCHEMES, check_redis_url, load_o
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, find_lock_holder, store_url
 from slora_api.core.package_version import find_package_version
-from slora_api.core.server_address import own_url
+from slora_api.core.server_address import open_listener, own_url
 from slora_api.core.settings import GIVE_MODEL, Settings, choose_host_cache_bytes, explain_unknown_variables
-from slora_api.http.http_server import explain_few_descriptors, open_listener
+from slora_api.http.http_server import explain_few_descriptors
 from slora_api.keys.key_record import Pepper, explain_weak_key
 from slora_kernels.machine_limits import machine_limits, read_mounts
 

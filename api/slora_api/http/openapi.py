@@ -13,6 +13,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -109,13 +110,13 @@ def event_stream(chunk: Any, description: str = _CHUNKS) -> _Responses:
         "type": "string",
         "description": description,
         "contentMediaType": "application/json",
-        "contentSchema": TypeAdapter(chunk).json_schema(ref_template=_SCHEMAS + "{model}"),
+        "contentSchema": partial(_type_schema, chunk),
     }
     return {200: {"content": {"text/event-stream": {"schema": schema}}}}
 
 
 class OpenApiDocument:
-    """The document of these routes. It is made at the first request, because making it takes 0.1 s.
+    """The document of these routes. It is made at the first request, because making it takes half a second.
 
     required_scopes: returns the scopes that a route needs, with None for any key; see `authentication.py`.
     """
@@ -131,6 +132,9 @@ class OpenApiDocument:
         return self._lazy.content()
 
     def _make(self) -> _Json:
+        for route in self._routes:
+            _make_schemas(route.openapi_extra)
+            _make_schemas(route.responses)
         document = get_openapi(
             title="slora",
             version=find_package_version(),
@@ -140,7 +144,7 @@ class OpenApiDocument:
         schemas = document["components"]["schemas"]
         for name in _UNUSED_SCHEMAS:
             schemas.pop(name, None)
-        schemas["ErrorObject"] = TypeAdapter(ErrorObject).json_schema(ref_template=_SCHEMAS + "{model}")
+        schemas["ErrorObject"] = _type_schema(ErrorObject)
         for route in self._routes:
             for method in (route.methods or ()) if route.include_in_schema else ():
                 _complete(
@@ -209,9 +213,27 @@ def _first_sentence(kind: type) -> str:
 
 
 def _body(media_type: str, models: Sequence[type[BaseModel]]) -> _Json:
+    content = {media_type: {"schema": partial(_body_schemas, models)}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _make_schemas(node: Any) -> None:
+    """Replaces the calls in a route's declaration with the schemas that they return."""
+    if isinstance(node, dict):
+        for name, value in node.items():
+            if isinstance(value, partial):
+                node[name] = value()
+            else:
+                _make_schemas(value)
+
+
+def _type_schema(kind: Any) -> _Json:
+    return TypeAdapter(kind).json_schema(ref_template=_SCHEMAS + "{model}")
+
+
+def _body_schemas(models: Sequence[type[BaseModel]]) -> _Json:
     schemas = [_body_schema(model) for model in models]
-    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    return {"requestBody": {"required": True, "content": {media_type: {"schema": schema}}}}
+    return schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
 
 
 def _body_schema(model: type[BaseModel]) -> _Json:

@@ -20,9 +20,9 @@ from slora_adapters.process.durable_file import replace_durably
 from slora_adapters.process.full_disk import is_full
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir, store_url
+from slora_api.core.package_version import is_installed
 from slora_api.core.settings import Settings, choose_host_cache_bytes
 from slora_api.processes.supervisor import Child
-from slora_api.sandbox.grammar_checks import has_compiler
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
@@ -183,7 +183,7 @@ async def _try_sandboxes() -> str | None:
     """Starts a process that imports what the sandboxes and inspections need, in their environment. Returns why it
     failed, or None.
     """
-    modules = [*_SANDBOX_MODULES, *([_GRAMMAR_LIBRARY] if has_compiler() else [])]
+    modules = [*_SANDBOX_MODULES, *([_GRAMMAR_LIBRARY] if is_installed(_GRAMMAR_LIBRARY) else [])]
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-P", "-c", "import " + ", ".join(modules),
         stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, env=pass_on(os.environ, BASE_VARIABLES),

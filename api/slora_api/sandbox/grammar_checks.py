@@ -7,7 +7,6 @@ of a sandbox also compiles in the engine. The accepted forms of each tenant are 
 import time
 from collections.abc import Awaitable, Callable
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import (
@@ -21,6 +20,7 @@ from slora.core.tenant_cache import TenantCache
 from slora_adapters.process.wire import encode
 from slora_api.core.cpu_budget import CpuBudget
 from slora_api.core.fair_slots import FairSlots
+from slora_api.core.package_version import is_installed
 from slora_api.sandbox.sandbox_pool import SandboxPool, SandboxWork
 from slora_api.sandbox.sandbox_process import SandboxProcess
 
@@ -62,7 +62,7 @@ class GrammarChecks:
             clock,
         )
         self._accepted = TenantCache[bytes, bool](MAX_CACHED_FORMS, MAX_CACHED_FORMS_OF_TENANT)
-        self._is_installed = has_compiler()
+        self._is_installed = is_installed(LIBRARY)
 
     async def check(self, tenant: str, output: StructuredOutput | None) -> None:
         """Raises RequestRefused, naming the field, if the form can't be compiled or its compilation takes too long.
@@ -93,11 +93,3 @@ class GrammarChecks:
     async def close(self) -> None:
         """Ends the idle processes. A busy process ends when its request or this process ends."""
         await self._pool.close()
-
-
-def has_compiler() -> bool:
-    try:
-        version(LIBRARY)
-    except PackageNotFoundError:
-        return False
-    return True

@@ -25,8 +25,8 @@ from slora_api.cli.declaration import VARIABLES, argument, command, setting_flag
 from slora_api.core.data_dir import ensure_temporary_directory, open_data_dir
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
+from slora_api.core.server_address import open_listener
 from slora_api.core.settings import Settings, explain_unknown_variables, read_settings, server_setting_specs
-from slora_api.http.http_server import open_listener
 from slora_api.processes.children import engines_and_loader, open_sockets
 from slora_api.processes.device import check_num_gpus
 from slora_api.processes.supervisor import Supervisor

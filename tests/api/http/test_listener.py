@@ -2,7 +2,7 @@ import socket
 
 import pytest
 
-from slora_api.http.http_server import open_listener
+from slora_api.core.server_address import open_listener
 
 
 def test_connections_send_data_without_waiting_for_an_ack() -> None:

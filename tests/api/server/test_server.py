@@ -135,6 +135,13 @@ def test_the_help_imports_no_server(server: Served) -> None:
     assert done.returncode == 0 and b"SLORA_ADMIN_KEY" in done.stdout
 
 
+def test_the_engine_starts_before_the_main_process_imports_what_answers_requests() -> None:
+    # The children start when this module has been imported. FastAPI takes as long to import as all else in it.
+    probe = "import sys, slora_api.serve.serve; print([name for name in ('fastapi', 'uvicorn') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), capture_output=True)
+    assert done.stdout == b"[]\n" and done.returncode == 0
+
+
 def command(server: Served, *arguments: str, **variables: str) -> Ended:
     """Runs `slora` with the given arguments against the server, in this process."""
     return run_command(*arguments, **{"SLORA_URL": server.url, **variables})
