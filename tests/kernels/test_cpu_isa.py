@@ -60,7 +60,7 @@ slora_kernels.cpu_isa.permits_tiles = lambda: False
 from slora_kernels.cpu.machine_code import list_model_workers
 from slora_kernels.kv_format import KVFormat
 workers = list_model_workers("bfloat16", KVFormat.MODEL)
-print(slora_kernels.cpu_isa.find_cpu_isa(), *(worker.name for worker in workers))
+print(slora_kernels.cpu_isa.find_cpu_isa(), *(worker.name for worker, _ in workers))
 """
 
 

@@ -110,9 +110,7 @@ class CpuKernels:
         Returns the seconds that this took.
         """
         start = time.perf_counter()
-        dtype = name_dtype(geometry.dtype)
-        workers = list_model_workers(dtype, geometry.kv_format, geometry.head_dim)
-        load_workers((worker, dtype) for worker in workers)
+        load_workers(list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim))
         return time.perf_counter() - start
 
     def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:

@@ -84,15 +84,20 @@ def find_attend_worker(dtype: str, kv_format: KVFormat, head_dim: int) -> Worker
     return ATTEND_TILES if has_tiles else ATTEND
 
 
-def list_model_workers(dtype: str, kv_format: KVFormat, head_dim: int = TERMS) -> tuple[Worker, ...]:
-    """The workers of a model without quantized weights. The last two depend on the KV format."""
+def list_model_workers(
+    dtype: str, kv_format: KVFormat, head_dim: int = TERMS
+) -> tuple[tuple[Worker, str], ...]:
+    """The workers of a model without quantized weights, and the dtype of each. The last two depend on the KV format."""
     linears = (LINEAR,) if HAS_TILES and dtype in LINEAR.dtypes else ()
     own = (
         find_lora_worker(dtype),
         find_rotate_worker(kv_format),
         find_attend_worker(dtype, kv_format, head_dim),
     )
-    return (*linears, RMS_NORM, ACT_MUL, ARGMAX, AFFINE, TOKEN_LOGITS, *own)
+    workers = (*linears, RMS_NORM, ACT_MUL, ARGMAX, AFFINE, TOKEN_LOGITS, *own)
+    # The logits of rows with penalties, biases, log-probabilities or beams are in float32.
+    widened = () if dtype == "float32" else ((ARGMAX, "float32"),)
+    return (*widened, *((worker, dtype) for worker in workers))
 
 
 def name_library(isa: str) -> str:

@@ -38,7 +38,7 @@ def _list_jobs(argument: str) -> list[_Job]:
         dtype = "bfloat16" if multiplies_bfloat16() else "float32"
     # The last two depend on the KV format. Attention takes longest to compile, so it comes first.
     workers = list_model_workers(dtype, KVFormat(kv_format or "auto"))[-2 if kv_format else 0 :]
-    return [(worker, dtype) for worker in reversed(workers)]
+    return [*reversed(workers)]
 
 
 def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
@@ -90,7 +90,8 @@ def main() -> None:
     parser.add_argument("--worker", action="append", default=[], help="only this worker of the library")
     arguments = parser.parse_args()
     if arguments.library is None:
-        jobs = [job for argument in arguments.models for job in _list_jobs(argument)]
+        # Models of several dtypes share some.
+        jobs = list(dict.fromkeys(job for argument in arguments.models for job in _list_jobs(argument)))
         print(
             f"Compiling {len(jobs)} CPU kernels ({', '.join(arguments.models)}); about half a minute",
             flush=True,
