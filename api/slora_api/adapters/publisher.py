@@ -26,7 +26,7 @@ import signal
 import sys
 import uuid
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -384,22 +384,30 @@ class Publisher:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def publish(
-        self, tenant: str, upload: StagedUpload, receive: Receive | None = None
+        self,
+        tenant: str,
+        upload: StagedUpload,
+        receive: Receive | None = None,
+        await_engine: Callable[[], Awaitable[None]] | None = None,
     ) -> PublishedObject:
         """Makes the upload the next version of its name, and returns the version with its certificate.
 
         receive: the ASGI channel of the client. If the client hangs up, the inspection is cancelled. After the
         inspection, the upload always runs to its end.
+        await_engine: returns when the engine is ready. It is called after the inspection, which needs no engine. None:
+        the engine must be ready now.
 
         If the newest version is the same adapter, that version is returned with `new_version` False. So a client that
         lost the answer can repeat the upload. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
         InspectionFailed, QuotaExceeded, TenantSuspended, StoreUnavailable.
         """
-        self.check_upload(upload)
+        self.check_upload(upload, needs_engine=await_engine is None)
         async with self._quarantine.folder(tenant) as scratch:
             inspection = self._inspector.inspect(tenant, upload.source, scratch)
             adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
             base = await self._base.identity.compare(upload.base_fingerprint, adapter.certificate.base_name)
+            if await_engine is not None:
+                await await_engine()
             await self._check_extras(tenant, adapter)
             # Store one upload of a tenant at a time, so that one tenant never occupies all writers or runs several
             # canaries.
@@ -437,14 +445,14 @@ class Publisher:
                 )
             await asyncio.sleep(RESERVATION_S)
 
-    def check_upload(self, upload: StagedUpload) -> None:
+    def check_upload(self, upload: StagedUpload, *, needs_engine: bool = True) -> None:
         """Checks what needs no files. Raises BadRequest, BadAdapterName, EngineUnavailable."""
         if upload.name in (DEFAULT_MODEL, self._base.name):
             raise BadRequest(
                 f"`{upload.name}` is a reserved name on this server; choose another name.", "name"
             )
         check_adapter_name(upload.name)
-        if not self._client.ready:
+        if needs_engine and not self._client.ready:
             # No adapter can be tried out without an engine.
             raise EngineUnavailable(
                 "the engine is starting and cannot try the adapter yet; upload it again shortly"

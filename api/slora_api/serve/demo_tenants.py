@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import shlex
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,13 +75,15 @@ async def set_up_demo(
     key_admin: KeyAdmin,
     publisher: Publisher,
     keys_path: Path,
+    await_engine: Callable[[], Awaitable[None]],
 ) -> list[DemoTenant]:
-    """Creates the demo's tenants, API keys and adapters if they do not exist yet. This needs a running engine, because
-    all uploads do.
+    """Creates the demo's tenants, API keys and adapters if they do not exist yet.
+
+    await_engine: see `Publisher.publish`. The adapters are inspected while the engine starts.
     """
     tenants = await control_thread(_make_tenants, tenant_store, key_admin, keys_path, demo.adapters)
     uploads = (
-        _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher)
+        _publish(tenant.tenant_id, tenant.adapter.directory, demo.fingerprint, publisher, await_engine)
         for tenant in tenants
         if tenant.adapter is not None
     )
@@ -89,12 +91,19 @@ async def set_up_demo(
     return tenants
 
 
-async def _publish(tenant: str, path: Path, base_fingerprint: str | None, publisher: Publisher) -> None:
+async def _publish(
+    tenant: str,
+    path: Path,
+    base_fingerprint: str | None,
+    publisher: Publisher,
+    await_engine: Callable[[], Awaitable[None]],
+) -> None:
     """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
     has_warned = False
     while True:
         try:
-            await publisher.publish(tenant, StagedUpload(path.name, path, base_fingerprint))
+            upload = StagedUpload(path.name, path, base_fingerprint)
+            await publisher.publish(tenant, upload, await_engine=await_engine)
         except EngineUnavailable as error:
             if not has_warned:
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)

@@ -73,16 +73,25 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     # Check the demo first, so that a demo without adapters fails before the engine has started.
     demo = Demo.read(Path(settings.demo)) if settings.demo else None
     unfinished = services.generator.obstacles.unfinished
-    while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
-        await asyncio.sleep(_POLL_S)
+
+    async def await_processes() -> None:
+        while SANDBOXES in unfinished or not (client.ready and board.are_others_ready()):
+            await asyncio.sleep(_POLL_S)
+
     tenants: Sequence[DemoTenant] = ()
     if demo is not None:
         try:
             tenants = await set_up_demo(
-                demo, services.tenant_store, services.keys.admin, services.publisher, data.demo_keys
+                demo,
+                services.tenant_store,
+                services.keys.admin,
+                services.publisher,
+                data.demo_keys,
+                await_processes,
             )
         except DiskFull as error:
             logger.error("the demo could not be set up: %s", error)
+    await await_processes()
     unfinished.pop(_DEMO, None)
     info = client.info
     kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"

@@ -102,10 +102,23 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
     keys_path = tmp_path / "demo-keys.json"
 
     def start() -> list[DemoTenant]:
-        with running_platform(tmp_path, ScriptedEngine()) as platform:
+        engine = ScriptedEngine()
+        engine.ready = False
+
+        async def await_engine() -> None:  # The adapter is inspected before the engine is needed.
+            engine.ready = True
+
+        with running_platform(tmp_path, engine) as platform:
             services = platform.services
             return asyncio.run(
-                set_up_demo(loud, services.tenant_store, services.keys.admin, services.publisher, keys_path)
+                set_up_demo(
+                    loud,
+                    services.tenant_store,
+                    services.keys.admin,
+                    services.publisher,
+                    keys_path,
+                    await_engine,
+                )
             )
 
     first = start()
