@@ -83,22 +83,29 @@ def _map_huge_pages(num_bytes: int) -> Tensor:
 _slabs = _Slabs()
 
 
-def _cut_panels(weight: Tensor) -> Tensor:
-    """Views [N, K] as [panels, K / 32, 2, 16, 16, 2]: the tiles of all panels, in the order of panels in memory."""
+def _cut_panels(weight: Tensor, pair: int = 2) -> Tensor:
+    """Views [N, K] as [panels, K / 32, 2, 16, 16, 2]: the tiles of all panels, in the order of panels in memory.
+
+    pair: the size of the last axis: 1 if each number of `weight` stands for two.
+    """
     out_width, width = weight.shape
     num_panels = -(-out_width // PANEL_COLUMNS)
     missing = num_panels * PANEL_COLUMNS - out_width
     padded = F.pad(weight, (0, 0, 0, missing)) if missing else weight
-    tiles = padded.view(num_panels, 2, COLUMNS, width // TERMS, TERMS // 2, 2)
+    tiles = padded.view(num_panels, 2, COLUMNS, width * 2 // (pair * TERMS), TERMS // 2, pair)
     return tiles.permute(0, 3, 1, 4, 2, 5)
+
+
+# The dtype of two numbers, by the bytes of one. Copying pairs takes a fifth of the time of copying single numbers.
+_PAIRS = {1: torch.int16, 2: torch.int32}
 
 
 def _store_panels(weight: Tensor) -> Tensor:
     """[N, K] -> [panels, K * 32]."""
-    tiles = _cut_panels(weight)
-    panels = _slabs.take(tiles.numel() * weight.element_size()).view(weight.dtype)
-    panels.view(tiles.shape).copy_(tiles)
-    return panels.view(len(tiles), -1)
+    tiles = _cut_panels(weight.contiguous().view(_PAIRS[weight.element_size()]), 1)
+    panels = _slabs.take(tiles.numel() * tiles.element_size())
+    panels.view(tiles.dtype).view(tiles.shape).copy_(tiles)
+    return panels.view(weight.dtype).view(len(tiles), -1)
 
 
 class _TileLinear:

@@ -33,8 +33,8 @@ _MAX_CODE = 15
 _CHECKED_ROWS = (1, 16, 17, 128, 200)
 # Two correct orders of a sum may differ by some roundings of the largest product, and by those of float32 sums.
 _CHECKED_UNITS, _CHECKED_SUMS = 8, 1e-5
-# Elements of a weight that are widened to float32 at a time.
-_SQUARED_ELEMENTS = 1 << 20
+# Elements of a weight that are widened to float32 at a time. They fit into a core's own cache.
+_SQUARED_ELEMENTS = 1 << 17
 
 
 def quantize_rows(rows: Tensor, form: torch.dtype) -> tuple[Tensor, Tensor]:
