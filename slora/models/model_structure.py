@@ -75,7 +75,7 @@ from slora.models.recurrent_layers import (
     find_stateful_modules,
 )
 from slora.models.stored_quantization import StoredQuantization, read_quantization
-from slora.models.token_selection import ALL_TOKENS, find_selection, install_selection
+from slora.models.token_selection import OWN_MASK, AllTokens, find_selection, install_selection
 from slora.models.weights.checkpoint import find_stored_dtype
 from slora_kernels.layout import LatentShape, LinearShape, ModelShape, NormShape
 
@@ -191,7 +191,7 @@ class _ForwardTrace:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | AllTokens | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         name = self._names.get(id(module), type(module).__name__)
@@ -539,6 +539,8 @@ def _find_chunked_layers(
     reach = max(max_positions, 2 * (chunk or 0))
     for layer, (call, mask) in enumerate(zip(calls, record.given, strict=True)):
         refusal = f"{call.module}: paged attention can't serve it, because"
+        if mask is OWN_MASK:
+            continue
         if mask is None:
             raise ConfigError(f"{refusal} it is given no mask by the model")
         function = record.find_function(mask)
@@ -561,18 +563,24 @@ def _refuse_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | object | None,
+    attention_mask: Tensor | AllTokens | None,
     others: dict[str, Any],
 ) -> None:
     """Raises ConfigError for an attention call that is not plain causal attention over the sequence's own tokens."""
     extra = sorted(
         name
         for name, value in others.items()
-        if value is not None and value is not False and value is not ALL_TOKENS and name not in _ARGUMENTS
+        if value is not None
+        and value is not False
+        and not isinstance(value, AllTokens)
+        and name not in _ARGUMENTS
     )
     problems = (
         (not getattr(module, "is_causal", True), "it is not causal"),
-        (attention_mask is not None and attention_mask is not ALL_TOKENS, "it needs its own mask"),
+        (
+            attention_mask is not None and not isinstance(attention_mask, AllTokens),
+            "it needs its own mask",
+        ),
         (query.shape[:1] != (1,) or query.shape[2] != _TOKENS, f"its queries have shape {list(query.shape)}"),
         (key.shape[2] != _TOKENS, f"it has {key.shape[2]} keys for {_TOKENS} tokens"),
         (

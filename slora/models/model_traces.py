@@ -28,6 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedConfig
 
+from slora.models.token_selection import AllTokens
+
 # Returns whether a query sees a key. The arguments are the indices of batch, head, query and key, as tensors.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -42,7 +44,7 @@ class MaskRecord:
     """
 
     def __init__(self) -> None:
-        self.given: list[Tensor | None] = []
+        self.given: list[Tensor | AllTokens | None] = []
         self._made: list[tuple[Tensor, MaskFunction]] = []
 
     def make_mask(self, *, q_length: int, kv_length: int, mask_function: MaskFunction, **_: Any) -> Tensor:
@@ -57,14 +59,14 @@ class MaskRecord:
         query: Tensor,
         __: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | AllTokens | None = None,
         **___: Any,
     ) -> tuple[Tensor, None]:
         """transformers' attention interface."""
         self.given.append(attention_mask)
         return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    def find_function(self, mask: Tensor) -> MaskFunction | None:
+    def find_function(self, mask: object) -> MaskFunction | None:
         """The function that built the mask. None if the model built the mask itself, or changed it."""
         return next((function for made, function in self._made if made is mask), None)
 

@@ -99,6 +99,11 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
             **RECURRENT_KINDS,
             "r3_on_recurrent_layers": {"r": 3, "lora_alpha": 7, "target_modules": ["in_proj"]},
         }
+    if model == "glm5_next":
+        own = {
+            "target_modules": r".*\.language_model\..*\.self_attn\.(\w+_proj|forget_gate\.\w+|kv_a_proj_with_mqa)"
+        }
+        return {"r4_on_all": {"r": 4, "lora_alpha": 6, **own}, "odd_rank": {"r": 5, "lora_alpha": 7, **own}}
     if model in RECURRENT_MODELS:
         return RECURRENT_KINDS
     if model in OTHER_MODELS:

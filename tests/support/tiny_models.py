@@ -341,6 +341,17 @@ RECURRENT_MODELS: dict[str, dict[str, object]] = {
     "mamba2": {
         "hidden_size": 48, "expand": 2, "num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 8,
     },
+    # Latent attention without rope to pools of tokens, and to those behind the last whole pool.
+    "glm5_next": {
+        "text_config": {
+            **_INDEXED, "layer_types": [_LINEAR, "indexed_attention", "indexed_attention"], "rope_parameters": None,
+            "indexer_types": ["full", "full", "shared"], "index_kpool": 8, "qk_rope_head_dim": 0, "head_dim": 0,
+            "linear_head_dim": 8, "linear_num_heads": 4, "hc_mult": 2,
+        },
+        "vision_config": {
+            "depth": 1, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 48,
+        },
+    },
     # Attention to blocks of tokens, and to those behind the last whole block.
     "qwen4_exp_text": {
         **_LLAMA_LIKE, **_DELTA_NET, "layer_types": [_LINEAR, "indexed_attention", _LINEAR], "head_dim": 16,

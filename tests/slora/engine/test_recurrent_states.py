@@ -55,13 +55,13 @@ def count_few_pages(kit: ModelKit) -> int:
     return sum(-(-count // page_bytes) for count in num_bytes) + sequence_pages * 2
 
 
+_SLOW = ("qwen3_5_text", "qwen4_exp_text", "glm5_next")
+
+
 # In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text.
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(model, marks=[pytest.mark.soak] if model in ("qwen3_5_text", "qwen4_exp_text") else [])
-        for model in RECURRENT_MODELS
-    ],
+    [pytest.param(model, marks=[pytest.mark.soak] if model in _SLOW else []) for model in RECURRENT_MODELS],
 )
 def test_parity_holds_alone_mixed_in_chunks_and_preempted(
     kits: Kits, report: Callable[[str], None], model: str, *, soak: bool

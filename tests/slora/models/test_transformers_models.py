@@ -108,10 +108,14 @@ SELECTING = {
     "deepseek_v32": (96, "index_topk"),
     "minimax_m3_vl_text": (96, "index_topk_blocks and index_block_size"),
     "qwen4_exp_text": (99, "indexer_budget and indexer_compress_ratio"),
+    "glm5_next": (103, "index_topk and index_kpool"),
 }
 
 
-@pytest.mark.parametrize("model", SELECTING)
+@pytest.mark.parametrize(
+    "model",
+    [pytest.param(name, marks=pytest.mark.soak) if name == "glm5_next" else name for name in SELECTING],
+)
 def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: Path, model: str) -> None:
     longest, fields = SELECTING[model]
     linears = r".*self_attn\.(\w+_proj|kv_a_proj_with_mqa|indexer\.(wk|wq_b|\w+_proj))"
@@ -209,6 +213,29 @@ def test_keys_with_a_bias_are_refused_in_fp8(tmp_path: Path) -> None:
         ConfigError, match=r"kv_cache_dtype is fp8, but .* \(ALiBi\), .* set kv_cache_dtype to auto"
     ):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, kv_cache_dtype="fp8")
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "reason"),
+    [
+        (
+            "glm5_next",
+            {"index_kpool_always_select_tail": False},
+            "index_kpool_always_select_tail is false .* at any length",
+        ),
+        (
+            "deepseek_v32",
+            {"index_topk": 0, "num_hidden_layers": 2},
+            "index_topk .*: indexers select 0 tokens; give at least 1",
+        ),
+    ],
+)
+def test_an_indexer_that_never_selects_all_tokens_is_refused(
+    tmp_path: Path, model: str, fields: dict[str, Any], reason: str
+) -> None:
+    make_config(model, **fields).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=reason):
+        read_model_spec(tmp_path)
 
 
 def test_chunks_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
