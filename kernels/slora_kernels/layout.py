@@ -75,6 +75,8 @@ EXPERT_PATHS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 # What a linear is for PEFT. `router`: a module with a parameter `weight`. `experts`: a parameter with the weights of
 # all experts. PEFT adapts both by the names of parameters (`target_parameters`), because they are no linears of torch.
 LinearRole = Literal["linear", "router", "experts"]
+# How ranks divide a linear, see `slora_kernels.partition`. "by_name": as the linear of our decoder with this name.
+LinearDivision = Literal["by_name", "whole", "gathered", "rows", "halves", "columns"]
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -131,6 +133,7 @@ class LinearShape:
         and in the experts of Llama 4.
     role: see `LinearRole`. The path of experts is that of their parameter.
     has_halves: whether it is the gate and the up projection of experts, one after the other.
+    division: see `LinearDivision`.
     """
 
     path: str
@@ -141,6 +144,7 @@ class LinearShape:
     is_transposed: bool = False
     role: LinearRole = "linear"
     has_halves: bool = False
+    division: LinearDivision = "by_name"
 
     @property
     def weight_path(self) -> str:

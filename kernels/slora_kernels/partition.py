@@ -18,6 +18,13 @@ which each rank multiplies its own partial sum.
 All ranks have parts of the same shape, so one adapter layout and one page table serve all ranks. Where there are fewer
 KV heads than ranks, several ranks hold the same head. A vocabulary that does not divide is padded.
 
+The classes of transformers have linears of other names, so `LinearShape.division` says how each is divided:
+
+    gathered            rows of the weight; the ranks gather the outputs, so the class's own code gets all of them
+    rows, halves        rows of the weight, or of each of its halves; only linears with `columns` read the outputs
+    columns             columns of the weight; the ranks sum the outputs
+    whole               nothing is divided
+
 Worked example: 8 heads, 2 KV heads and 4 ranks. Rank 3 holds heads 6 and 7, and KV head 1, which rank 2 holds as well.
 
 This module does not import torch, because the loader process imports it.
@@ -40,8 +47,12 @@ _OUTPUTS = {
 }
 # Linears whose inputs are divided.
 _INPUTS = ("o_proj", "down_proj")
+# The number of parts of a weight of which each is divided.
+_COUNT_OF_PARTS = {"gathered": 1, "rows": 1, "halves": 2}
 # Linears that every rank holds whole.
 _WHOLE = ("gate", "shared_expert_gate")
+# Linears with fewer outputs than hidden_size over this, such as routers, are not worth gathering.
+_LEAST_GATHERED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +81,13 @@ class Partition:
         if self.size == 1:
             return
         shape, size = self.shape, self.size
-        names = {linear.path.rpartition(".")[2] for linear in shape.linears}
+        named = [linear for linear in shape.linears if linear.division == "by_name"]
+        names = {linear.path.rpartition(".")[2] for linear in named}
         if unknown := sorted(names - _OUTPUTS.keys() - {*_INPUTS, *_WHOLE}):
             raise ValueError(
                 f"this model has linears that can't be divided among ranks: {', '.join(unknown)}"
             )
-        if shape.num_heads % size:
+        if shape.num_heads > 1 and shape.num_heads % size:
             raise ValueError(
                 f"this model has {shape.num_heads} attention heads, which can't be divided among {size} ranks; "
                 f"choose a size that divides {shape.num_heads}"
@@ -86,6 +98,15 @@ class Partition:
                 f"multiple of it, instead of {size}"
             )
         for linear in shape.linears:
+            if linear.division in ("rows", "halves", "columns"):
+                is_cut_in = linear.division == "columns"
+                width = linear.in_width if is_cut_in else linear.out_width // _COUNT_OF_PARTS[linear.division]
+                if width % size:
+                    raise ValueError(
+                        f"{linear.path} has {width} {'inputs' if is_cut_in else 'outputs'}, which can't be divided "
+                        f"among {size} ranks; choose a size that divides {width}"
+                    )
+        for linear in named:
             if linear.path.endswith("down_proj") and linear.num_experts == 1:
                 is_shared = "shared_expert" in linear.path
                 what, prefix = ("shared experts", "shared_expert_") if is_shared else ("MLPs", "")
@@ -104,8 +125,8 @@ class Partition:
         )
         return replace(
             shape,
-            num_heads=shape.num_heads // self.size,
-            num_kv_heads=max(1, shape.num_kv_heads // self.size),
+            num_heads=len(self.heads(0)),
+            num_kv_heads=len(self.kv_heads(0)),
             vocab_size=len(self.tokens(0)),
             linears=linears,
         )
@@ -115,6 +136,18 @@ class Partition:
         vocab_size = self.shape.vocab_size
         width = -(-vocab_size // self.size)
         return range(min(vocab_size, rank * width), min(vocab_size, (rank + 1) * width))
+
+    def heads(self, rank: int) -> range:
+        """The attention heads that the rank computes. All ranks compute a single one."""
+        return range(1) if self.shape.num_heads == 1 else self.cut(self.shape.num_heads, rank)
+
+    def kv_heads(self, rank: int) -> range:
+        """The KV heads that the rank holds. Ranks share heads if there are fewer heads than ranks."""
+        num_heads = self.shape.num_kv_heads
+        if num_heads >= self.size:
+            return self.cut(num_heads, rank)
+        first = rank * num_heads // self.size
+        return range(first, first + 1)
 
     def part(self, module_id: int, rank: int) -> ModulePart:
         """The rank's part of a module of `shape.modules`."""
@@ -133,6 +166,8 @@ class Partition:
         return range(rank * part, (rank + 1) * part)
 
     def _linear_part(self, linear: LinearShape, rank: int) -> ModulePart:
+        if linear.division != "by_name":
+            return self._divided_part(linear, rank)
         name = linear.path.rpartition(".")[2]
         if name in _WHOLE:
             return ModulePart(range(linear.in_width), (range(linear.out_width),))
@@ -141,10 +176,22 @@ class Partition:
         outputs, start = [], 0
         for kind in _OUTPUTS[name]:
             width = self._width(kind, linear)
-            cut = self._cut_heads(rank) if kind == "kv" else self.cut(width, rank)
+            cut = self._cut_kv(rank) if kind == "kv" else self.cut(width, rank)
             outputs.append(range(start + cut.start, start + cut.stop))
             start += width
         return ModulePart(range(linear.in_width), tuple(outputs))
+
+    def _divided_part(self, linear: LinearShape, rank: int) -> ModulePart:
+        inputs, width = range(linear.in_width), linear.out_width
+        is_small = width % self.size > 0 or width * _LEAST_GATHERED < self.shape.hidden_size
+        if linear.division == "whole" or (linear.division == "gathered" and is_small):
+            return ModulePart(inputs, (range(width),))
+        if linear.division == "columns":
+            return ModulePart(self.cut(linear.in_width, rank), (range(width),))
+        count = _COUNT_OF_PARTS[linear.division]
+        cut = self.cut(width // count, rank)
+        starts = range(0, width, width // count)
+        return ModulePart(inputs, tuple(range(start + cut.start, start + cut.stop) for start in starts))
 
     def _width(self, kind: str, linear: LinearShape) -> int:
         """The number of a linear's outputs of one kind."""
@@ -154,13 +201,10 @@ class Partition:
         heads = self.shape.num_heads if kind == "query" else self.shape.num_kv_heads
         return heads * self.shape.head_dim
 
-    def _cut_heads(self, rank: int) -> range:
-        """The rank's part of the columns of all KV heads. Ranks share heads if there are fewer heads than ranks."""
-        num_heads, width = self.shape.num_kv_heads, self.shape.head_dim
-        if num_heads >= self.size:
-            return self.cut(num_heads * width, rank)
-        first = rank * num_heads // self.size
-        return range(first * width, (first + 1) * width)
+    def _cut_kv(self, rank: int) -> range:
+        """The rank's part of the columns of all KV heads."""
+        heads, width = self.kv_heads(rank), self.shape.head_dim
+        return range(heads.start * width, heads.stop * width)
 
 
 def refuse_uneven_width(what: str, field: str, width: int, size: int) -> None:

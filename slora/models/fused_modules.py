@@ -12,17 +12,19 @@ start thus compares the two.
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import permutations
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from transformers.pytorch_utils import Conv1D
 
 from slora.models.mixture_layers import FindStep
 from slora.models.weights.packed_weight import PackedWeight
 from slora_kernels.batch import Activation
-from slora_kernels.layout import LoraSite
+from slora_kernels.layout import LinearDivision, LoraSite
 from slora_kernels.torch.torch_kernels import apply_activation
 
 # The greatest difference of a trial's results, relative to the greatest of its row. Rounding gives about 3e-7.
@@ -135,15 +137,14 @@ def _are_close(found: Any, expected: Tensor) -> bool:
 
 
 class _Probe(nn.Module):
-    """Stands for a linear in a trial: returns a given tensor and keeps its inputs."""
+    """Stands for a linear in a trial: returns a given tensor and passes on its inputs."""
 
-    def __init__(self, given: Tensor) -> None:
+    def __init__(self, given: Tensor, record: Callable[[Tensor], None]) -> None:
         super().__init__()
-        self.given = given
-        self.seen: list[Tensor] = []
+        self.given, self._record = given, record
 
     def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(x)
+        self._record(x)
         return self.given
 
 
@@ -177,27 +178,95 @@ def find_mlp_form(module: nn.Module) -> MlpForm | None:
         return None
     random = torch.Generator().manual_seed(0)
     x = torch.randn(1, len(_TRIAL_SIZES), 8, generator=random)
-    probes = {name: _Probe(_draw_rows(_TRIAL_WIDTH, random)) for name in linears}
+    given = {name: _draw_rows(_TRIAL_WIDTH, random) for name in linears}
+    trial = _try_mlp(module, x, given)
+    if trial is None:
+        return None
+    first = [name for name in linears if trial.inputs[name] is x]
+    down = [name for name in linears if name not in first and trial.result is given[name]]
+    if len(first) + len(down) != len(linears) or len(down) != 1:
+        return None
+    between = trial.inputs[down[0]]
+    for order in permutations(first):
+        gate, up = torch.cat([given[name] for name in order], dim=-1).double().chunk(2, dim=-1)
+        for activation in get_args(Activation):
+            if _are_close(between, apply_activation(gate, activation) * up):
+                return MlpForm(order, down[0], activation)
+    return None
+
+
+@torch.inference_mode()
+def find_mlp_division(module: nn.Module) -> dict[str, LinearDivision]:
+    """Returns how ranks can divide the linears of an MLP, by their names, so that only the outputs of the last one have
+    to be summed. Empty if they can't, or for another module.
+
+    The module's own code runs with probes, for the whole products of the first linears and for each of two parts of
+    them. With a part, it must pass the last linear the same part of what it passes it otherwise.
+    """
+    linears = [name for name, child in module.named_children() if isinstance(child, nn.Linear | Conv1D)]
+    if len(linears) not in (2, 3) or len(list(module.parameters(recurse=False))):
+        return {}
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn(1, len(_TRIAL_SIZES), 8, generator=random)
+    given = {name: _draw_rows(_TRIAL_WIDTH, random) for name in linears}
+    whole = _try_mlp(module, x, given)
+    if whole is None or len(whole.inputs) != len(linears):
+        return {}
+    *first, last = whole.inputs
+    for division in ("rows", "halves") if len(first) == 1 else ("rows",):
+        parts = []
+        for part in range(2):
+            cut = {name: _cut_products(given[name], division, part) for name in first}
+            parts.append(_try_mlp(module, x, {**given, **cut}))
+        if all(part is not None and _is_part(whole, part, number) for number, part in enumerate(parts)):
+            return {**dict.fromkeys(first, division), last: "columns"}
+    return {}
+
+
+@dataclass(frozen=True, slots=True)
+class _MlpTrial:
+    """inputs: those of the linears, by their names, in the order of their calls."""
+
+    inputs: dict[str, Tensor]
+    result: Tensor
+
+
+def _try_mlp(module: nn.Module, x: Tensor, given: Mapping[str, Tensor]) -> _MlpTrial | None:
+    """Runs a module's own code with probes that return `given` in place of its linears. None if it fails, or if it
+    calls a linear otherwise than once.
+    """
+    inputs: dict[str, Tensor] = {}
+    calls: list[str] = []
+
+    def probe(name: str, seen: Tensor) -> None:
+        calls.append(name)
+        inputs[name] = seen
+
     trial: Any = copy.copy(module)
+    probes = {name: _Probe(tensor, partial(probe, name)) for name, tensor in given.items()}
     vars(trial)["_modules"] = {**module._modules, **probes}
     try:
         result = type(module).forward(trial, x)
     except Exception:
         # The module's code belongs to transformers and may raise any exception.
         return None
-    if any(len(probe.seen) != 1 for probe in probes.values()):
-        return None
-    first = [name for name in linears if probes[name].seen[0] is x]
-    down = [name for name in linears if name not in first and result is probes[name].given]
-    if len(first) + len(down) != len(linears) or len(down) != 1:
-        return None
-    between = probes[down[0]].seen[0]
-    for order in permutations(first):
-        gate, up = torch.cat([probes[name].given for name in order], dim=-1).double().chunk(2, dim=-1)
-        for activation in get_args(Activation):
-            if _are_close(between, apply_activation(gate, activation) * up):
-                return MlpForm(order, down[0], activation)
-    return None
+    is_complete = sorted(calls) == sorted(given) and isinstance(result, Tensor)
+    return _MlpTrial(inputs, result) if is_complete else None
+
+
+def _cut_products(products: Tensor, division: LinearDivision, part: int) -> Tensor:
+    halves = products.chunk(2, dim=-1) if division == "halves" else (products,)
+    return torch.cat([half.chunk(2, dim=-1)[part] for half in halves], dim=-1)
+
+
+def _is_part(whole: _MlpTrial, part: _MlpTrial, number: int) -> bool:
+    """Whether a run with one of two parts gave the last linear that part of its inputs, and everything else whole."""
+    *first, last = whole.inputs
+    expected = {name: whole.inputs[name] for name in first}
+    expected[last] = whole.inputs[last].chunk(2, dim=-1)[number]
+    return _are_close(part.result, whole.result.double()) and all(
+        _are_close(part.inputs[name], tensor.double()) for name, tensor in expected.items()
+    )
 
 
 class FusedMlp:

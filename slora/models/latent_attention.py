@@ -104,15 +104,16 @@ Changes = list[list[_Change]]
 class LatentLayer:
     """The latent attention of one layer. Within a step, its module attends to latents.
 
-    site: of the linear that expands latents.
+    site: of the linear that expands latents. heads: those that this rank computes.
     """
 
     def __init__(
-        self, module: Any, latent: LatentShape, num_heads: int, site: LoraSite, find_step: FindStep
+        self, module: Any, latent: LatentShape, heads: range, site: LoraSite, find_step: FindStep
     ) -> None:
         self._expand, self._find_step = getattr(module, _EXPAND), find_step
         self._latent, self._site = latent, site
-        stack = getattr(module, _LINEAR).weight.data.view(num_heads, -1, latent.width)
+        self._num_heads, self._heads = latent.num_kv_heads, slice(heads.start, heads.stop)
+        stack = getattr(module, _LINEAR).weight.data.view(self._num_heads, -1, latent.width)[self._heads]
         self._keys, self._values = stack[:, : latent.key_width], stack[:, latent.key_width :]
         self._packed_keys, self._packed_values = _pack_heads(self._keys), _pack_heads(self._values.mT)
         setattr(module, _EXPAND, self.keep)
@@ -134,7 +135,7 @@ class LatentLayer:
         ]
 
     def _read_change(self, tile: HostLoraTile, deltas: LoraDeltas) -> _Change:
-        (module,), (width,), heads = self._site.module_ids, self._site.widths, len(self._keys)
+        (module,), (width,) = self._site.module_ids, self._site.widths
         (rank, _, first_b), first_a = tile.modules[module], tile.groups[self._site.group][1]
         is_affine, first_scale = tile.affine[module][:2]
         a = b = scales = offsets = None
@@ -142,10 +143,10 @@ class LatentLayer:
             dtype = self._keys.dtype
             a = read_rows(deltas.pages, tile.pages, first_a, rank, self._site.in_width, dtype).float()
             rows = read_rows(deltas.pages, tile.pages, first_b, rank, width, dtype).float()
-            b = rows.view(rank, heads, -1).permute(1, 2, 0)
+            b = rows.view(rank, self._num_heads, -1)[:, self._heads].permute(1, 2, 0)
         if is_affine:
             rows = read_rows(deltas.pages, tile.pages, first_scale, 2, width, torch.float32)
-            scales, offsets = rows.reshape(2, heads, -1)
+            scales, offsets = rows.reshape(2, self._num_heads, -1)[:, self._heads]
             offsets = offsets * tile.weight
         span = slice(tile.first, tile.first + tile.tokens)
         return _Change(span, a, b, tile.weight * tile.scales[module], scales, offsets)
@@ -198,7 +199,7 @@ class LatentLayer:
             draw(tokens, heads, latent.key_width + latent.rope_width),
             draw(tokens, heads, tokens),
         )
-        keys, values = self._expand(latents, rotated)
+        keys, values = (part[:, self._heads] for part in self._expand(latents, rotated))
         rows = torch.cat((latents, rotated), dim=-1)[0, 0].float()
         sums = torch.einsum("tns,sc->tnc", weights.float(), latents[0, 0].float()).to(stack.dtype)
         for expected, found in (

@@ -30,7 +30,7 @@ from slora.core.errors import ConfigError
 from slora.models.decoder import ExpertChoice
 from slora.models.lora_deltas import LoraDeltas
 from slora.models.weights.linear import multiply
-from slora_kernels.layout import LinearShape, LoraSite
+from slora_kernels.layout import LinearDivision, LinearShape, LoraSite
 from slora_kernels.ops import Kernels
 
 _DOWN = "down_proj"
@@ -84,8 +84,11 @@ class ExpertForm:
     def names(self) -> tuple[str, str]:
         return self.up, _DOWN
 
-    def list_linears(self, path: str) -> list[LinearShape]:
-        """The linears of the experts at `path`, in the order in which PEFT wraps their parameters."""
+    def list_linears(self, path: str, division: LinearDivision) -> list[LinearShape]:
+        """The linears of the experts at `path`, in the order in which PEFT wraps their parameters.
+
+        division: of the first one, see `find_expert_division`.
+        """
         first, middle, last = self.widths
         of_up = (first, middle * (2 if self.has_gate else 1))
         return [
@@ -96,10 +99,11 @@ class ExpertForm:
                 is_transposed=self.is_swapped,
                 role="experts",
                 has_halves=halves,
+                division=of_ranks,
             )
-            for name, sizes, halves in (
-                (self.up, of_up, self.has_halves),
-                (_DOWN, (middle, last), False),
+            for name, sizes, halves, of_ranks in (
+                (self.up, of_up, self.has_halves, division),
+                (_DOWN, (middle, last), False, "whole" if division == "whole" else "columns"),
             )
         ]
 
@@ -147,6 +151,40 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
         has_norm=bool(flags["has_post_expert_norm"]),
         takes_scaled=takes_scaled,
     )
+
+
+@torch.inference_mode()
+def find_expert_division(module: nn.Module, form: ExpertForm) -> LinearDivision:
+    """Returns how ranks can divide the first linear of experts, so that only the outputs of the second one have to be
+    summed: `rows`, `halves`, or `whole` if its activation needs all outputs.
+
+    The activation is computed from random outputs, and from a part of them.
+    """
+    if form.has_norm:
+        return "whole"
+    width = 4 * _CHECKED_TOKENS
+    up = torch.randn(_CHECKED_TOKENS, width, generator=torch.Generator().manual_seed(0))
+    halves = [half.chunk(2, dim=-1)[0] for half in up.chunk(2, dim=-1)]
+    parts: dict[LinearDivision, Tensor] = {"rows": up[:, : width // 2], "halves": torch.cat(halves, dim=-1)}
+    try:
+        whole = _activate(module, form, up)
+        for division, part in parts.items():
+            if torch.allclose(_activate(module, form, part), whole[:, : whole.shape[1] // 2]):
+                return division
+    except Exception:
+        # The module's code belongs to transformers and may raise any exception.
+        return "whole"
+    return "whole"
+
+
+def _activate(module: Any, form: ExpertForm, up: Tensor) -> Tensor:
+    """The outputs of the first linear of experts [S, up width] -> the inputs of the second one."""
+    if form.takes_scaled:
+        gate, linear = up.chunk(2, dim=-1)
+        gated: Tensor = module.act_fn(gate) * linear
+    else:
+        gated = module._apply_gate(up) if form.has_gate else module.act_fn(up)
+    return gated
 
 
 def _takes_scaled(module: nn.Module) -> bool:
@@ -208,6 +246,7 @@ class MixtureTrace:
     def __init__(self, model: nn.Module, num_tokens: int) -> None:
         self._num_tokens = num_tokens
         self._forms: dict[str, ExpertForm] = {}
+        self._modules: dict[str, nn.Module] = {}
         self._routers: dict[str, nn.Module] = {}
         # For each call, whether it is known and computes all tokens.
         self._calls: dict[str, list[bool]] = {}
@@ -215,7 +254,7 @@ class MixtureTrace:
         for name, module in model.named_modules():
             form = describe_experts(module)
             if form is not None:
-                self._forms[name] = form
+                self._forms[name], self._modules[name] = form, module
                 module.register_forward_pre_hook(partial(self._record_experts, name), with_kwargs=True)
                 self._routers |= _find_routers(model, name.rpartition(".")[0])
         weights = {name: router.get_parameter("weight") for name, router in self._routers.items()}
@@ -237,10 +276,12 @@ class MixtureTrace:
             if name.startswith(f"{path}.") and self._calls.get(name) == [True]:
                 width, in_width = router.get_parameter("weight").shape
                 has_bias = isinstance(getattr(router, "bias", None), nn.Parameter)
-                yield LinearShape(name.removeprefix(f"{path}."), in_width, width, has_bias, role="router")
+                relative = name.removeprefix(f"{path}.")
+                yield LinearShape(relative, in_width, width, has_bias, role="router", division="whole")
         for name, form in self._forms.items():
             if name.startswith(f"{path}.") and self._calls.get(name) == [True]:
-                yield from form.list_linears(name.removeprefix(f"{path}."))
+                division = find_expert_division(self._modules[name], form)
+                yield from form.list_linears(name.removeprefix(f"{path}."), division)
 
     def _record_experts(
         self, name: str, _: nn.Module, args: tuple[Any, ...], options: dict[str, Any]
@@ -282,14 +323,21 @@ class ExpertLayer:
     """One layer's experts. Within a step, it takes the place of the module's forward pass.
 
     sites: of the two linears. A transposed parameter keeps its shape and is laid out as [E, out, in].
+    combine: makes the module's outputs from those of this rank's part of each expert.
     """
 
-    def __init__(self, module: nn.Module, sites: Sequence[LoraSite], find_step: FindStep) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        sites: Sequence[LoraSite],
+        find_step: FindStep,
+        combine: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         form = describe_experts(module)
         assert form is not None, "a module of other experts was listed"
         self._module: Any = module
         self._form, self._sites, self._find_step = form, tuple(sites), find_step
-        self._forward = module.forward
+        self._forward, self._combine = module.forward, combine
         stacks = []
         for name in form.names:
             parameter = module.get_parameter(name)
@@ -307,10 +355,8 @@ class ExpertLayer:
         If the module takes scaled tokens, hidden [E * T, in] alone -> [E * T, out].
         """
         step = self._find_step()
-        if step is None:
-            out: Tensor = self._forward(hidden, *choice)
-            return out
-        return self._compute(step, hidden, *choice)
+        out: Tensor = self._forward(hidden, *choice) if step is None else self._compute(step, hidden, *choice)
+        return out if self._combine is None else self._combine(out)
 
     @torch.inference_mode()
     def check(self, path: str, block: nn.Module, kernels: Kernels) -> None:
@@ -404,12 +450,7 @@ class ExpertLayer:
             if deltas is not None:
                 routed = deltas.route(starts, token_of_row, num_tokens, self._sites)
                 routed.add(up, rows, up_site)
-        if form.takes_scaled:
-            gate, linear = up.chunk(2, dim=-1)
-            gated = module.act_fn(gate) * linear
-        else:
-            gated = module._apply_gate(up) if form.has_gate else module.act_fn(up)
-        gated = gated.contiguous()
+        gated = _activate(module, form, up).contiguous()
         with torch._C.DisableTorchFunction():
             out = self._multiply(1, gated, starts, expert_of_row, kernels)
             if routed is not None:

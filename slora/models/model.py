@@ -80,7 +80,7 @@ def load_model(
         )
     # Imported by name, because importing transformers takes seconds that our own decoder does not need.
     module = importlib.import_module("slora.models.transformers_decoder")
-    return cast(Model, module.TransformersDecoder(spec, config.model, dtype, device))
+    return cast(Model, module.TransformersDecoder(spec, config.model, dtype, device, collectives))
 
 
 def _open_weights(

@@ -157,11 +157,6 @@ class ModelSpec:
 
     def partition(self, dtype: str, num_ranks: int) -> Partition:
         """Divides the model among tensor-parallel ranks. Raises ConfigError if that is not possible."""
-        if num_ranks > 1 and self.decoder is None:
-            raise ConfigError(
-                f"tensor_parallel_size is {num_ranks}, but transformers' classes compute this model ({self.family}), "
-                "and models computed by them can't be divided; set tensor_parallel_size to 1"
-            )
         try:
             if self.decoder is not None and self.decoder.experts is not None:
                 experts = self.decoder.experts

@@ -15,7 +15,8 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -52,7 +53,9 @@ from slora.models.early_attention import (
     find_first_implementation,
     install_attention,
     is_early,
+    is_early_linear,
 )
+from slora.models.fused_modules import find_mlp_division
 from slora.models.latent_attention import LatentTrace
 from slora.models.mixture_layers import MixtureTrace
 from slora.models.model_spec import REFUSED_EXIT_CODE, ModelSpec, StateTensor
@@ -77,7 +80,7 @@ from slora.models.recurrent_layers import (
 from slora.models.stored_quantization import StoredQuantization, read_quantization
 from slora.models.token_selection import OWN_MASK, AllTokens, find_selection, install_selection
 from slora.models.weights.checkpoint import find_stored_dtype
-from slora_kernels.layout import LatentShape, LinearShape, ModelShape, NormShape
+from slora_kernels.layout import LatentShape, LinearDivision, LinearShape, ModelShape, NormShape
 
 # The methods that store 8 bits with scales, which are widened.
 _METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors")
@@ -291,12 +294,12 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
     states = _find_states(model, calls, title)
     layers_path = _layers_path(model, calls, states, title)
     num_layers = len(model.get_submodule(layers_path))
-    linears, groups_of_layer = _linears(model, layers_path, trace, mixtures)
+    latent = _find_latent(calls, layers_path, trace)
+    linears, groups_of_layer = _linears(model, layers_path, trace, mixtures, latent)
     norms = tuple(_layer_norms(model, layers_path, states, trace))
     final_norm = _final_norm(model, layers_path, trace)
     if not linears:
         raise ConfigError(f"{title} has no linear in its layers that an adapter could change")
-    latent = _find_latent(calls, layers_path, trace)
     max_positions = _count_positions(text, directory, default=None if calls else _MOST_POSITIONS)
     if selection is not None:
         max_positions = min(max_positions, selection.num_tokens)
@@ -719,19 +722,21 @@ def _find_latent(calls: list[_AttentionCall], layers_path: str, trace: _ForwardT
 
 
 def _linears(
-    model: PreTrainedModel, layers_path: str, trace: _ForwardTrace, mixtures: MixtureTrace
+    model: PreTrainedModel,
+    layers_path: str,
+    trace: _ForwardTrace,
+    mixtures: MixtureTrace,
+    latent: LatentShape | None,
 ) -> tuple[tuple[LinearShape, ...], tuple[tuple[int, ...], ...]]:
     """Returns the linears that LoRA can adapt, in the order of the layers' modules, and those of each layer.
 
     Routers and experts come last, see `mix_experts`. The second result is empty if all layers have the same linears.
     """
     layers: Any = model.get_submodule(layers_path)
+    weights = Counter(id(weight) for part in model.modules() for weight in part.parameters(recurse=False))
+    shared = {weight for weight, count in weights.items() if count > 1}
     plain = [
-        [
-            _describe_linear(path, module)
-            for path, module in block.named_modules()
-            if isinstance(module, nn.Linear | Conv1D) and trace.can_adapt(f"{layers_path}.{layer}.{path}")
-        ]
+        list(_layer_linears(block, partial(_can_adapt, trace, f"{layers_path}.{layer}"), latent, shared))
         for layer, block in enumerate(layers)
     ]
     known = [{linear.path for linear in own} for own in plain]
@@ -745,12 +750,47 @@ def _linears(
     return tuple(found), () if is_even else tuple(of_layer)
 
 
-def _describe_linear(path: str, module: nn.Linear | Conv1D) -> LinearShape:
+def _can_adapt(trace: _ForwardTrace, layer: str, path: str) -> bool:
+    return trace.can_adapt(f"{layer}.{path}")
+
+
+def _layer_linears(
+    block: nn.Module, can_adapt: Callable[[str], bool], latent: LatentShape | None, shared: Container[int]
+) -> Iterator[LinearShape]:
+    """Yields the linears of a layer that LoRA can adapt, with how ranks divide them.
+
+    shared: the ids of the parameters that several modules have.
+    """
+    linears = {
+        path: module
+        for path, module in block.named_modules()
+        if isinstance(module, nn.Linear | Conv1D) and can_adapt(path)
+    }
+    divisions: dict[str, LinearDivision] = {}
+    for path, module in linears.items():
+        is_plain = type(module) in (nn.Linear, Conv1D) or is_early_linear(module)
+        is_plain = is_plain and id(module.weight) not in shared
+        # Each rank needs all of the linear that expands latents, to compare its heads with the class at start.
+        is_whole = not is_plain or (latent is not None and path == latent.linear)
+        divisions[path] = "whole" if is_whole else "gathered"
+    for path, module in block.named_modules():
+        own = {f"{path}.{name}": division for name, division in find_mlp_division(module).items()}
+        if all(divisions.get(name) == "gathered" for name in own):
+            divisions |= own
+    for path, module in linears.items():
+        yield _describe_linear(path, module, divisions[path])
+
+
+def _describe_linear(path: str, module: nn.Linear | Conv1D, division: LinearDivision) -> LinearShape:
     sizes = (
         (module.nx, module.nf) if isinstance(module, Conv1D) else (module.in_features, module.out_features)
     )
     return LinearShape(
-        path, *sizes, has_bias=module.bias is not None, is_transposed=isinstance(module, Conv1D)
+        path,
+        *sizes,
+        has_bias=module.bias is not None,
+        is_transposed=isinstance(module, Conv1D),
+        division=division,
     )
 
 

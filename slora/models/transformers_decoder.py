@@ -27,6 +27,8 @@ from transformers.pytorch_utils import Conv1D
 from slora.core.errors import ConfigError
 from slora.memory.device_memory import DeviceMemory
 from slora.models.affine import SiteWeight
+from slora.models.collectives import ALONE, Collectives
+from slora.models.divided_modules import divide_modules, gather_outputs, sum_outputs, take_turns
 from slora.models.early_attention import (
     KEY_BIAS,
     find_first_implementation,
@@ -70,8 +72,9 @@ from slora.models.weights.packed_weight import PackedWeight, pack_head, pack_wei
 from slora.models.weights.weight_reader import open_widened
 from slora_kernels.batch import Activation, AttentionRule, AttentionStep, KVGeometry
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import LatentShape, LoraSite, ModelShape, NormShape
+from slora_kernels.layout import LatentShape, LinearShape, LoraSite, ModelShape, NormShape
 from slora_kernels.ops import Kernels
+from slora_kernels.partition import Partition
 from slora_kernels.torch.torch_kernels import apply_activation
 
 _ATTENTION = "slora_paged"
@@ -135,10 +138,13 @@ class _CurrentStep:
 
 
 class _HeadHooks:
-    """Hooks on the model's output head. They record the head's input, or replace it."""
+    """Hooks on the model's output head. They record the head's input, or replace it.
 
-    def __init__(self, module: nn.Module, site: LoraSite) -> None:
-        self._site = site
+    combine: makes the logits of the whole vocabulary from those of this rank's tokens. None: they are the same.
+    """
+
+    def __init__(self, module: nn.Module, site: LoraSite, combine: Callable[[Tensor], Tensor] | None) -> None:
+        self._site, self._combine = site, combine
         self._hidden: Tensor | None = None
         self._replacement: tuple[Tensor, LoraDeltas] | None = None
         # The logits of the replacement that adapters have computed with rows of their own.
@@ -180,10 +186,13 @@ class _HeadHooks:
         return None if self._replacement is None else (self._replacement[0],)
 
     def _after_forward(self, _: nn.Module, __: tuple[Tensor, ...], logits: Tensor) -> Tensor | None:
+        if self._replacement is not None:
+            hidden, deltas = self._replacement
+            deltas.add(_rows(logits), _rows(hidden), self._site)
+        if self._combine is not None:
+            logits = self._combine(logits)
         if self._replacement is None:
-            return None
-        hidden, deltas = self._replacement
-        deltas.add(_rows(logits), _rows(hidden), self._site)
+            return logits
         self.own = deltas.multiply_own_rows(_rows(hidden))
         logits = widen_logits(logits, self.own)
         for part in self.own:
@@ -232,11 +241,22 @@ class _LayerAttention:
     ATTRIBUTE = "slora_attention"
 
     def __init__(
-        self, current: _CurrentStep, layer: int, latent: LatentLayer | None, *, is_chunked: bool
+        self,
+        current: _CurrentStep,
+        layer: int,
+        latent: LatentLayer | None,
+        partition: Partition,
+        collectives: Collectives,
+        *,
+        is_chunked: bool,
     ) -> None:
         self._current = current
         self._layer = layer
         self._latent = latent
+        self._num_heads, self._num_kv_heads = partition.shape.num_heads, partition.shape.num_kv_heads
+        heads, kv_heads = partition.heads(collectives.rank), partition.kv_heads(collectives.rank)
+        self._heads, self._kv_heads = slice(heads.start, heads.stop), slice(kv_heads.start, kv_heads.stop)
+        self._gathers, self._collectives = len(heads) < self._num_heads, collectives
         self.is_chunked = is_chunked
 
     def attend(
@@ -251,22 +271,26 @@ class _LayerAttention:
         sums. If the pages hold more KV heads than the layer has, each of its heads is stored several times.
 
         If pages hold latents, the key and the value are those that `LatentLayer.keep` returned.
+
+        All heads are passed. This rank computes some of them, and the pages hold the KV heads that these read.
         """
         step, (query, key, value) = self._current.step, qkv
         memory, kernels = step.memory, step.kernels
         if bias is not None:
             bias = bias[:, step.attention.batch.positions]
             query, key = join_bias(query, key, bias, rule.scale)
-        width, copies, changes = memory.geometry.head_dim, memory.geometry.num_kv_heads // key.shape[1], []
+        width, changes = memory.geometry.head_dim, []
+        query = query[:, self._heads]
+        if rule.sinks is not None:
+            rule = replace(rule, sinks=rule.sinks[self._heads].contiguous())
         if self._latent is not None:
             changes = self._latent.read_changes(step.deltas)
             absorbed = self._latent.absorb(query[0].transpose(0, 1), changes)
             heads = torch.cat((absorbed, key[0].transpose(0, 1)), dim=1)
         else:
-            padded = [
-                F.pad(part[0], (0, width - part.shape[3]))
-                for part in (query, *(side.repeat_interleave(copies, dim=1) for side in (key, value)))
-            ]
+            copies = self._num_kv_heads // key.shape[1]
+            own = (side.repeat_interleave(copies, dim=1)[:, self._kv_heads] for side in (key, value))
+            padded = [F.pad(part[0], (0, width - part.shape[3])) for part in (query, *own)]
             heads = torch.cat(padded).transpose(0, 1)
         rows = kernels.rotate_and_write_kv(
             heads.flatten(1),
@@ -281,6 +305,9 @@ class _LayerAttention:
         out = out.view(query.shape[2], query.shape[1], width)[..., : value.shape[3]]
         if self._latent is not None:
             out = self._latent.expand_values(out, changes)
+        if self._gathers:
+            width = self._num_heads * out.shape[2]
+            out = gather_outputs(self._collectives, width, out.flatten(1)).view(len(out), self._num_heads, -1)
         return out[None]
 
 
@@ -346,24 +373,43 @@ AttentionInterface.register(_ATTENTION, _attend_paged)
 
 
 class TransformersDecoder:
-    """The model in `directory`, in `dtype` on `device`. Raises ConfigError if it can't be loaded."""
+    """The model in `directory`, in `dtype` on `device`. Raises ConfigError if it can't be loaded.
 
-    def __init__(self, spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device) -> None:
+    collectives: the group of ranks, of which this process holds one's part (`slora.models.divided_modules`).
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        directory: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        collectives: Collectives = ALONE,
+    ) -> None:
         self.spec = spec
+        self._collectives = collectives
+        dtype_name = str(dtype).removeprefix("torch.")
+        partition = self._partition = spec.partition(dtype_name, collectives.size)
+        self._shape = partition.rank_shape
         self.dtype = dtype
         self.device = device
         self._current = _CurrentStep()
         # By the site's group, from the first adapter on that needs them.
         self._squares: dict[int, Tensor] = {}
-        self._model = _load(spec, directory, dtype, device)
+        for is_own in take_turns(collectives, device):
+            if is_own:
+                self._model = _load(spec, directory, dtype, device, partition, collectives.rank)
         self._selects_rows = selects_rows(self._model)
         self._latents = dict(self._install_latents())
         mlps: dict[str, MlpForm] = {}
         if device.type == "cpu":
             fuse_norms(self._model, self._current.find_deltas)
-            mlps = dict(_find_mlps(self._model))
+            mlps = {path: form for path, form in _find_mlps(self._model) if self._can_fuse(path, form)}
             _fix_order_of_sums(self._model, spec.sizes.latent, list(_list_pairs(self._model, mlps)))
-        self._head = _HeadHooks(find_head(self._model), spec.sizes.head_site)
+        combine = None
+        if collectives.size > 1:
+            combine = partial(gather_outputs, collectives, spec.vocab_size)
+        self._head = _HeadHooks(find_head(self._model), self._shape.head_site, combine)
         self._body = _LastHiddenState(self._model.get_decoder())
         self._install_attention()
         for path, module in self._find_recurrent_layers():
@@ -455,17 +501,18 @@ class TransformersDecoder:
 
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site."""
-        shape = self.spec.sizes
+        shape = self._shape
         module: Any = self._model.get_submodule(shape.modules[site.first_module].path)
+        divided = self._partition.shape.modules[site.first_module].in_width != site.in_width
         if site == shape.embedding_site:
             squares = self._find_squares(site, lambda: sum_column_squares(module.weight))
-            return SiteWeight(lambda x: x @ module.weight, squares, None)
+            return SiteWeight(lambda x: x @ module.weight, squares, None, is_divided=divided)
         if isinstance(module, _PackedLinear):
             squares = self._find_squares(site, lambda: sum_squares(module.unpack()))
-            return SiteWeight(module.multiply, squares, module.bias)
+            return SiteWeight(module.multiply, squares, module.bias, is_divided=divided)
         weight = module.weight.T if isinstance(module, Conv1D) else module.weight
         squares = self._find_squares(site, lambda: sum_squares(weight))
-        return SiteWeight(lambda x: multiply(x, weight), squares, module.bias)
+        return SiteWeight(lambda x: multiply(x, weight), squares, module.bias, is_divided=divided)
 
     def _find_squares(self, site: LoraSite, compute: Callable[[], Tensor]) -> Tensor:
         if site.group not in self._squares:
@@ -517,32 +564,37 @@ class TransformersDecoder:
             module = self._model.get_submodule(path)
             is_chunked = layer in self.spec.chunked_layers
             latent = self._latents.get(path)
-            attention = _LayerAttention(self._current, layer, latent, is_chunked=is_chunked)
+            attention = _LayerAttention(
+                self._current, layer, latent, self._partition, self._collectives, is_chunked=is_chunked
+            )
             setattr(module, _LayerAttention.ATTRIBUTE, attention)
         for path in self.spec.counting_paths:
             install_counter(self._model.get_submodule(path), self._current.find_counter)
 
     def _install_latents(self) -> Iterator[tuple[str, LatentLayer]]:
         """Lets attention modules pass on latents, if pages hold them. Yields their layers by path."""
-        shape = self.spec.sizes
+        shape, heads = self._shape, self._partition.heads(self._collectives.rank)
         if shape.latent is None:
             return
         sites = dict(zip((module.path for module in shape.modules[:-2]), shape.sites[:-2], strict=True))
         name = shape.latent.linear.rpartition(".")[2]
         for path in self.spec.attention_paths:
             module, site = self._model.get_submodule(path), sites[f"{path}.{name}"]
-            yield path, LatentLayer(module, shape.latent, shape.num_heads, site, self._current.find_deltas)
+            yield path, LatentLayer(module, shape.latent, heads, site, self._current.find_deltas)
 
     def _install_experts(self) -> Iterator[tuple[str, nn.Module, ExpertLayer]]:
         """Replaces the forward passes of experts and of the modules that hold them. Yields the path of each layer's
         experts, the module that holds them, and the experts.
         """
-        shape, find_step = self.spec.sizes, self._current.find_deltas
+        shape, find_step = self._shape, self._current.find_deltas
+        combines: dict[str, Callable[[Tensor], Tensor] | None] = {}
         sites: dict[str, list[LoraSite]] = {}
         routers: dict[str, tuple[Tensor, LoraSite]] = {}
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
             if module.role == "experts":
-                sites.setdefault(module.path.rpartition(".")[0], []).append(site)
+                path = module.path.rpartition(".")[0]
+                sites.setdefault(path, []).append(site)
+                combines[path] = self._find_combine(site)
             elif module.role == "router":
                 routers[module.path] = self._model.get_submodule(module.path).get_parameter("weight"), site
         for path, own in sites.items():
@@ -550,27 +602,50 @@ class TransformersDecoder:
             inside = {name: router for name, router in routers.items() if name.startswith(f"{parent}.")}
             block, module = self._model.get_submodule(parent), self._model.get_submodule(path)
             block.forward = MixtureBlock(block, inside, find_step).forward
-            experts = ExpertLayer(module, own, find_step)
+            experts = ExpertLayer(module, own, find_step, combines[path])
             module.forward = experts.forward
             yield path, block, experts
 
     def _install_lora_hooks(self) -> None:
         """Hooks each linear. The hook adds the adapter's output in place, as peft would add it."""
-        shape = self.spec.sizes
+        shape = self._shape
         for module, site in zip(shape.modules[:-2], shape.sites[:-2], strict=True):
             if module.role == "linear":
                 self._model.get_submodule(module.path).register_forward_hook(
-                    _linear_hook(self._current, site)
+                    _linear_hook(self._current, site, self._find_combine(site))
                 )
         for norm_id, norm in enumerate(shape.norms):
             self._model.get_submodule(norm.path).register_forward_hook(
                 _norm_hook(self._current, norm_id, norm)
             )
         embedding = self._model.get_submodule(shape.embedding_path)
-        embedding.register_forward_hook(_embedding_hook(self._current, shape.embedding_site))
+        hooks = _EmbeddingHooks(self._current, shape.embedding_site, self._partition, self._collectives)
+        embedding.register_forward_pre_hook(hooks.find_own_tokens)
+        embedding.register_forward_hook(hooks.add)
+
+    def _find_combine(self, site: LoraSite) -> Callable[[Tensor], Tensor] | None:
+        """What makes the outputs of the model's linear from those of this rank's part. None: nothing has to."""
+        module = self._partition.shape.modules[site.first_module]
+        if module.division == "columns" and site.in_width < module.in_width:
+            return partial(sum_outputs, self._collectives)
+        if self._is_gathered(module, sum(site.widths)):
+            return partial(gather_outputs, self._collectives, module.out_width)
+        return None
+
+    @staticmethod
+    def _is_gathered(module: LinearShape, width: int) -> bool:
+        return module.division == "gathered" and width < module.out_width
+
+    def _can_fuse(self, path: str, form: MlpForm) -> bool:
+        """Whether no outputs within an MLP are gathered, which the fused one would not do."""
+        names = {f"{path}.{name}" for name in form.first}
+        modules = zip(self._partition.shape.modules, self._shape.modules, strict=True)
+        return not any(
+            whole.path in names and self._is_gathered(whole, part.out_width) for whole, part in modules
+        )
 
     def _fuse_mlps(self, forms: Mapping[str, MlpForm]) -> None:
-        shape = self.spec.sizes
+        shape = self._shape
         sites = {
             module.path: site
             for module, site in zip(shape.modules, shape.sites, strict=True)
@@ -586,13 +661,16 @@ class TransformersDecoder:
             module.forward = fused.forward
 
 
-_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]
+_Hook = Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor | None]
 
 
-def _linear_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
-    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def _linear_hook(current: _CurrentStep, site: LoraSite, combine: Callable[[Tensor], Tensor] | None) -> _Hook:
+    """combine: see `TransformersDecoder._find_combine`."""
+
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
         if current.is_set and current.step.deltas.has_layers:
             current.step.deltas.add(_rows(output), _rows(inputs[0].contiguous()), site)
+        return None if combine is None else combine(output)
 
     return add
 
@@ -618,16 +696,38 @@ def _norm_hook(current: _CurrentStep, norm_id: int, norm: NormShape) -> _Hook:
     return replace
 
 
-def _embedding_hook(current: _CurrentStep, site: LoraSite) -> _Hook:
-    def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if not current.is_set or current.step.adapted_ids is None:
-            return
-        # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
-        deltas, scale = current.step.deltas, getattr(module, "embed_scale", 1.0)
-        deltas.add_embedding(_rows(output), inputs[0].view(-1), site, scale)
-        deltas.replace_embeddings(_rows(output), current.step.adapted_ids, scale)
+class _EmbeddingHooks:
+    """Hooks on the embedding. Each rank embeds the tokens that it holds, and the ranks add up what they embedded."""
 
-    return add
+    def __init__(
+        self, current: _CurrentStep, site: LoraSite, partition: Partition, collectives: Collectives
+    ) -> None:
+        self._current, self._site, self._collectives = current, site, collectives
+        self._tokens = partition.tokens(collectives.rank)
+        # Bool, of the shape of the ids: the tokens of other ranks, in the present call.
+        self._is_elsewhere: Tensor | None = None
+
+    def find_own_tokens(self, _: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        if self._collectives.size == 1:
+            return None
+        ids = inputs[0] - self._tokens.start
+        self._is_elsewhere = (ids < 0) | (ids >= len(self._tokens))
+        return (ids.masked_fill(self._is_elsewhere, 0), *inputs[1:])
+
+    def add(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor | None:
+        step = self._current.step if self._current.is_set else None
+        adapted_ids = None if step is None else step.adapted_ids
+        # As in peft: if the embedding module scales its output, the adapter's output is also scaled.
+        scale = getattr(module, "embed_scale", 1.0)
+        if step is not None and adapted_ids is not None:
+            step.deltas.add_embedding(_rows(output), inputs[0].view(-1), self._site, scale)
+        is_divided = self._is_elsewhere is not None
+        if self._is_elsewhere is not None:
+            output = sum_outputs(self._collectives, output.masked_fill(self._is_elsewhere[..., None], 0))
+            self._is_elsewhere = None
+        if step is not None and adapted_ids is not None:
+            step.deltas.replace_embeddings(_rows(output), adapted_ids, scale)
+        return output if is_divided else None
 
 
 # Modules whose functions round an element by its place in the tensor, on a CPU.
@@ -678,8 +778,9 @@ class _PackedLinear(nn.Linear):
         return super().__getattr__(name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
-        """Returns a plain linear, because a packed weight can't be cast."""
+        """Returns a plain linear with the same hooks, because a packed weight can't be cast."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False)
+        linear._forward_hooks = self._forward_hooks.copy()
         linear.weight = nn.Parameter(self.unpack(), requires_grad=False)
         linear.bias = copy.deepcopy(self.bias, memo)
         return linear
@@ -786,7 +887,14 @@ def _rows(x: Tensor) -> Tensor:
     return x.view(-1, x.shape[-1])
 
 
-def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load(
+    spec: ModelSpec,
+    directory: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    partition: Partition,
+    rank: int,
+) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(directory)
     options: dict[str, Any] = {"use_safetensors": True}
     if has_mxfp4(config):
@@ -833,6 +941,7 @@ def _load(spec: ModelSpec, directory: Path, dtype: torch.dtype, device: torch.de
     ignore_padding(model)
     install_attention(model, _ATTENTION, spec.max_positions)
     install_selection(model)
+    divide_modules(model, partition, rank)
     return model.to(device).eval()
 
 

@@ -1,11 +1,13 @@
 """Bytes and operations of a model, computed from its config.json without its weights."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slora.core.engine_config import QUANTIZED_BITS, EngineConfig
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import ELEMENT_BYTES, ModelSpec
 from slora_kernels.layout import ROUTER_PATH, ModelShape
+from slora_kernels.partition import Partition
 
 _FLOAT_BYTES = 4
 _GATES = (f".{ROUTER_PATH}", ".mlp.shared_expert_gate")
@@ -25,6 +27,9 @@ class ModelSize:
     token_flop: float
     head_flop: float  # Operations for one row of logits.
     is_quantized: bool
+    # The sums and gathers of a step among tensor-parallel ranks, and the bytes that a rank sends for one token.
+    num_exchanges: int = 0
+    sent_bytes: float = 0.0
 
 
 def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
@@ -35,15 +40,22 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
     """
     dtype = spec.resolve_dtype(config.dtype)
     element = ELEMENT_BYTES[dtype]
-    shape, model = spec.partition(dtype, config.tensor_parallel_size).rank_shape, spec.decoder
+    partition, model = spec.partition(dtype, config.tensor_parallel_size), spec.decoder
+    shape = partition.rank_shape
     head = shape.vocab_size * shape.hidden_size
+    widths = list(_list_exchanges(partition, spec)) if partition.size > 1 else []
+    # In a ring, each rank sends what it gathers once, and what it sums twice.
+    exchanges = len(widths), sum(widths) * element * (partition.size - 1) / partition.size
     if model is None:
+        undivided = _count_numbers(partition.shape) - _count_numbers(shape)
+        numbers = spec.num_parameters - undivided
         return ModelSize(
-            spec.num_parameters * element,
-            (spec.num_parameters - head) * element,
-            2.0 * max(0, spec.num_parameters - 2 * head),
+            numbers * element,
+            (numbers - head) * element,
+            2.0 * max(0, numbers - 2 * head),
             2.0 * head,
-            is_quantized=False,
+            False,
+            *exchanges,
         )
     linears = [module for module in shape.modules[:-2] if module.num_experts == 1]
     experts = _count_experts(model, config.tensor_parallel_size)
@@ -73,6 +85,33 @@ def measure_model(spec: ModelSpec, config: EngineConfig) -> ModelSize:
         ),
         head_flop=2.0 * head,
         is_quantized=is_quantized,
+        num_exchanges=exchanges[0],
+        sent_bytes=exchanges[1],
+    )
+
+
+def _list_exchanges(partition: Partition, spec: ModelSpec) -> Iterator[int]:
+    """Yields for each sum or gather of a step how many numbers of a token a rank receives: those of a sum twice."""
+    whole, part = partition.shape, partition.rank_shape
+    yield 2 * whole.hidden_size
+    if spec.decoder is not None:
+        yield from [2 * whole.hidden_size] * (2 * whole.num_layers)
+        return
+    yield from [whole.num_heads * whole.head_dim] * len(spec.attention_paths)
+    for module, own in zip(whole.modules[:-2], part.modules[:-2], strict=True):
+        if own.in_width < module.in_width:
+            yield 2 * module.out_width
+        elif module.division == "gathered" and own.out_width < module.out_width:
+            yield module.out_width
+
+
+def _count_numbers(shape: ModelShape) -> int:
+    """The numbers of all weights and biases of a shape's modules."""
+    *linears, embedding, head = shape.modules
+    counted = [*linears, embedding] if shape.ties_head else [*linears, embedding, head]
+    return sum(
+        module.num_experts * module.in_width * module.out_width + module.has_bias * module.out_width
+        for module in counted
     )
 
 

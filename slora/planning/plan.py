@@ -324,8 +324,9 @@ class _Planner:
     @property
     def _activations(self) -> int:
         config, spec = self._question.config, self._question.spec
-        # One rank samples, from the logits of the whole vocabulary.
-        shape = replace(self._shape, vocab_size=spec.vocab_size)
+        # One rank samples, from the logits of the whole vocabulary. The classes of transformers get all outputs.
+        shape = self._shape if spec.decoder is not None else spec.shape(spec.resolve_dtype(config.dtype))
+        shape = replace(shape, vocab_size=spec.vocab_size)
         return measure_activations(
             shape,
             spec.decoder.experts if spec.decoder is not None else None,

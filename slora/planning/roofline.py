@@ -96,12 +96,9 @@ class Roofline:
             for group in shape.layer_groups(layer)
         )
         copied = device.host_bandwidth * HOST_COPIES
-        num_sums = 2 * shape.num_layers + 1 if num_ranks > 1 else 0
-        # In a ring, each rank sends nearly twice the bytes that are summed.
-        sent_bytes = num_sums * shape.hidden_size * shape.element_bytes * 2 * (num_ranks - 1) / num_ranks
         return Roofline(
             weights_s=size.step_bytes / (device.bandwidth * reads),
-            token_s=(size.token_flop + attention) / flops + sent_bytes / device.sum_bandwidth,
+            token_s=(size.token_flop + attention) / flops + size.sent_bytes / device.sum_bandwidth,
             logits_s=size.head_flop / flops,
             context_token_s=full_page_bytes / config.block_tokens / (device.bandwidth * kv_reads),
             lora_s=sites * _LORA_SITE_S,
@@ -110,7 +107,7 @@ class Roofline:
             load_byte_s=1 / copied,
             launch_s=shape.num_layers * _LAUNCH_LAYER_S,
             lora_launch_s=sites * _LAUNCH_SITE_S,
-            sums_s=num_sums * _SUM_S,
+            sums_s=size.num_exchanges * _SUM_S,
             # A tensor-parallel group does not record its steps (`slora/runner/runner.py`).
             recorded_tokens=RECORDED_TOKENS if num_ranks == 1 else 0,
             is_recorded=num_ranks == 1,

@@ -89,6 +89,9 @@ class Rank:
     def __init__(self, config: EngineConfig, spec: ModelSpec, collectives: Collectives) -> None:
         self._part = ModelPart(config, spec, load_model, collectives)
         self._part.kernels.warm_up(self._part.geometry)
+        self._part.model.warm_up(self._part.kernels)
+        # The ranks compute the check together.
+        self._part.model.check(self._part.geometry, self._part.kernels)
         self._memory: DeviceMemory | None = None
         self._step: tuple[StepBatch, Tensor, int] | None = None
 

@@ -1,6 +1,8 @@
+from dataclasses import replace
+
 import pytest
 
-from slora_kernels.layout import ModelShape, fuse_groups, llama_shape, mix_experts
+from slora_kernels.layout import LinearShape, ModelShape, fuse_groups, llama_shape, mix_experts
 from slora_kernels.partition import ModulePart, Partition
 
 # 8 heads of 4 columns, 2 KV heads, MLPs of 24 columns, 10 tokens.
@@ -8,9 +10,24 @@ SHAPE = llama_shape(2, 16, 8, 2, 4, 24, 10, 4)
 FUSED = fuse_groups(SHAPE, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
 
 SHARED = mix_experts(SHAPE, {1}, 6, 32, 16)
+# As `slora.models.model_structure` describes linears of transformers' classes.
+OTHER = replace(
+    SHAPE,
+    linears=(
+        LinearShape("attention.query_key_value", 16, 48, division="gathered"),
+        LinearShape("attention.scale", 16, 3, division="gathered"),
+        LinearShape("router", 16, 4, role="router", division="whole"),
+        LinearShape("mlp.first", 16, 48, division="halves"),
+        LinearShape("mlp.last", 24, 16, division="columns"),
+        LinearShape("experts.up_proj", 16, 8, num_experts=6, role="experts", division="rows"),
+    ),
+    groups=((0,), (1,), (2,), (3,), (4,), (5,)),
+)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, FUSED, SHARED], ids=["linears", "fused", "experts"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, FUSED, SHARED, OTHER], ids=["linears", "fused", "experts", "transformers"]
+)
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_the_parts_of_all_ranks_cover_each_module_and_have_the_widths_of_the_rank_shape(
     shape: ModelShape, size: int
@@ -43,6 +60,24 @@ def test_a_fused_linear_is_cut_in_each_of_its_parts() -> None:
     assert part == ModulePart(range(16), (range(16, 32), range(36, 40), range(44, 48)))
 
 
+def test_linears_of_other_names_are_divided_as_they_are_described() -> None:
+    partition = Partition(OTHER, 4)
+    parts = [partition.part(module_id, 3) for module_id in range(6)]
+    assert parts == [
+        ModulePart(range(16), (range(36, 48),)),
+        ModulePart(range(16), (range(3),)),  # It does not divide.
+        ModulePart(range(16), (range(4),)),
+        ModulePart(range(16), (range(18, 24), range(42, 48))),
+        ModulePart(range(18, 24), (range(16),)),
+        ModulePart(range(16), (range(6, 8),)),
+    ]
+
+
+def test_all_ranks_compute_a_single_head() -> None:
+    partition = Partition(llama_shape(1, 16, 1, 1, 16, 24, 10, 4), 2)
+    assert [partition.heads(rank) for rank in range(2)] == [partition.kv_heads(1)] * 2 == [range(1)] * 2
+
+
 def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
     partition = Partition(SHAPE, 4)
     assert [partition.tokens(rank) for rank in range(4)] == [range(3), range(3, 6), range(6, 9), range(9, 10)]
@@ -56,6 +91,8 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         (llama_shape(1, 16, 12, 4, 4, 24, 10, 4), 6, "4 KV heads; choose a number of ranks that divides it"),
         (llama_shape(1, 16, 8, 2, 4, 20, 10, 4), 8, "20 columns .intermediate_size., which can't be divided"),
         (mix_experts(SHAPE, {1}, 6, 32, 20), 8, "20 columns .shared_expert_intermediate_size., which can't be divided"),
+        (OTHER, 16, "8 attention heads"),
+        (replace(OTHER, num_heads=5, num_kv_heads=1), 5, "mlp.first has 24 outputs, which can't be divided among 5"),
     ],
 )  # fmt: skip
 def test_a_size_that_does_not_divide_the_model_is_refused(shape: object, size: int, message: str) -> None:

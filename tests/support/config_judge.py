@@ -12,12 +12,14 @@ from transformers import AutoConfig, PreTrainedModel
 
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
+from slora.models.collectives import ALONE, Collectives
 from slora.models.model import Model, load_model
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.models.model_structure import find_auto_class, without_timm
 from slora.models.parity_check import compute_paged_logits
 from slora_kernels.batch import KVGeometry
 from slora_kernels.kernel_selector import select_kernels
+from tests.support.thread_group import ThreadCollectives, compute_on_ranks
 from tests.support.tiny_models import fill_randomly
 
 _CPU = torch.device("cpu")
@@ -37,7 +39,9 @@ class Verdict(Enum):
     WRONG = "wrong"
 
 
-def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple[Verdict, str]:
+def judge_config(
+    directory: Path, raw: dict[str, Any], model_impl: str, num_ranks: int = 1
+) -> tuple[Verdict, str]:
     """The verdict on a config.json with the fields `raw`, and the reason of a refusal or the errors."""
     path = directory / "config.json"
     path.write_text(json.dumps(raw), encoding="utf-8")
@@ -56,7 +60,7 @@ def judge_config(directory: Path, raw: dict[str, Any], model_impl: str) -> tuple
         return Verdict.UNJUDGED, f"{type(error).__name__}: {error}"
     path.write_text(json.dumps(raw), encoding="utf-8")
     try:
-        answers = serve_logits(directory, spec, prompts)
+        answers = serve_logits(directory, spec, prompts, num_ranks=num_ranks)
     except ConfigError as error:
         return Verdict.REFUSED, str(error)
     errors = [
@@ -87,15 +91,23 @@ def last_logits(oracle: PreTrainedModel, prompt: list[int]) -> Tensor:
 
 
 def serve_logits(
-    directory: Path, spec: ModelSpec, prompts: Sequence[list[int]], quantization: str = "auto"
+    directory: Path,
+    spec: ModelSpec,
+    prompts: Sequence[list[int]],
+    quantization: str = "auto",
+    num_ranks: int = 1,
 ) -> list[list[Tensor]]:
     """The last logits of each prompt, for each way to compute them. Raises ConfigError as the engine does at start."""
     num_rows = min(spec.max_positions, _LONGEST_TABLE)
     kernels = select_kernels("torch", _CPU)
-    model: Model = load_model(
-        EngineConfig(directory, quantization=quantization), spec, torch.float32, _CPU, num_rows
-    )
-    geometry = KVGeometry.of(spec.sizes, 16, torch.float32)
-    model.check(geometry, kernels)
-    runs = compute_paged_logits(model, spec, geometry, kernels, _CPU, prompts, num_rows)
-    return list(runs.values())
+    config = EngineConfig(directory, quantization=quantization)
+    shape = spec.partition("float32", num_ranks).rank_shape
+
+    def serve(collectives: Collectives | ThreadCollectives) -> list[list[Tensor]]:
+        model: Model = load_model(config, spec, torch.float32, _CPU, num_rows, collectives)  # type: ignore[arg-type]
+        geometry = KVGeometry.of(shape, 16, torch.float32)
+        model.check(geometry, kernels)
+        runs = compute_paged_logits(model, spec, geometry, kernels, _CPU, prompts, num_rows)
+        return list(runs.values())
+
+    return serve(ALONE) if num_ranks == 1 else compute_on_ranks(num_ranks, serve)

@@ -3,7 +3,9 @@
 import queue
 from collections import Counter
 from collections.abc import Callable
-from threading import Barrier, Event, Thread
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, BrokenBarrierError, Event, Thread
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from slora.models.model_spec import ModelSpec
 from slora.runner.rank import Command, Rank
 from slora_adapters.peft.packing import ByteArray
 
+_Result = TypeVar("_Result")
 # A rank that waits so long for the others has lost one of them.
 _MAX_WAIT_S = 120.0
 
@@ -39,6 +42,26 @@ class ThreadCollectives:
         parts = [part for part in self._parts if part is not None]
         self._barrier.wait(_MAX_WAIT_S)
         return parts
+
+
+def compute_on_ranks(size: int, compute: Callable[[ThreadCollectives], _Result]) -> _Result:
+    """Computes on each rank, in threads. Returns the result of rank 0, or raises the error that a rank raised first."""
+    parts: list[Tensor | None] = [None] * size
+    barrier = Barrier(size)
+
+    def run(rank: int) -> _Result:
+        try:
+            return compute(ThreadCollectives(rank, parts, barrier))
+        except Exception:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        running = [pool.submit(run, rank) for rank in range(size)]
+    errors = [error for future in running if (error := future.exception()) is not None]
+    if errors:
+        raise next((error for error in errors if not isinstance(error, BrokenBarrierError)), errors[0])
+    return running[0].result()
 
 
 class ThreadGroup:

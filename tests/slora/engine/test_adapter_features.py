@@ -217,7 +217,23 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
         ("dora", "qwen2"),
         ("rows", "qwen2_tied"),
         ("experts", "qwen2_moe"),
-        pytest.param("dora", "llama", marks=pytest.mark.soak),
+        ("dora", "starcoder2"),
+        *(
+            pytest.param(feature, model, marks=pytest.mark.soak)
+            for feature, model in (
+                ("dora", "llama"),
+                ("dora", "gpt2"),
+                ("norms", "olmo2"),
+                ("rows", "olmo2"),
+                ("rows", "gpt2"),
+                ("embeddings", "granite"),
+                ("experts", "deepseek_v3"),
+                ("experts", "gpt_oss"),
+                ("experts", "llama4_text"),
+                ("experts", "nemotron_h"),
+                ("experts", "granitemoehybrid_recurrent"),
+            )
+        ),
     ],
 )
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.soak)])

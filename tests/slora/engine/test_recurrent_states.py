@@ -311,7 +311,6 @@ def test_failed_copies_of_other_requests_end_no_request(kits: Kits) -> None:
     ("settings", "reason"),
     [
         ({"prompt_lookup_tokens": 4}, "prompt_lookup_tokens is 4, but this model .lfm2. has recurrent layers"),
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2, but transformers' classes compute this model"),
         ({"pool_bytes": 6144}, "the recurrent state of one sequence takes 2; raise pool_bytes to at least"),
     ],
 )  # fmt: skip

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,9 @@ from slora.scheduler.sequence import Sequence
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.version import AdapterVersion
+from tests.slora.engine.test_parity import answer
+from tests.slora.engine.test_parity import judge as judge_work
+from tests.slora.engine.test_parity import mix as mix_work
 from tests.slora.models.weights.test_quantization import STORED, write_stored
 from tests.slora.models.weights.test_stored_codes import FORMS as CODED_FORMS
 from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
@@ -39,9 +42,16 @@ from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Verdict
-from tests.support.peft_adapters import KINDS
+from tests.support.peft_adapters import KINDS, LATENT_DORA_KINDS
 from tests.support.thread_group import ThreadGroup
-from tests.support.tiny_models import MODELS, VOCAB_SIZE, make_config
+from tests.support.tiny_models import (
+    MODELS,
+    OTHER_MODELS,
+    RECURRENT_MODELS,
+    VOCAB_SIZE,
+    count_layers,
+    make_config,
+)
 
 
 @contextmanager
@@ -130,7 +140,51 @@ def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2_moe"])
+# In the quick run: plain attention, latents with a mixture, and a recurrence without attention.
+QUICK_CLASSES = ("starcoder2", "deepseek_v2", "mamba2")
+CLASSES = [
+    pytest.param(model, marks=[] if model in QUICK_CLASSES else pytest.mark.soak)
+    for model in (*OTHER_MODELS, *RECURRENT_MODELS)
+]
+
+
+def make_other_kit(root: Path, model: str, kinds: Mapping[str, dict[str, object]] | None = None) -> ModelKit:
+    changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
+    return make_kit(root, model, kinds, **changes)
+
+
+@pytest.mark.parametrize("model", CLASSES)
+def test_a_class_of_transformers_that_is_divided_answers_as_peft_does(
+    tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
+) -> None:
+    kit = make_other_kit(tmp_path, model)
+    # Two of them have 6 heads.
+    for size in (2, 4) if soak and model not in ("bloom", "mpt") else (2,):
+        verdict = judge_divided(kit, size)
+        report(f"{model} by transformers' classes on {size} ranks: {verdict}")
+        assert verdict.equal, verdict
+
+
+@pytest.mark.soak
+def test_scales_and_biases_of_latents_are_those_of_the_heads_of_a_rank(tmp_path: Path) -> None:
+    verdict = judge_divided(make_other_kit(tmp_path, "minicpm3", LATENT_DORA_KINDS), 2)
+    assert verdict.equal, verdict
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("model", ["starcoder2", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_processes_divide_a_class_of_transformers(tmp_path: Path, model: str) -> None:
+    """With gloo, and with the fastest kernels."""
+    kit = make_other_kit(tmp_path, model)
+    work = mix_work(kit, prompts_each=2, seed=6)
+    settings = {"pool_bytes": kit.pool_bytes(400), "device": "cpu", "dtype": "float32"}
+    llm = LLM(kit.directory, tensor_parallel_size=2, **settings)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
+    verdict = judge_work(kit.oracle, work, answer(llm, kit, work, params))
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", ["llama", "qwen2_moe", "starcoder2"])
 def test_adapters_and_experts_add_no_collectives(kits: Kits, model: str) -> None:
     kit = kits(model)
     num_layers = kit.spec.sizes.num_layers
@@ -139,9 +193,16 @@ def test_adapters_and_experts_add_no_collectives(kits: Kits, model: str) -> None
         with divided_engine(kit, 2) as (engine, group, versions):
             group.collectives.calls.clear()
             drive(engine, [make_requests(versions, [[1, 2, 3]] * len(kinds), list(kinds), max_tokens=1)])
-            steps = group.collectives.calls["gather"]
-            counts.append({kind: calls / steps for kind, calls in group.collectives.calls.items()})
-    assert counts == [{"sum": 1 + 2 * num_layers, "gather": 1}] * 2
+            counts.append(dict(group.collectives.calls))
+    # A class of transformers sums after the embedding and each MLP, also for its logits. It gathers the outputs of four
+    # linears, the heads and the logits.
+    one = {"sum": 1 + 2 * num_layers, "gather": 1}
+    if model == "starcoder2":
+        one = {"sum": 2 + num_layers, "gather": 1 + 5 * num_layers}
+    num_steps = counts[0]["gather"] // one["gather"]
+    assert counts[0] == {kind: num_steps * calls for kind, calls in one.items()}
+    assert counts[1]["gather"] % one["gather"] == 0
+    assert counts[1]["sum"] * one["gather"] == counts[1]["gather"] * one["sum"]
 
 
 def test_a_host_copy_is_released_after_all_ranks_have_read_it(
@@ -276,9 +337,11 @@ def test_ranks_that_would_cut_a_group_of_4_bit_weights_are_refused(tmp_path: Pat
             {"shared_expert_intermediate_size": 30},
             r"shared experts have 30 columns \(shared_expert_intermediate_size\)",
         ),
+        ("starcoder2", {"intermediate_size": 42}, r"mlp\.c_fc has 42 outputs"),
+        ("bloom", {}, "6 attention heads"),
     ],
 )
-def test_experts_that_cannot_be_divided_are_refused(
+def test_models_that_cannot_be_divided_are_refused(
     tmp_path: Path, model: str, changes: dict[str, int], message: str
 ) -> None:
     make_config(model, **changes).save_pretrained(tmp_path)

@@ -40,6 +40,7 @@ from tests.support.tiny_models import (
 DOCUMENT = Path(__file__).parents[3] / "docs" / "models.md"
 _NATIVE, _OTHER = "slora's decoder", "transformers' classes"
 _MOST_SECONDS = 120
+_NUM_RANKS = 2
 _MOST_REASON_CHARS = 220
 # A pattern of field names, and the largest value that a small model has there.
 _SIZES = (
@@ -205,12 +206,16 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """way: who computes the model. detail: the reason of a refusal, or why there is no judgement."""
+    """way: who computes the model. detail: the reason of a refusal, or why there is no judgement.
+
+    division: the reason why it is not divided among ranks, if transformers' classes compute the model.
+    """
 
     model_type: str
     verdict: Verdict
     way: str
     detail: str
+    division: str = ""
 
 
 def list_model_types() -> list[str]:
@@ -232,7 +237,13 @@ def _judge(model_type: str) -> Judgement:
         except Exception as error:
             return Judgement(model_type, Verdict.UNJUDGED, "", _shorten(f"{type(error).__name__}: {error}"))
         way = _find_way(directory) if verdict is Verdict.EQUAL else ""
-        return Judgement(model_type, verdict, way, "" if way else _shorten(detail))
+        division = ""
+        if way == _OTHER:
+            with _limit_time():
+                verdict, detail = judge_config(directory, raw, "auto", _NUM_RANKS)
+            if verdict is Verdict.REFUSED:
+                verdict, division = Verdict.EQUAL, _shorten(detail)
+        return Judgement(model_type, verdict, way, "" if way else _shorten(detail), division)
 
 
 def _find_way(directory: Path) -> str:
@@ -362,11 +373,18 @@ def write_document(found: Sequence[Judgement]) -> str:
             "Attention, memory, experts and adapters are slora's. On a CPU, so are norms, gated MLPs and single "
             "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers "
             "computes it. Models that [select\ntokens](serving.md#how-long-are-the-sequences-of-a-model-that-"
-            "selects-tokens) are served up to the length at which they\nselect all.",
+            "selects-tokens) are served up to the length at which they\nselect all. All were compared as "
+            f"{_NUM_RANKS} tensor-parallel processes, too.",
         ),
     ):
         names = [f"`{one.model_type}`" for one in found if one.way == way]
         parts.append(f"## Computed by {way} ({len(names)})\n\n{text}\n\n{_wrap(names)}\n")
+        rows = [
+            f"| `{one.model_type}` | {one.division} |" for one in found if one.way == way and one.division
+        ]
+        if rows:
+            table = "\n".join(["| not divided | reason |", "|---|---|", *rows])
+            parts.append(f"{table}\n")
     for verdict, title in (
         (Verdict.WRONG, "Wrong"),
         (Verdict.REFUSED, "Refused"),

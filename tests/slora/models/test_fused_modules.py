@@ -11,7 +11,7 @@ from transformers.models.granitemoehybrid.modeling_granitemoehybrid import Grani
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNormGated
 
-from slora.models.fused_modules import MlpForm, find_mlp_form, fuse_norms
+from slora.models.fused_modules import MlpForm, find_mlp_division, find_mlp_form, fuse_norms
 from slora_kernels.torch.torch_kernels import TorchKernels
 
 
@@ -106,3 +106,35 @@ def test_an_mlp_is_recognised_by_what_it_does_with_its_linears(
     compute: Callable[[Any, Tensor], Tensor], form: MlpForm | None
 ) -> None:
     assert find_mlp_form(Mlp(compute, 2 if compute is halve else 3)) == form
+
+
+def interleave(m: Any, x: Tensor) -> Tensor:
+    between = m.a(x)
+    return m.b(between[..., ::2] * between[..., 1::2].tanh())
+
+
+def normalize(m: Any, x: Tensor) -> Tensor:
+    between = m.act(m.a(x))
+    return m.b(between / between.square().mean(-1, keepdim=True).sqrt())
+
+
+@pytest.mark.parametrize(
+    ("compute", "count", "division"),
+    [
+        (lambda m, x: 3 * m.b(m.act(m.c(x)) * m.a(2 * x)), 3, {"c": "rows", "a": "rows", "b": "columns"}),
+        (lambda m, x: m.b(m.act(m.a(x)).square()), 2, {"a": "rows", "b": "columns"}),
+        (halve, 2, {"a": "halves", "b": "columns"}),
+        (interleave, 2, {"a": "rows", "b": "columns"}),
+        (normalize, 2, {}),
+        (lambda m, x: m.b(m.act(m.a(x)).flip(-1)), 2, {}),
+        (lambda m, x: m.c(m.b(m.act(m.a(x)))), 3, {}),
+        (lambda m, x: m.b(m.a(x)) * m.a(x).mean(-1, keepdim=True), 2, {}),
+        (lambda m, x: m.b(m.act(m.c(x))) + m.a(x).mean(-1, keepdim=True), 3, {}),
+        (lambda m, x: m.b(m.act(m.a(x)) * m.a.weight[0]), 2, {}),
+        (lambda m, x: (m.b(m.act(m.a(x))), None), 2, {}),
+    ],
+)
+def test_an_mlp_is_divided_if_its_last_linear_needs_no_outputs_of_other_ranks(
+    compute: Callable[[Any, Tensor], Tensor], count: int, division: dict[str, str]
+) -> None:
+    assert find_mlp_division(Mlp(compute, count)) == division

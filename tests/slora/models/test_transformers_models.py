@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, AutoConfig
 
 from slora import LLM, SamplingParams
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
+from slora.models.divided_modules import divide_modules
 from slora.models.model_spec import ModelSpec, read_model_spec
+from slora.models.model_structure import find_auto_class
 from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
 from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, mix
@@ -448,3 +450,30 @@ def test_a_directory_with_an_unknown_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}', encoding="utf-8")
     with pytest.raises(ConfigError, match="nonesuch"):
         read_model_spec(tmp_path)
+
+
+@pytest.mark.parametrize("model", ["starcoder2", "gpt2", "deepseek_v2", "qwen3_next"])
+def test_a_rank_has_the_planned_numbers_of_a_class_of_transformers(tmp_path: Path, model: str) -> None:
+    write_model(tmp_path, model, **({"vocab_size": 127} if model == "gpt2" else {}))
+    spec = read_model_spec(tmp_path)
+    divided = find_auto_class(AutoConfig.from_pretrained(tmp_path)).from_pretrained(tmp_path)
+    divide_modules(divided, spec.partition("float32", 2), 1)
+    sizes = [
+        measure_model(spec, EngineConfig(tmp_path, dtype="float32", tensor_parallel_size=size))
+        for size in (1, 2)
+    ]
+    assert sizes[1].weight_bytes == 4 * sum(parameter.numel() for parameter in divided.parameters())
+    assert sizes[1].weight_bytes < 0.75 * sizes[0].weight_bytes
+    assert (sizes[0].num_exchanges, sizes[1].num_exchanges > 0) == (0, True)
+
+
+def test_a_parameter_that_another_module_uses_is_not_divided(tmp_path: Path) -> None:
+    write_model(tmp_path, "starcoder2", num_hidden_layers=1)
+    spec = read_model_spec(tmp_path)
+    model = find_auto_class(AutoConfig.from_pretrained(tmp_path)).from_pretrained(tmp_path)
+    model.other = torch.nn.Linear(64, 64)
+    model.other.weight = model.model.layers[0].self_attn.o_proj.weight
+    with pytest.raises(
+        ConfigError, match=r"other of .* shares its weight with model.layers.0.self_attn.o_proj"
+    ):
+        divide_modules(model, spec.partition("float32", 2), 0)
