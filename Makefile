@@ -71,15 +71,23 @@ clean: ## removes what set-up made
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "slora needs Python 3.11 or later; $(PYTHON) is $$($(PYTHON) --version). Try: make PYTHON=python3.12"; exit 1; }
-	$(PYTHON) -m venv $(VENV)
+	@echo "$(PYTHON) -m venv $(VENV)"
+	@$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet --no-compile \
+		--disable-pip-version-check --retries=1 pip 2>/dev/null || $(PYTHON) -m venv $(VENV)
+
+# With `make serve`, the demo's model is downloaded meanwhile. That needs no package, and `slora demo` reports an error.
+SOURCES := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/adapters:$(CURDIR)/api
+FIND_DEMO := from slora_api.serve.demo import find_demo; find_demo(lambda text: print(f'slora: {text}', flush=True))
+DOWNLOAD := $(if $(filter serve,$(MAKECMDGOALS)),PYTHONPATH=$(SOURCES) $(BIN)/python -P -c "$(FIND_DEMO)" 2>/dev/null,true)
 
 # numba compiles the kernels while pip installs the other packages. The wheel ships machine code instead.
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
-	$(PIP) numba
-	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile fastest & compiling=$$!; \
+	@$(DOWNLOAD) & downloading=$$!; \
+	$(PIP) numba || { kill $$downloading; exit 1; }; \
+	PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile fastest & compiling=$$!; \
 	$(PIP) "$(TORCH)" -e ".[serve,redis,postgresql]" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		|| { kill $$compiling; exit 1; }; wait $$compiling
+		|| { kill $$compiling $$downloading; exit 1; }; wait $$compiling || exit 1; wait $$downloading || true
 	@touch $@
 
 $(TEST): $(SERVE)
