@@ -15,6 +15,8 @@ from torch import Tensor
 from slora import LLM, SamplingParams
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
+from slora.models.weights.linear import quantize_groups
+from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.cpu.machine_code import find_worker
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
@@ -82,12 +84,8 @@ def set_config(directory: Path, **fields: Any) -> None:
 
 
 def round_groups(weight: Tensor) -> Tensor:
-    """By the definition of int4: 16 numbers at equal distances, the smallest of 64 adjacent ones first."""
-    groups = weight.view(len(weight), -1, 32 if weight.shape[1] % 64 else 64)
-    smallest = groups.amin(2, keepdim=True).half().float()
-    scales = ((groups.amax(2, keepdim=True) - groups.amin(2, keepdim=True)) / 15).half().float()
-    codes = ((groups - smallest) / scales).round().clamp(0, 15)
-    return (codes * scales + smallest).view_as(weight)
+    parts = quantize_groups(weight.clone(), 32 if weight.shape[1] % 64 else 64)
+    return CodedWeight(*parts, torch.arange(16.0)).decode()
 
 
 @pytest.fixture(scope="module")
