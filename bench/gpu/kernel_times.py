@@ -9,7 +9,8 @@ are captured as one graph, so that what is timed is the device's and not the hos
 matmul   of square matrices: the rate that prefill is compared with.
 lora     a site's shrink and expand: batch, distinct adapters, ranks. Bytes: A and B of the distinct adapters, x once,
          the output twice.
-decode   attention of one token a sequence: batch, context, what K and V are kept as. Bytes: K and V.
+decode   attention of one token a sequence: batch, context, what K and V are kept as. Bytes: K and V. Kept as latents,
+         they are those of DeepSeek V2 Lite.
 prefill  a chunk behind a context: TFLOP/s.
 sample   tokens of a whole vocabulary, without filters and with: batch. Bytes: the logits.
 """
@@ -33,6 +34,8 @@ from slora_kernels.layout import LoraSite, ModelShape, llama_shape
 from slora_kernels.ops import Kernels
 from slora_kernels.sampling_tensors import NO_TOP_K, SamplingTensors
 
+# Query heads, KV heads, the row of a token, and the latent in it.
+_LATENT_HEADS, _LATENT_WIDTH = (16, 1, 576), 512
 RANKS: dict[str, tuple[int, ...]] = {"8": (8,), "16": (16,), "64": (64,), "mixed": (8, 16, 64)}
 SITES = ("qkv", "o", "gate_up", "down")
 FILTERS = {"none": (0, 1.0), "top_p 0.9": (0, 0.9), "top_k 50, top_p 0.9": (50, 0.9)}
@@ -55,6 +58,13 @@ class Sizes:
         shape = self.shape
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         return KVGeometry(shape.num_layers, *heads, BLOCK_TOKENS, self.dtype, kv_format)
+
+    def geometries(self) -> dict[str, KVGeometry]:
+        """What K and V are kept as, by name."""
+        latents = KVGeometry(
+            self.shape.num_layers, *_LATENT_HEADS, BLOCK_TOKENS, self.dtype, latent_width=_LATENT_WIDTH
+        )
+        return {kv.value: self.geometry(kv) for kv in KVFormat} | {"latents": latents}
 
 
 LLAMA_8B = Sizes(
@@ -153,19 +163,19 @@ class KernelTimes:
         return _rate(seconds, adapter_bytes + x.nbytes + 2 * out.nbytes) | {"torch us": twin * 1e6}
 
     def _decodes(self) -> Iterator[Case]:
-        for kv in KVFormat:
+        for kv, geometry in self._sizes.geometries().items():
             for context in self._sizes.contexts:
                 for batch in self._sizes.batches:
-                    if _kv_bytes(self._sizes.geometry(kv), batch * context) <= _MOST_KV_BYTES:
-                        key = {"kv": kv.value, "batch": batch, "context": context}
-                        yield key, lambda b=batch, c=context, f=kv: self._attention(b, 1, c, f)
+                    if _kv_bytes(geometry, batch * context) <= _MOST_KV_BYTES:
+                        key = {"kv": kv, "batch": batch, "context": context}
+                        yield key, lambda b=batch, c=context, g=geometry: self._attention(b, 1, c, g)
 
     def _prefills(self) -> Iterator[Case]:
-        for kv in KVFormat:
+        for kv, geometry in self._sizes.geometries().items():
             for tokens in self._sizes.chunks:
                 for before in (0, self._sizes.contexts[0]):
-                    key = {"kv": kv.value, "tokens": tokens, "context": before + tokens}
-                    yield key, lambda t=tokens, c=before + tokens, f=kv: self._attention(1, t, c, f)
+                    key = {"kv": kv, "tokens": tokens, "context": before + tokens}
+                    yield key, lambda t=tokens, c=before + tokens, g=geometry: self._attention(1, t, c, g)
 
     def _sample(self) -> Iterator[Case]:
         for filters in FILTERS:
@@ -185,9 +195,8 @@ class KernelTimes:
         twin = time_device(lambda: self._twins.sample(logits, max_logits, sampling), device, graph=False)
         return _rate(seconds, logits.nbytes) | {"torch us": twin * 1e6}
 
-    def _attention(self, batch: int, tokens: int, context: int, kv_format: KVFormat) -> Row:
-        geometry, device = self._sizes.geometry(kv_format), self._device
-        blocks = -(-context // BLOCK_TOKENS)
+    def _attention(self, batch: int, tokens: int, context: int, geometry: KVGeometry) -> Row:
+        device, blocks = self._device, -(-context // BLOCK_TOKENS)
         pages = torch.empty(
             batch * blocks, _kv_bytes(geometry, BLOCK_TOKENS), dtype=torch.uint8, device=device
         )
@@ -221,7 +230,8 @@ class KernelTimes:
         seconds = time_device(run, self._device) / geometry.num_layers
         row = _rate(seconds, _kv_bytes(geometry, batch * context) // geometry.num_layers)
         pairs = batch * tokens * (context - (tokens - 1) / 2)
-        return row | {"TFLOP/s": 4 * pairs * geometry.num_heads * geometry.head_dim / seconds / 1e12}
+        products = geometry.num_heads * (geometry.head_dim + geometry.value_width)
+        return row | {"TFLOP/s": 2 * pairs * products / seconds / 1e12}
 
 
 def _kv_bytes(geometry: KVGeometry, tokens: int) -> int:

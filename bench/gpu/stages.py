@@ -48,6 +48,7 @@ TESTS = (
     "tests/slora/engine/test_composition.py::test_triton_kernels_add_adapters_up_as_peft_does",
     "tests/slora/engine/test_adapter_features.py::test_triton_kernels_answer_as_peft_does",
     "tests/slora/engine/test_activated_lora.py::test_triton_kernels_answer_as_peft_does",
+    "tests/slora/models/test_transformers_models.py::test_triton_kernels_read_latents",
     "tests/slora/models/weights/test_stored_codes.py::test_triton_kernels_answer_as_the_dequantized_weights",
     # A test of a whole model takes a minute, most of it to record graphs.
     "tests/slora/engine/test_gpu.py",

@@ -27,9 +27,9 @@ class KVGeometry:
     In FP8, the scales begin at byte `layout.scales_start`, one for each vector of head_dim elements.
 
     dtype: the model's dtype.
-    num_sides: 2, or 1 if the values are in the keys, as in latent attention. The whole row of a token is then its key
-    and its value. The caller does not use the last element of a value, which alone is NaN if the row is not finite; in
-    FP8, the scale is NaN.
+    latent_width: 0, or the elements of a latent (`LatentShape`). The row of a token is then its key, and its first
+    `latent_width` elements are its value: the caller uses no others of an output. If the row is not finite, its last
+    element alone is NaN; in FP8, the scale is NaN.
     """
 
     num_layers: int
@@ -39,7 +39,7 @@ class KVGeometry:
     block_tokens: int
     dtype: torch.dtype
     kv_format: KVFormat = KVFormat.MODEL
-    num_sides: int = 2
+    latent_width: int = 0
 
     @staticmethod
     def of(
@@ -47,7 +47,18 @@ class KVGeometry:
     ) -> "KVGeometry":
         """The geometry of a model's pages."""
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        return KVGeometry(shape.num_kv_layers, *heads, block_tokens, dtype, kv_format, shape.num_sides)
+        width = 0 if shape.latent is None else shape.latent.width
+        return KVGeometry(shape.num_kv_layers, *heads, block_tokens, dtype, kv_format, width)
+
+    @property
+    def num_sides(self) -> int:
+        """Keys and values, or 1 if the values are in the keys."""
+        return 1 if self.latent_width else 2
+
+    @property
+    def value_width(self) -> int:
+        """Elements of a token's value in one KV head."""
+        return self.latent_width or self.head_dim
 
     @property
     def element_dtype(self) -> torch.dtype:

@@ -165,12 +165,6 @@ class NormShape:
     adds_one: bool = False
 
 
-# Whether the Triton kernels read values from the rows of keys (`Kernels.reads_latents`). Their blocks hold whole heads,
-# padded to a power of two: 1,024 elements for DeepSeek's rows of 576, which have not been shown to fit a GPU's shared
-# memory. So pages on a GPU hold whole keys and values.
-TRITON_READS_LATENTS = False
-
-
 @dataclass(frozen=True, slots=True)
 class LatentShape:
     """Latent attention (arXiv 2405.04434, section 2.1). Keys and values of all heads are products of one vector of each
@@ -179,15 +173,14 @@ class LatentShape:
     linear: path of this linear, as in `LinearShape`. Its output has the keys and the values of a head side by side.
     width, rope_width: number of elements of the latent, and of the rotated part.
     key_width: number of the other elements of a head's key.
-    num_kv_heads, head_dim: those of pages that hold whole keys and values.
+    num_heads: number of heads that the linear expands. A rank may compute some of them.
     """
 
     linear: str
     width: int
     rope_width: int
     key_width: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,13 +293,6 @@ class ModelShape:
                 "latent": latent,
             }
         )
-
-    def with_whole_keys(self) -> "ModelShape":
-        """Returns the shape of the same model with pages that hold no latents."""
-        if self.latent is None:
-            return self
-        heads, width = self.latent.num_kv_heads, self.latent.head_dim
-        return replace(self, num_kv_heads=heads, head_dim=width, latent=None)
 
     def count_added_rows(self, sizes: Sequence[int]) -> int:
         """How many rows an embedding or head of these sizes has behind the base model's; 0 if it is no resized one."""

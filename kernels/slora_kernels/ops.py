@@ -51,10 +51,6 @@ class Kernels(Protocol):
     def tile_limits(self) -> TileLimits:
         """The maximum number of tokens that a LoRA tile may hold."""
 
-    @property
-    def reads_latents(self) -> bool:
-        """Whether attention reads values from the rows of keys (`KVGeometry.num_sides` is 1)."""
-
     def warm_up(self, geometry: KVGeometry) -> float:
         """Compiles the kernels that can be compiled before the first step with this geometry.
 
@@ -117,7 +113,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Normalises and rotates q and k, writes k and v at `kv_slots`, and returns q [T, Hq, D], which may alias qkv.
 
-        qkv: [T, (Hq + 2 Hk) * D], or [T, (Hq + Hk) * D] if values are in keys.
+        qkv: [T, (Hq + 2 Hk) * D], or [T, (Hq + Hk) * D] if pages hold latents.
         cos_sin: float32 [max_positions, R]. Each row contains the R/2 cosines of a position, then its R/2 sines. R is
         even and at most D. The first R dimensions of a head are rotated. As in Llama, dimension i is paired with
         i + R/2: (a, b) -> (a cos - b sin, b cos + a sin). None: no rotation.
@@ -136,6 +132,7 @@ class Kernels(Protocol):
     ) -> Tensor:
         """Causal attention of q [T, Hq, D] over the pages of each sequence -> [T, Hq * D].
 
+        If pages hold latents, the first `latent_width` elements of each head are the output; the others are undefined.
         KV that no query sees may hold any bytes, even NaN, without affecting the result.
         """
 

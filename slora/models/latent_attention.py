@@ -82,8 +82,7 @@ class LatentTrace:
             # Some CPUs multiply elements of half precision in pairs.
             and all(number > 0 and number % 2 == 0 for number in widths)
         )
-        whole = num_heads, max(head_dim, value_width)
-        return LatentShape(f"{path}.{_LINEAR}", width, rope_width, key_width, *whole) if is_known else None
+        return LatentShape(f"{path}.{_LINEAR}", width, rope_width, key_width, num_heads) if is_known else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +111,7 @@ class LatentLayer:
     ) -> None:
         self._expand, self._find_step = getattr(module, _EXPAND), find_step
         self._latent, self._site = latent, site
-        self._num_heads, self._heads = latent.num_kv_heads, slice(heads.start, heads.stop)
+        self._num_heads, self._heads = latent.num_heads, slice(heads.start, heads.stop)
         stack = getattr(module, _LINEAR).weight.data.view(self._num_heads, -1, latent.width)[self._heads]
         self._keys, self._values = stack[:, : latent.key_width], stack[:, latent.key_width :]
         self._packed_keys, self._packed_values = _pack_heads(self._keys), _pack_heads(self._values.mT)

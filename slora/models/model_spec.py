@@ -147,10 +147,6 @@ class ModelSpec:
         state_bytes = max((end for _, end in self.lay_out_states(dtype)), default=0)
         return KVFootprint(block_tokens, self.window, -(-state_bytes // full_page_bytes))
 
-    def with_whole_keys(self) -> "ModelSpec":
-        """Returns the spec of the same model with pages that hold no latents, see `LatentShape`."""
-        return replace(self, sizes=self.sizes.with_whole_keys())
-
     def shape(self, dtype: str) -> ModelShape:
         """The sizes that decide the layout of pages and adapters when the model runs in `dtype`."""
         return replace(self.sizes, element_bytes=ELEMENT_BYTES[dtype])

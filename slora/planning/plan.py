@@ -28,7 +28,7 @@ from slora.planning.devices import Device, cut_device
 from slora.planning.model_size import measure_activations, measure_model
 from slora.planning.roofline import Roofline
 from slora_kernels.kv_format import KVFormat
-from slora_kernels.layout import TRITON_READS_LATENTS, ModelShape, lay_out_adapter, name_module
+from slora_kernels.layout import ModelShape, lay_out_adapter, name_module
 
 _GIB, _MIB = 1 << 30, 1 << 20
 # Memory of the driver, the CUDA context and libraries.
@@ -181,8 +181,6 @@ class _Planner:
 
     def __init__(self, question: Question) -> None:
         spec, config, adapters, load = question.spec, question.config, question.adapters, question.load
-        if not TRITON_READS_LATENTS:
-            spec = spec.with_whole_keys()
         self._question = question
         self._num_ranks = config.tensor_parallel_size
         self._shape = spec.partition(spec.resolve_dtype(config.dtype), self._num_ranks).rank_shape

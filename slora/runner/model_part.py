@@ -41,8 +41,6 @@ class ModelPart:
         self.dtype_name = spec.resolve_dtype(config.dtype)
         dtype: torch.dtype = getattr(torch, self.dtype_name)
         self.kernels = load_kernels(config.kernels, self.device)
-        if not self.kernels.reads_latents:
-            spec = spec.with_whole_keys()
         if config.kv_format is KVFormat.FP8:
             check_float8_kv(self.device)
         spec.check_length(config.max_model_len)

@@ -15,6 +15,8 @@ HEADS = (
     (2, 1, 96, 16, 96),
     (2, 1, 256, 16, 0),
 )
+# The same with the width of a latent behind them.
+LATENTS = ((17, 1, 576, 16, 0, 512), (3, 1, 28, 8, 16, 20))
 
 
 def make_norms(head_dim: int, dtype: torch.dtype, device: str) -> QueryKeyNorm:
@@ -28,7 +30,7 @@ def make_norms(head_dim: int, dtype: torch.dtype, device: str) -> QueryKeyNorm:
 @pytest.mark.parametrize(
     ("dtype", "heads"),
     [
-        *((torch.float32, heads) for heads in HEADS),
+        *((torch.float32, heads) for heads in (*HEADS, *LATENTS)),
         (torch.bfloat16, HEADS[1]),
         (torch.bfloat16, HEADS[3]),
         pytest.param(torch.float16, HEADS[0], marks=pytest.mark.compiled_late),
@@ -39,14 +41,15 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     kernels: Kernels,
     device: str,
     dtype: torch.dtype,
-    heads: tuple[int, int, int, int, int],
+    heads: tuple[int, ...],
     norm_dtype: torch.dtype | None,
 ) -> None:
-    num_heads, num_kv_heads, head_dim, block_tokens, rotated = heads
-    geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, dtype)
+    num_heads, num_kv_heads, head_dim, block_tokens, rotated, *latent = heads
+    geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, dtype, latent_width=sum(latent))
     scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
     random = torch.Generator().manual_seed(1)
-    qkv = torch.randn(7, (num_heads + 2 * num_kv_heads) * head_dim, generator=random).to(dtype).to(device)
+    width = (num_heads + geometry.num_sides * num_kv_heads) * head_dim
+    qkv = torch.randn(7, width, generator=random).to(dtype).to(device)
     angles = torch.rand(32, rotated // 2, generator=random) * 6
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1).to(device) if rotated else None
     norms = None if norm_dtype is None else make_norms(head_dim, norm_dtype, device)
@@ -62,14 +65,15 @@ def test_q_is_rotated_and_only_the_slots_of_k_and_v_are_written(
     check_close(actual.nan_to_num(), wanted.nan_to_num(), units=1)
 
 
-@pytest.mark.parametrize("heads", (HEADS[1], HEADS[3], HEADS[5]), ids=str)
-def test_a_delta_of_qkv_is_added_first(
-    kernels: Kernels, device: str, heads: tuple[int, int, int, int, int]
-) -> None:
-    num_heads, num_kv_heads, head_dim, block_tokens, rotated = heads
-    geometry = KVGeometry(3, num_heads, num_kv_heads, head_dim, block_tokens, torch.float32)
+@pytest.mark.parametrize("heads", (HEADS[1], HEADS[3], HEADS[5], LATENTS[1]), ids=str)
+def test_a_delta_of_qkv_is_added_first(kernels: Kernels, device: str, heads: tuple[int, ...]) -> None:
+    num_heads, num_kv_heads, head_dim, block_tokens, rotated, *latent = heads
+    geometry = KVGeometry(
+        3, num_heads, num_kv_heads, head_dim, block_tokens, torch.float32, latent_width=sum(latent)
+    )
     scene = build_attention(geometry, [(1, 1), (1, 17), (5, 21)], device=device)
-    qkv, delta = torch.randn(2, 7, (num_heads + 2 * num_kv_heads) * head_dim, device=device)
+    width = (num_heads + geometry.num_sides * num_kv_heads) * head_dim
+    qkv, delta = torch.randn(2, 7, width, device=device)
     cos_sin = torch.rand(32, rotated, device=device) if rotated else None
     pages, step = scene.pages.clone(), kernels.prepare_attention(scene.batch)
     expected = kernels.rotate_and_write_kv(qkv + delta, cos_sin, pages, geometry, 1, step)

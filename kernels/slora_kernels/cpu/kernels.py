@@ -93,7 +93,6 @@ class CpuKernels:
 
     name = "cpu"
     tile_limits = TileLimits(TILE_TOKENS)
-    reads_latents = True
 
     @staticmethod
     def on(device: torch.device) -> "CpuKernels":

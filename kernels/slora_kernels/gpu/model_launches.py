@@ -6,7 +6,8 @@ The models stress the kernels in different ways:
 - Gemma-2-9B: heads of 256, soft cap, window, norms in float32, GELU.
 - Phi-3-mini: heads of 96, which is not a power of two, and one KV head per query head.
 - Qwen3-8B: norms of q and k heads.
-- gpt-oss-20b: sinks, and heads of 64. DeepSeek-V3 and Gemma-4-E4B: heads of 192 and 512.
+- gpt-oss-20b: sinks, and heads of 64. LongCat-Flash and Gemma-4-E4B: heads of 192 and 512.
+- DeepSeek-V3 and MiniCPM3: latents of 512 and 256.
 - Qwen3-30B-A3B: 128 experts in each layer.
 """
 
@@ -147,13 +148,20 @@ def _bind_attention(geometry: KVGeometry, rule: AttentionRule, norms: QueryKeyNo
         max_context_len=_CONTEXT,
     )
     pages = torch.zeros(2, geometry.layout.num_bytes, dtype=torch.uint8)
-    qkv = torch.zeros(_TOKENS, (geometry.num_heads + 2 * geometry.num_kv_heads) * head_dim, dtype=dtype)
+    num_vectors = geometry.num_heads + geometry.num_sides * geometry.num_kv_heads
+    qkv = torch.zeros(_TOKENS, num_vectors * head_dim, dtype=dtype)
     q = qkv.view(_TOKENS, -1, head_dim)[:, : geometry.num_heads]
     out = torch.zeros(_TOKENS, geometry.num_heads * head_dim, dtype=dtype)
-    angles = torch.zeros(_CONTEXT, head_dim)
-    return [
+    attention = [
         *bind_paged_attention_decode(q, pages, out, geometry, 0, batch, rule),
         bind_paged_attention_prefill(q, pages, out, geometry, 0, batch, rule),
+    ]
+    if geometry.latent_width:
+        # The model's own class rotates.
+        return [*attention, bind_rotate_and_write_kv(qkv, None, pages, geometry, 0, batch)]
+    angles = torch.zeros(_CONTEXT, head_dim)
+    return [
+        *attention,
         bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms, qkv.float()),
         bind_rotate_and_write_kv(qkv, angles, pages, geometry, 0, batch, norms),
     ]
@@ -230,12 +238,20 @@ def _bind_other_attention(dtype: torch.dtype) -> Launches:
     """The attention launches of models that transformers' classes compute. Rotating is the same as for other models."""
     for model, heads, rule in (
         ("gpt-oss-20b", (64, 8, 64), AttentionRule(1 / 8, window=128, sinks=torch.zeros(64))),
-        ("DeepSeek-V3", (128, 128, 192), AttentionRule(0.1)),
+        ("LongCat-Flash", (64, 64, 192), AttentionRule(0.1)),
         ("Gemma-4-E4B", (8, 2, 512), AttentionRule(1.0)),
     ):
         geometry = KVGeometry(1, *heads, _BLOCK_TOKENS, dtype)
         for launch in _bind_attention(geometry, rule, None)[:-2]:
             yield model, launch
+
+
+def _bind_latents(dtype: torch.dtype, kv_format: KVFormat) -> Launches:
+    for model, heads, width in (("DeepSeek-V3", (128, 1, 576), 512), ("MiniCPM3", (40, 1, 288), 256)):
+        geometry = KVGeometry(1, *heads, _BLOCK_TOKENS, dtype, kv_format, width)
+        case = model if kv_format is KVFormat.MODEL else f"{model}, KV in fp8"
+        for launch in _bind_attention(geometry, AttentionRule(0.1), None):
+            yield case, launch
 
 
 def _bind_quantized_linears(dtype: torch.dtype, forms: list[torch.dtype]) -> Launches:
@@ -303,6 +319,8 @@ def bind_all(
     yield from _bind_llama(dtype, sizes)
     for bound in (_bind_gemma, _bind_phi, _bind_qwen, _bind_other_attention):
         yield from bound(dtype)
+    for kv_format in kv_formats:
+        yield from _bind_latents(dtype, kv_format)
     yield from _bind_quantized_linears(dtype, forms)
     yield from _bind_coded_linears(dtype)
     yield from _bind_experts(dtype, forms)

@@ -6,6 +6,9 @@ may hold old data of another sequence.
 The scales of K and V, if any, multiply the scores and the attention weights. There are fewer scores and weights than
 elements of K and V. Scaling K and V instead would also spill registers on sm_100 with 128 query rows (compiled ahead of
 time, not run). In float16, V itself is scaled, because a weight times a scale may underflow.
+
+A row of latents is cut in two blocks, because 512 and 64 elements would be padded to 1,024 together. The scores are the
+sum of two products. The first block, the latent, is loaded once for keys and values.
 """
 
 import math
@@ -48,6 +51,7 @@ def _widen(scales):
 @triton.jit
 def attend_pages(
     q,
+    q_rest,
     limits,
     pages,
     scales,
@@ -61,15 +65,19 @@ def attend_pages(
     SIDE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
     WINDOW: tl.constexpr,
     CAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
     """Computes attention of q [M, D] to tokens [begin, end) of a sequence.
 
+    q_rest: None, or the elements of q behind VALUE_DIM [M, BLOCK_REST]. Then pages hold latents: the first VALUE_DIM
+    elements of a key are the value.
     limits: int32 [M]. Row m sees the WINDOW tokens before position limits[m], or all of them if WINDOW is None.
     scale, CAP: include the factor log2(e).
     begin, end: each token in the range has to be visible to at least one row.
@@ -77,9 +85,10 @@ def attend_pages(
     scales: None, or the pages viewed as bfloat16. The scales of K begin at element scale_start of a page, and those of
     V begin SIDE // HEAD_DIM elements later.
 
-    Returns unnormalised values [M, D], maxima [M] (base 2) and sums of weights [M].
+    Returns unnormalised values [M, BLOCK_D], maxima [M] (base 2) and sums of weights [M].
     """
     lanes = tl.arange(0, BLOCK_D)
+    rest_lanes = tl.arange(0, BLOCK_REST)
     peak = tl.full((BLOCK_M,), _LOWEST, tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -88,14 +97,27 @@ def attend_pages(
         page = tl.load(table + tokens // BLOCK_TOKENS, mask=tokens < end, other=0).to(tl.int64) * page_stride
         base = page + head_start + (tokens % BLOCK_TOKENS) * HEAD_DIM
         place = pages + base[:, None] + lanes[None, :]
-        mask = (tokens[:, None] < end) & (lanes[None, :] < HEAD_DIM)
+        mask = (tokens[:, None] < end) & (lanes[None, :] < VALUE_DIM)
         k = tl.load(place, mask=mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
-        v = tl.load(place + SIDE, mask=mask, other=0.0).to(tl.float32)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if q_rest is None:
+            v = tl.load(place + SIDE, mask=mask, other=0.0).to(tl.float32)
+        else:
+            rest_place = pages + base[:, None] + (VALUE_DIM + rest_lanes)[None, :]
+            rest_mask = (tokens[:, None] < end) & (VALUE_DIM + rest_lanes < HEAD_DIM)[None, :]
+            rest = tl.load(rest_place, mask=rest_mask, other=0.0).to(tl.float32).to(DOT_DTYPE)
+            scores = tl.dot(q_rest, tl.trans(rest), scores, input_precision="ieee")
+            v = k.to(tl.float32)
+        scores *= scale
         if scales is not None:
             scale_place = scales + page // 2 + scale_start + tokens % BLOCK_TOKENS
             k_scale = tl.load(scale_place, mask=tokens < end, other=0.0).to(tl.float32)
-            v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0)
+            if q_rest is None:
+                v_scale = tl.load(scale_place + SIDE // HEAD_DIM, mask=tokens < end, other=0.0)
+            else:
+                # A row that is not finite has a scale of NaN, which must not reach the rows that do not see it.
+                v_scale = tl.load(scale_place, mask=tokens < end, other=0.0)
+                v_scale = tl.where(k_scale == k_scale, v_scale, 0.0)
             scores *= k_scale[None, :]
             if q.dtype == tl.float16:  # weight * scale may underflow float16
                 v *= _widen(v_scale)[:, None]
@@ -135,17 +157,23 @@ def first_visible(end, WINDOW: tl.constexpr):
     return first
 
 
-def count_iteration_tokens(geometry: KVGeometry, most: int) -> int:
+def count_iteration_tokens(geometry: KVGeometry, most: int, key_bytes: int = ITERATION_BYTES) -> int:
     """Context tokens per iteration of the loop, at most `most`. In 16 bits: 64 for head dim 128, 32 for 256.
 
     `tl.dot` needs 16 at least.
     """
-    return max(16, min(most, ITERATION_BYTES // (pad_head_dim(geometry) * geometry.dtype.itemsize)))
+    return max(16, min(most, key_bytes // (pad_head_dim(geometry) * geometry.dtype.itemsize)))
 
 
 def pad_head_dim(geometry: KVGeometry) -> int:
-    """Number of lanes of a program: the head dim rounded up to a power of two, at least 16 because of `tl.dot`."""
-    lanes: int = triton.next_power_of_2(geometry.head_dim)
+    """Lanes of a program's values: their width rounded up to a power of two, at least 16 because of `tl.dot`."""
+    lanes: int = triton.next_power_of_2(geometry.value_width)
+    return max(16, lanes)
+
+
+def pad_rest(geometry: KVGeometry) -> int:
+    """Lanes of the part of a key behind its value, as in `pad_head_dim`."""
+    lanes: int = triton.next_power_of_2(max(1, geometry.head_dim - geometry.value_width))
     return max(16, lanes)
 
 

@@ -1,7 +1,8 @@
 """Normalises and rotates q in place, and writes k (normalised and rotated) and v to their pages, in one pass over qkv.
 
 A program handles one token and one KV head, with its query heads, its k and its v. The program holds all values of k
-and v. It can therefore check that the values are finite (see `KVFormat`) and compute the scales for pages in fp8.
+and v. It can therefore check that the values are finite (see `KVFormat`) and compute the scales for pages in fp8. If
+pages hold latents, there is no v.
 """
 
 import torch
@@ -114,6 +115,7 @@ def _rotate_and_write_kv_kernel(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     NORMED: tl.constexpr,
+    HAS_LATENTS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     LAYER_ELEMENTS: tl.constexpr,
     BLOCK_G: tl.constexpr,
@@ -123,6 +125,7 @@ def _rotate_and_write_kv_kernel(
 ):
     token, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    SIDES: tl.constexpr = 1 if HAS_LATENTS else 2
     SIDE: tl.constexpr = KV_HEADS * BLOCK_TOKENS * HEAD_DIM
     row = qkv + token * qkv_stride
     angles = cos_sin + tl.load(positions + token) * (2 * HALF)
@@ -131,7 +134,7 @@ def _rotate_and_write_kv_kernel(
     at_q, real = (kv_head * GROUP + members) * HEAD_DIM, members < GROUP
     q = row + at_q
     if delta is not None:
-        delta_row = delta + token * ((HEADS + 2 * KV_HEADS) * HEAD_DIM)
+        delta_row = delta + token * ((HEADS + SIDES * KV_HEADS) * HEAD_DIM)
         delta_q = delta_row + at_q
     else:
         delta_q = None
@@ -157,7 +160,9 @@ def _rotate_and_write_kv_kernel(
     lanes = tl.arange(0, BLOCK_D)
     inside = (lanes < HEAD_DIM) & written
     at_value = KV_HEADS * HEAD_DIM + lanes
-    if delta is not None:
+    if HAS_LATENTS:
+        value = tl.zeros((BLOCK_D,), tl.float32)
+    elif delta is not None:
         value = _load(key + at_value, delta_key + at_value, inside)
     else:
         value = _load(key + at_value, None, inside)
@@ -173,11 +178,15 @@ def _rotate_and_write_kv_kernel(
     finite = tl.maximum(largest_k, largest_v) < _INFINITY
     value = tl.where(finite, value, 0.0)
     if scales is None:
-        a = tl.where(finite[:, None], a, float("nan"))
-        b = tl.where(finite[:, None], b, float("nan"))
-        c = tl.where(finite[:, None], c, float("nan"))
+        # A latent is also a value, so it becomes 0, and only the last element of the key becomes NaN.
+        FIRST_NAN: tl.constexpr = HEAD_DIM - 1 if HAS_LATENTS else 0
+        halves, rest = tl.arange(0, BLOCK_HALF), 2 * HALF + tl.arange(0, BLOCK_REST)
+        a = tl.where(finite[:, None], a, tl.where(halves >= FIRST_NAN, float("nan"), 0.0)[None, :])
+        b = tl.where(finite[:, None], b, tl.where(HALF + halves >= FIRST_NAN, float("nan"), 0.0)[None, :])
+        c = tl.where(finite[:, None], c, tl.where(rest >= FIRST_NAN, float("nan"), 0.0)[None, :])
         value = value.to(pages.dtype.element_ty)
     else:
+        # `encode_elements` turns numbers over a scale of NaN into finite ones.
         scale_k = tl.where(finite, encode_scale(largest_k), _NAN_SCALE)
         scale_v = encode_scale(tl.where(finite, largest_v, 0))
         a, b, c = (
@@ -187,11 +196,13 @@ def _rotate_and_write_kv_kernel(
         )
         value = encode_elements(value, scale_v)
         # Scales follow the elements of the layer and take two bytes each.
-        place = scales + start // 2 + SIDE + kv_head * BLOCK_TOKENS + offset + one
+        place = scales + start // 2 + SIDES * SIDE // 2 + kv_head * BLOCK_TOKENS + offset + one
         tl.store(place, scale_k.to(tl.int16), mask=written)
-        tl.store(place + KV_HEADS * BLOCK_TOKENS, scale_v.to(tl.int16), mask=written)
+        if not HAS_LATENTS:
+            tl.store(place + KV_HEADS * BLOCK_TOKENS, scale_v.to(tl.int16), mask=written)
     _store_heads(target, written, a, b, c, HALF, HEAD_DIM, BLOCK_HALF, BLOCK_REST)
-    tl.store(target + SIDE + lanes, value, mask=inside)
+    if not HAS_LATENTS:
+        tl.store(target + SIDE + lanes, value, mask=inside)
 
 
 def bind_rotate_and_write_kv(
@@ -205,6 +216,8 @@ def bind_rotate_and_write_kv(
     delta: Tensor | None = None,
 ) -> Launch:
     """Rotates q of qkv [T, (Hq + 2 Hk) * D] in place, and writes k and v to pages uint8 [num_pages, full_page_bytes].
+
+    If pages hold latents, qkv is [T, (Hq + Hk) * D].
 
     delta: of the shape and dtype of qkv, added to it. None: nothing is added.
     cos_sin: float32 [max_positions, R], or None (R = 0). batch.kv_slots and batch.positions: int64 [T]. A token with
@@ -237,6 +250,7 @@ def bind_rotate_and_write_kv(
             "HEAD_DIM": geometry.head_dim,
             "HALF": rotary // 2,
             "NORMED": norms is not None,
+            "HAS_LATENTS": geometry.latent_width > 0,
             "BLOCK_TOKENS": geometry.block_tokens,
             "LAYER_ELEMENTS": geometry.layer_elements,
             "BLOCK_G": triton.next_power_of_2(geometry.group_heads),

@@ -45,7 +45,7 @@ from slora_kernels.gpu.rms_norm import bind_rms_norm
 from slora_kernels.gpu.rotate_and_write_kv import bind_rotate_and_write_kv
 from slora_kernels.gpu.token_cutoffs import bind_token_cutoffs
 from slora_kernels.gpu.token_weights import bind_token_weights
-from slora_kernels.layout import TRITON_READS_LATENTS, LoraSite
+from slora_kernels.layout import LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.token_rows import token_logits
 
@@ -61,7 +61,6 @@ class TritonKernels:
     """
 
     name = "triton"
-    reads_latents = TRITON_READS_LATENTS
 
     def __init__(
         self,
@@ -133,7 +132,6 @@ class TritonKernels:
         norms: QueryKeyNorm | None = None,
         delta: Tensor | None = None,
     ) -> Tensor:
-        assert geometry.num_sides > 1, "no kernel reads values from keys"
         self._launch(bind_rotate_and_write_kv(qkv, cos_sin, pages, geometry, layer, step.batch, norms, delta))
         heads = qkv.view(qkv.shape[0], qkv.shape[1] // geometry.head_dim, geometry.head_dim)
         return heads[:, : geometry.num_heads]

@@ -188,7 +188,7 @@ def _quantize_kv(sides: Tensor) -> tuple[Tensor, Tensor]:
 def _replace_wrong(sides: Tensor) -> Tensor:
     """Replaces K by NaN and V by 0 where K or V is not finite. sides: K and V [T, 2, Hk, D].
 
-    If there is one side, only its last element becomes NaN, see `KVGeometry.num_sides`.
+    If there is one side, only its last element becomes NaN, see `KVGeometry.latent_width`.
     """
     wrong = ~sides.isfinite().all(-1, keepdim=True).all(1, keepdim=True)
     instead = sides.new_tensor((torch.nan, 0.0))[:, None, None]
@@ -327,7 +327,6 @@ class TorchKernels:
     name = "torch"
     # A tile is one matmul, so longer tiles are more efficient.
     tile_limits = TileLimits(1 << 30)
-    reads_latents = True
 
     @staticmethod
     def on(device: torch.device) -> "TorchKernels":

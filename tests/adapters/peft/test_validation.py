@@ -270,9 +270,8 @@ def test_a_tied_pair_adapts_embedding_and_head() -> None:
 
 def test_an_activated_adapter_of_the_linear_that_expands_latents_is_refused(tmp_path: Path) -> None:
     """The page has one latent of a token, whose key would be the base's for some rows and the adapter's for others."""
-    latent = LatentShape("self_attn.q_proj", 20, 8, 12, num_kv_heads=4, head_dim=20)
+    latent = LatentShape("self_attn.q_proj", 20, 8, 12, num_heads=4)
     shape = replace(SHAPE, num_kv_heads=1, head_dim=28, latent=latent)
-    assert shape.with_whole_keys() == replace(SHAPE, num_kv_heads=4, head_dim=20)
     assert shape.layer_page_bytes(16) == 16 * 28 * 4 and ModelShape.from_plain(asdict(shape)) == shape
     assert shape.layer_page_bytes(3) == 512, "a page is padded to whole segments"
     for invocation, kind in (([], shape), ([3, 4], SHAPE), ([3, 4], shape)):

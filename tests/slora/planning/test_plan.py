@@ -81,6 +81,12 @@ def test_a_plan_counts_the_recurrent_state_of_each_sequence(kits: Kits) -> None:
     assert (memory.num_pages, memory.max_model_len) == (engine.info.num_pages, engine.info.max_model_len)
 
 
+def test_pages_of_a_gpu_hold_latents(kits: Kits) -> None:
+    kit = kits("deepseek_v2")
+    question = replace(make_question(kit.directory), adapters=PlannedAdapters(4, (8,), ("kv_b_proj",)))
+    assert make_plan(question).memory.full_page_bytes == kit.spec.sizes.num_layers * 16 * (20 + 8) * 4
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_engine_with_the_planned_settings_has_the_planned_pages(kit: ModelKit, num_ranks: int) -> None:
     question = make_question(kit.directory, max_lora_rank=16, tensor_parallel_size=num_ranks)
