@@ -373,8 +373,8 @@ def write_document(found: Sequence[Judgement]) -> str:
             "Attention, memory, experts and adapters are slora's. On a CPU, so are norms, gated MLPs and single "
             "tokens of recurrent\nlayers, where they compute the same. The rest is computed as transformers "
             "computes it. Models that [select\ntokens](serving.md#how-long-are-the-sequences-of-a-model-that-"
-            "selects-tokens) are served up to the length at which they\nselect all. All were compared as "
-            f"{_NUM_RANKS} tensor-parallel processes, too.",
+            "selects-tokens) are served up to the length at which they\nselect all. All were compared on "
+            f"{_NUM_RANKS} tensor-parallel ranks, too.",
         ),
     ):
         names = [f"`{one.model_type}`" for one in found if one.way == way]
