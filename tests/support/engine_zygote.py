@@ -14,11 +14,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from typing import NoReturn
 
-__all__ = ["ForkedModule"]
+__all__ = ["ForkedModule", "run_main"]
 
 _ENGINE = "slora.engine.process"
 _MAX_MESSAGE_BYTES = 1 << 18
@@ -109,7 +112,7 @@ def _start_zygote(sources: str) -> socket.socket:
 
 
 def _serve(control: socket.socket) -> None:
-    """Forks until the other end of the socket is closed. Returns in an engine's process, which then ends."""
+    """Forks until the other end of the socket is closed."""
     signal.signal(signal.SIGCHLD, _reap)
     imported = set[str]()
     while True:
@@ -124,7 +127,6 @@ def _serve(control: socket.socket) -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
             _run(module, arguments, environment, *descriptors)
-            return
         for descriptor in descriptors:
             os.close(descriptor)
 
@@ -136,7 +138,7 @@ def _reap(*_: object) -> None:
             pass
 
 
-def _run(module: str, arguments: list[str], environment: dict[str, str], *descriptors: int) -> None:
+def _run(module: str, arguments: list[str], environment: dict[str, str], *descriptors: int) -> NoReturn:
     *streams, status = descriptors
     if pid := os.fork():
         for stream in streams:
@@ -157,7 +159,26 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], *descri
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_main(module)
+
+
+def run_main(module: str) -> NoReturn:
+    """Runs the module as the main one, and ends this process. It does not free what was imported before the fork, which
+    takes 0.2 s."""
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # As at each end of Python: waits for the other threads.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _import_main(module: str) -> None:

@@ -12,12 +12,13 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from tests.support.engine_zygote import run_main
 
 _MODULES = ("slora.engine.process", "slora_adapters.loader.loader_process", "slora_api.serve.api_process")
 _IMPORTED_ONCE = (
@@ -74,7 +75,6 @@ class _Nursery:
         if os.fork() == 0:
             self._control.close()
             _fork_children(other)
-            raise SystemExit  # In a child whose module has ended.
         other.close()
 
     async def start(self, program: str, *arguments: str, **options: Any) -> Any:
@@ -97,8 +97,8 @@ class _Nursery:
         return _Child(pid, os.fdopen(writer, "wb", buffering=0))
 
 
-def _fork_children(control: socket.socket) -> None:
-    """Forks until the other end of the socket is closed. Returns in a child's process when its module has ended."""
+def _fork_children(control: socket.socket) -> NoReturn:
+    """Forks until the other end of the socket is closed."""
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)  # Otherwise, the output of the server would not end with the server.
@@ -115,7 +115,6 @@ def _fork_children(control: socket.socket) -> None:
                 os._exit(0)
             control.close()
             _run_child(*json.loads(message), descriptors)
-            return
         os.waitpid(between, 0)
         control.send(b".")
         for descriptor in descriptors:
@@ -124,7 +123,7 @@ def _fork_children(control: socket.socket) -> None:
 
 def _run_child(
     command: list[str], environment: dict[str, str], passed: list[int], descriptors: list[int]
-) -> None:
+) -> NoReturn:
     numbers = [0, 1, 2, *passed]
     # A descriptor may have come with the number that another one gets.
     moved = [
@@ -139,7 +138,7 @@ def _run_child(
     os.environ.update(environment)
     _set_command_line(sys.executable, "-P", "-m", *command)
     module, *sys.argv[1:] = command
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    run_main(module)
 
 
 def _set_command_line(*words: str) -> None:

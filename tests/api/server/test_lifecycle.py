@@ -8,14 +8,12 @@ import socket
 import threading
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import httpx
 import openai
 import psutil
 import pytest
 
-from slora_api.cli.main import main
 from slora_api.keys.key_record import Pepper, open_admin_key
 from tests.api.command import run_command
 from tests.api.conftest import Kit
@@ -258,9 +256,8 @@ def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Pat
 def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
     kit: Kit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--port", "0", "--model", str(kit.base), "--data-dir", str(tmp_path))
-    with patch.dict(os.environ, environment(), clear=True):
-        assert main(["serve", *flags, "--max-model-len", "100000"]) == 1
+    with serving(kit.base, tmp_path, "--max-model-len", "100000") as served:
+        assert served.process.wait(READY_S) == 1
     message = capfd.readouterr().err
     assert "max_model_len is 100000, but this model's positions end at" in message
     assert message.splitlines()[-1].startswith("slora: the engine cannot start: exit code 2")
