@@ -1,7 +1,7 @@
 """A process that has imported the engine, and forks the engines of tests. Their start takes no seconds of imports.
 
 It has no threads. For each message on its socket it forks a process that forks the engine and reports its end. Other
-modules are imported when the first of their processes is started.
+modules are imported when the first of their processes is started. It also loads each model once, see `_load_model`.
 """
 
 import atexit
@@ -19,7 +19,17 @@ import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
+from itertools import pairwise
+from pathlib import Path
 from typing import NoReturn
+
+from tqdm import tqdm
+
+from slora.core.engine_config import EngineConfig
+from slora.models.collectives import ALONE
+from slora.models.model import load_model
+from slora.models.model_spec import read_model_spec
+from slora.runner.model_part import ModelPart
 
 __all__ = ["ForkedModule", "run_main"]
 
@@ -123,6 +133,8 @@ def _serve(control: socket.socket) -> None:
         if module not in imported:
             _import_main(module)
             imported.add(module)
+        if (model := _find_model(arguments)) is not None:
+            _load_model(model)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
@@ -186,6 +198,26 @@ def _import_main(module: str) -> None:
     importlib.import_module(module)
     del sys.modules[module]
     gc.freeze()
+
+
+def _find_model(arguments: list[str]) -> str | None:
+    """The model of a server or of an engine."""
+    value = dict(pairwise(arguments))
+    if "--config" in value:
+        model: str | None = json.loads(value["--config"]).get("engine", {}).get("model")
+        return model
+    return value.get("--model")
+
+
+@cache
+def _load_model(directory: str) -> None:
+    """For each shape of a weight, an engine tries which blocks of rows it multiplies. A process does so once, and those
+    that are forked from it inherit the result."""
+    tqdm.monitor_interval = 0  # Its thread would not be forked.
+    with suppress(Exception):  # The engine reports what is wrong.
+        config = EngineConfig(Path(directory), device="cpu", kernels="torch")
+        ModelPart(config, read_model_spec(config.model), load_model, ALONE)
+    assert threading.active_count() == 1
 
 
 if __name__ == "__main__":
