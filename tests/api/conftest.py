@@ -1,7 +1,9 @@
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import certifi
 import httpx
@@ -72,11 +74,22 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+def start_platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Platform]]:
+    """Starts an API that ends with the module. The arguments are those of `running_platform` after the directory."""
+    with ExitStack() as stack:
+
+        def start(engine: ScriptedEngine, **settings: Any) -> Platform:
+            directory = tmp_path_factory.mktemp("platform")
+            return stack.enter_context(running_platform(directory, engine, **settings))
+
+        yield start
+
+
+@pytest.fixture(scope="module")
+def platform(start_platform: Callable[..., Platform]) -> Platform:
     """The API over a scripted engine, whose answer is "ok". A module that needs other settings has a fixture of its
     own."""
-    with running_platform(tmp_path_factory.mktemp("platform"), ScriptedEngine([deltas_of(b"ok")])) as running:
-        yield running
+    return start_platform(ScriptedEngine([deltas_of(b"ok")]))
 
 
 @pytest.fixture(scope="session")

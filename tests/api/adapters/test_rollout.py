@@ -1,7 +1,7 @@
 """Versions and aliases from the tenants' view, over a scripted engine."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,18 +12,15 @@ import pytest
 from slora_api.adapters import model_catalog
 from tests.adapters.hand_made import make_config, make_members, make_tensors, write_directory
 from tests.api.command import run_slora
-from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
+from tests.api.platform import ADMIN_KEY, Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(
-        tmp_path_factory.mktemp("data"), ScriptedEngine([deltas_of(b"ok")]), max_lora_rank=32
-    ) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine([deltas_of(b"ok")]), max_lora_rank=32)
 
 
 def members(seed: int) -> dict[str, bytes]:

@@ -17,7 +17,7 @@ from tests.adapters.hand_made import make_members
 from tests.api.docs.code_block import ROOT, CodeBlock, read_blocks, read_spans, split_command
 from tests.api.docs.command_check import find_fault, find_flags
 from tests.api.docs.docs_session import DocsSession
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.scripted_engine import ScriptedEngine
 from tests.api.served import SLORA, environment, running
 from tests.support.tool_templates import HERMES
@@ -74,11 +74,8 @@ def test_each_flag_and_subcommand_in_the_text_exists() -> None:
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(
-        tmp_path_factory.mktemp("platform"), ScriptedEngine(max_model_len=4096), runs_batches=True
-    ) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(max_model_len=4096), runs_batches=True)
 
 
 @pytest.fixture

@@ -5,14 +5,20 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from slora_api.http import sse
-from tests.api.platform import Platform, running_platform
+from tests.api.platform import Platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.slow_callbacks import Recorder, recording
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine()) as running:
+def recorder() -> Iterator[Recorder]:
+    with recording() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def shared(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine())
 
 
 @pytest.fixture

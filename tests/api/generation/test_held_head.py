@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import openai
@@ -13,7 +13,7 @@ from starlette.types import Message
 from slora.core.errors import EngineUnavailable
 from slora.core.request import FinishReason
 from slora_api.http import sse
-from tests.api.platform import Platform, post, running_platform
+from tests.api.platform import Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import ask_and_leave, wait_until
 
@@ -28,10 +28,8 @@ ON_ALL_ROUTES = pytest.mark.parametrize(("path", "body"), ROUTES)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    data = tmp_path_factory.mktemp("data")
-    with running_platform(data, ScriptedEngine(), follows=True) as running:
-        yield running
+def shared(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(), follows=True)
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Fields without an effect: which are accepted, which are refused, and what the answer says about them."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,8 @@ BODIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine(max_model_len=256)) as running:
-        yield running
+def shared(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(max_model_len=256))
 
 
 @pytest.mark.parametrize("path", BODIES)

@@ -15,18 +15,12 @@ import pytest
 from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine
-from tests.support.slow_callbacks import Recorder, recording, repeated_if_slow
+from tests.support.slow_callbacks import Recorder, repeated_if_slow
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PROMPT_TOKENS, CHOICES = 1000, 5
 TOP = tuple((65 + rank, -0.5 - rank) for rank in range(20))
 ENTRY = TokenLogprobs(-1.25, TOP)
-
-
-@pytest.fixture(scope="module")
-def recorder() -> Iterator[Recorder]:
-    with recording() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -12,7 +12,7 @@ from slora.core.errors import StepFailed
 from slora.core.request import FinishReason, TokenDelta
 from slora_api.messages.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members
-from tests.api.platform import Platform, post, running_platform
+from tests.api.platform import Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.support.tool_templates import HERMES, QWEN3, R1
 
@@ -28,10 +28,8 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Ulm"}}\n</to
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine(max_model_len=2048)
-    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        yield running
+def shared(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(max_model_len=2048))
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """The openai package works unchanged: what it sends back from an answer is accepted."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import openai
@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
 
 from slora.core.request import FinishReason
-from tests.api.platform import Platform, running_platform
+from tests.api.platform import Platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 ANSWER = deltas_of(b"Hi!", FinishReason.STOP)
@@ -18,10 +18,8 @@ CONVERSATION = b"[user]hello[assistant]Hi![user]again"
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([ANSWER], max_model_len=128)
-    with running_platform(tmp_path_factory.mktemp("data"), engine) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine([ANSWER], max_model_len=128))
 
 
 @pytest.fixture(autouse=True)

@@ -18,19 +18,13 @@ from slora_api.serve.api_process import limit_garbage_collection
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
-from tests.support.slow_callbacks import Recorder, recording, repeated_if_slow
+from tests.support.slow_callbacks import Recorder, repeated_if_slow
 from tests.support.tool_templates import HERMES
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 CONTEXT = 4096
 PROMPT = {"model": "base", "prompt": "x"}
 MESSAGES = {"model": "base", "messages": [{"role": "user", "content": "x"}]}
-
-
-@pytest.fixture(scope="module")
-def recorder() -> Iterator[Recorder]:
-    with recording() as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

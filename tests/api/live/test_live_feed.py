@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,16 +16,13 @@ from slora_api.core.errors import TenantBusy
 from slora_api.metrics.live_feed import LiveFeed
 from slora_api.metrics.names import CachedNames, ServerNames
 from tests.api.live.test_frame import LIVE, STATE
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(
-        tmp_path_factory.mktemp("data"), ScriptedEngine(snapshot=STATE), follows=True
-    ) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(snapshot=STATE), follows=True)
 
 
 def read_events(answer: httpx.Response) -> Iterator[Any]:

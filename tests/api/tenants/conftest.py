@@ -1,19 +1,25 @@
 """A running platform for each module of tests, and its operator's client."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import httpx
 import pytest
 
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from slora_adapters.database.database import Database
+from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    with running_platform(tmp_path_factory.mktemp("data"), engine, follows=True) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine([deltas_of(b"ok")]), follows=True)
+
+
+@pytest.fixture
+def database(database_place: str) -> Iterator[Database]:
+    with closing(Database(database_place)) as opened:
+        yield opened
 
 
 @pytest.fixture(scope="module")

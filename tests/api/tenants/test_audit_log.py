@@ -3,7 +3,6 @@
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -239,12 +238,6 @@ def test_a_change_that_is_refused_leaves_no_entry(platform: Platform) -> None:
 
 
 # -- on both databases -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def database(database_place: str) -> Iterator[Database]:
-    with closing(Database(database_place)) as opened:
-        yield opened
 
 
 def test_a_change_without_an_actor_is_the_servers(database: Database, tmp_path: Path) -> None:

@@ -1,11 +1,9 @@
 """The time of the last use of a key costs requests nothing, and survives a database that is away for a while."""
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
 
-import pytest
 from sqlalchemy import Engine, event
 
 from slora_adapters.database.database import Database
@@ -21,12 +19,6 @@ from tests.api.served import wait_until
 from tests.postgresql_server import PostgresqlServer
 from tests.support.clock import Clock
 from tests.support.file_limit import largest_file
-
-
-@pytest.fixture
-def database(database_place: str) -> Iterator[Database]:
-    with closing(Database(database_place)) as opened:
-        yield opened
 
 
 def make_keys(database: Database, folder: Path, count: int) -> tuple[KeyStore, list[Caller]]:

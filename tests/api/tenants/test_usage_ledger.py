@@ -3,7 +3,6 @@
 import math
 import random
 import threading
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from itertools import permutations
@@ -28,12 +27,6 @@ from slora_api.usage.usage_ledger import (
 # A Sunday, 30 s before midnight.
 NOW = 1_700_956_770.0
 ALL_TIME = {"start": 0, "end": 1 << 40}
-
-
-@pytest.fixture
-def database(database_place: str) -> Iterator[Database]:
-    with closing(Database(database_place)) as database:
-        yield database
 
 
 @pytest.fixture

@@ -1,21 +1,20 @@
 """The command `slora top` without a terminal."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import pytest
 
 from slora_api.metrics import top_command as top
 from tests.api.command import Ended, run_command
 from tests.api.live.test_frame import STATE
-from tests.api.platform import ADMIN_KEY, Platform, running_platform
+from tests.api.platform import ADMIN_KEY, Platform
 from tests.api.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with running_platform(tmp_path_factory.mktemp("data"), ScriptedEngine(snapshot=STATE)) as running:
-        yield running
+def platform(start_platform: Callable[..., Platform]) -> Platform:
+    return start_platform(ScriptedEngine(snapshot=STATE))
 
 
 @pytest.fixture(autouse=True)
