@@ -2,10 +2,11 @@
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from slora.models.model_spec import ModelSpec, read_model_spec
@@ -36,10 +37,12 @@ _SEVEN: dict[str, object] = {
 class ModelKit:
     directory: Path
     adapters: dict[str, Path]
+    # The models in memory that PEFT wrote as `adapters`. Loading them would take longer than most tests.
+    trained: Mapping[str, PeftModel] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def oracle(self) -> Oracle:
-        return Oracle(self.directory, self.adapters)
+        return Oracle(self.directory, self.adapters, trained=self.trained)
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -72,7 +75,7 @@ def spoil_token(kit: ModelKit, directory: Path, token: int, value: float) -> Mod
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][token, 0] = value
     save_file(tensors, path, metadata={"format": "pt"})
-    return replace(kit, directory=directory)
+    return replace(kit, directory=directory, trained={})
 
 
 def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
@@ -116,11 +119,14 @@ def make_kit(
 ) -> ModelKit:
     """kinds: None stands for one adapter of each kind. changes: fields of the model's config."""
     write_model(root / "base", model, **changes)
-    adapters = {}
+    adapters, trained = {}, {}
     for seed, (kind, lora) in enumerate((kinds_for(model) if kinds is None else kinds).items()):
         adapters[kind] = root / kind
         # peft warns unless it is told which linears are stored transposed.
         transposed = {"fan_in_fan_out": True} if model == "gpt2" else {}
         base = make_model(model, **changes)
-        make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)
-    return ModelKit(root / "base", adapters)
+        made = make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)
+        # For a model with experts, PEFT changes the patterns in an adapter's config when it loads it.
+        if not any(hasattr(module, "experts") for module in base.modules()):
+            trained[kind] = made
+    return ModelKit(root / "base", adapters, trained)

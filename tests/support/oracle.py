@@ -63,10 +63,17 @@ class Verdict:
 
 
 class Oracle:
-    """The model in `directory` with PEFT adapters, loaded by name. It judges one request at a time."""
+    """The model in `directory` with PEFT adapters, each loaded at its first use. It judges one request at a time.
+
+    trained: models with the adapters of these names, which PEFT then need not load.
+    """
 
     def __init__(
-        self, directory: Path, adapters: dict[str, Path], dtype: torch.dtype = torch.float32
+        self,
+        directory: Path,
+        adapters: Mapping[str, Path],
+        dtype: torch.dtype = torch.float32,
+        trained: Mapping[str, PeftModel] | None = None,
     ) -> None:
         self._base = (
             find_auto_class(AutoConfig.from_pretrained(directory))
@@ -74,16 +81,18 @@ class Oracle:
             .eval()
         )
         self._rope_switch = find_rope_switch(self._base.config)
+        self._paths = adapters
+        # The adapters that share a model.
         self._adapted: PeftModel | None = None
         self._chosen: str | None = None
         # Trained biases and rows replace those of the base model, so such an adapter has a model of its own.
-        self._apart: dict[str, PeftModel] = {}
-        for name, path in adapters.items():
-            self._load(name, path)
+        self._apart: dict[str, PeftModel] = {name: model.eval() for name, model in (trained or {}).items()}
 
     def in_float32(self) -> "Oracle":
         """Converts this oracle to float32 arithmetic on the same, already rounded weights. Changes the oracle in
         place."""
+        for name in self._paths:
+            self._choose(name)
         self._base = self._base.float()
         if self._adapted is not None:
             self._adapted = self._adapted.float()
@@ -165,6 +174,8 @@ class Oracle:
 
     def add_sum(self, name: str, weights: Mapping[str, float]) -> None:
         """Adds a weighted sum of adapters as an adapter. With "cat", which concatenates factors, the sum is exact."""
+        for one in weights:
+            self._load(one)
         assert self._adapted is not None
         self._adapted.add_weighted_adapter(
             list(weights), list(weights.values()), name, combination_type="cat"
@@ -175,6 +186,8 @@ class Oracle:
         step, so the base is a model of its own, and an adapter that is chosen already is not chosen again."""
         if adapter is None:
             return self._base
+        if adapter not in self._apart:
+            self._load(adapter)
         if adapter in self._apart:
             return self._apart[adapter]
         assert self._adapted is not None
@@ -183,9 +196,14 @@ class Oracle:
             self._chosen = adapter
         return self._adapted
 
-    def _load(self, name: str, path: Path) -> None:
+    def _load(self, name: str) -> None:
+        """Loads the adapter into the model that adapters share, or into a model of its own."""
+        if self._adapted is not None and name in self._adapted.peft_config:
+            return
+        path = self._paths[name]
         config = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))
-        with quiet_peft():
+        # The first use may be in inference mode, whose tensors PEFT cannot mark as trained later.
+        with quiet_peft(), torch.inference_mode(False):
             # PEFT wraps the same parameters for all adapters of a model.
             others = (
                 "modules_to_save",

@@ -401,7 +401,10 @@ def make_config(name: str, **changes: object) -> PreTrainedConfig:
 def make_model(name: str, seed: int = 0, **changes: object) -> PreTrainedModel:
     """A new random model in float32."""
     config = make_config(name, **changes)
-    model = find_auto_class(config).from_config(config, dtype=torch.float32).eval()
+    # The attention of the reference.
+    model = (
+        find_auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    )
     fill_randomly(model, name, seed)
     return model
 

@@ -3,7 +3,7 @@
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ NUM_ADDED = {"added": 1, "copied": 3, "trained": 40}
 class ResizedKit(ModelKit):
     """Some adapters were trained on the base with rows for added tokens, and the others on the base."""
 
-    oracles: dict[str | None, Oracle]
+    oracles: dict[str | None, Oracle] = field(default_factory=dict)
 
     def judge(self, work: Work, answers: list[Answer]) -> Verdict:
         verdict = Verdict()
@@ -51,9 +51,8 @@ def make_resized_kit(root: Path, model: str) -> ResizedKit:
     plain = make_kit(
         root / "base", model, {kind: FEATURES["rows"](model)[kind] for kind in ("plain", "tokens")}
     )
-    made = ResizedKit(
-        plain.directory, dict(plain.adapters), dict.fromkeys([None, *plain.adapters], plain.oracle)
-    )
+    oracles = dict.fromkeys([None, *plain.adapters], plain.oracle)
+    made = ResizedKit(plain.directory, dict(plain.adapters), oracles=oracles)
     embedding = "wte" if model == "gpt2" else "embed_tokens"
     for seed, kind in enumerate(NUM_ADDED):
         base = AutoModelForCausalLM.from_pretrained(plain.directory, dtype=torch.float32)
