@@ -21,12 +21,6 @@ def kit(kits: Kits) -> ModelKit:
 
 
 @pytest.fixture(scope="session")
-def small_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    """Two layers and four adapters, for steps in Triton's interpreter, which takes a second for each layer."""
-    return make_kit(tmp_path_factory.mktemp("small"), "llama", SMALL_KINDS, num_hidden_layers=2)
-
-
-@pytest.fixture(scope="session")
 def one_layer_kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
-    """As `small_kit`, for steps of many tokens."""
+    """Four adapters, for steps in Triton's interpreter, which takes a second for each layer."""
     return make_kit(tmp_path_factory.mktemp("one-layer"), "llama", SMALL_KINDS, num_hidden_layers=1)

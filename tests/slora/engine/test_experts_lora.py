@@ -259,8 +259,9 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
     ("model", "kind"),
     [
         ("mixtral", "all_linear"),
-        ("mixtral", "gate_up_only"),
-        ("mixtral", "router"),
+        # `all_linear` has a router and both linears of the experts.
+        pytest.param("mixtral", "gate_up_only", marks=pytest.mark.soak),
+        pytest.param("mixtral", "router", marks=pytest.mark.soak),
         ("gpt_oss", "patterns"),
         ("llama4_text", "patterns"),
     ],

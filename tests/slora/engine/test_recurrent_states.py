@@ -55,10 +55,11 @@ def count_few_pages(kit: ModelKit) -> int:
     return sum(-(-count // page_bytes) for count in num_bytes) + sequence_pages * 2
 
 
-_SLOW = ("qwen3_5_text", "qwen4_exp_text", "glm5_next")
+_SLOW = ("qwen3_5_text", "qwen4_exp_text", "glm5_next", "bamba")
 
 
-# In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text.
+# In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text, and
+# bamba, whose recurrence is that of granitemoehybrid.
 @pytest.mark.parametrize(
     "model",
     [pytest.param(model, marks=[pytest.mark.soak] if model in _SLOW else []) for model in RECURRENT_MODELS],

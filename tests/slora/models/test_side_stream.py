@@ -101,9 +101,9 @@ class Steps:
 
 
 def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
-    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+    one_layer_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    steps = Steps(small_kit)
+    steps = Steps(one_layer_kit)
     plan = steps.plan(decodes=True)
     expected = steps.compute(plan, None)
     assert not expected.isnan().any()
@@ -146,10 +146,10 @@ def test_a_step_with_a_chunk_gives_the_same_bits(
 
 
 def test_a_failed_linear_still_joins_the_side_stream(
-    small_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
+    one_layer_kit: ModelKit, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the failure, the linear's input is free memory, and the shrink may still be reading it."""
-    steps = Steps(small_kit)
+    steps = Steps(one_layer_kit)
     plan = steps.plan(decodes=True)
     stream = LooseStream("late")
 

@@ -59,10 +59,11 @@ TINY = {
 
 
 # They differ from others only in names or in the order of rotated elements, or others have all that they have.
-# `test_adapter_features.py` has gpt_oss.
+# `test_adapter_features.py` has gpt_oss and gpt2, and `test_adapters_reach_the_embedding_and_the_head` four others.
 SOAKED = (
     *("smolvlm", "xglm", "deepseek_v2", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss"),
     *("glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"),
+    *("gpt2", "olmo2", "granite", "opt", "phi"),
 )
 
 
