@@ -13,6 +13,12 @@ SERVE := $(VENV)/.installed-serve
 TEST := $(VENV)/.installed-test
 DOCS := $(VENV)/.installed-docs
 COMPILED := $(VENV)/.compiled-for-tests
+# What the tests need from numba: a process that finds no machine code compiles it, also if others do so at that time.
+# The workers that take longest come first.
+WORKERS := attend_worker:bfloat16 float32 bfloat16 float32/fp8 coded_linear_worker:bfloat16 int8_linear_worker:bfloat16 \
+	float8_linear_worker:bfloat16 delta_rule_worker:float32 delta_rule_worker:bfloat16 scan_token_worker:float32 \
+	scan_token_worker:bfloat16 convolve_token_worker:float32 convolve_token_worker:bfloat16 coded_worker:float32 \
+	int8_worker:float32 float8_worker:float32
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
 CLIENTS3 := $(VENV)-clients-openai3
@@ -91,7 +97,7 @@ $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@touch $@
 
 $(TEST): $(SERVE)
-	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8 & compiling=$$!; \
+	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile $(WORKERS) & compiling=$$!; \
 	$(PIP) -e ".[serve,redis,postgresql,otel,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
 	@touch $@
 
@@ -101,7 +107,7 @@ $(DOCS): $(TEST)
 
 # Compiles again what the tests need from numba after a change. Otherwise each process of the tests would compile it.
 $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
-	$(BIN)/python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
+	$(BIN)/python -P -m slora_kernels.cpu.precompile $(WORKERS)
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt

@@ -2,8 +2,9 @@
 
     python -P -m slora_kernels.cpu.precompile float32 bfloat16 float32/fp8
 
-compiles into numba's cache in a checkout. Each argument is a dtype, or a dtype and a KV format. `fastest` is the dtype
-in which this CPU is fastest. Without this step, the first start of a server compiles the workers that it needs.
+compiles into numba's cache in a checkout. Each argument is a dtype, a dtype and a KV format, or a worker and a dtype,
+as in `attend_worker:bfloat16`. `fastest` is the dtype in which this CPU is fastest. Without this step, the first start
+of a server compiles the workers that it needs.
 
     SLORA_CPU_ISA=avx512 python -P -m slora_kernels.cpu.precompile --library FILE
 
@@ -33,6 +34,12 @@ _Job = tuple[Worker, str]
 
 
 def _list_jobs(argument: str) -> list[_Job]:
+    name, _, own = argument.rpartition(":")
+    if name:
+        (worker,) = _choose_workers([name])
+        if own not in worker.dtypes:
+            raise SystemExit(f"{name} computes no {own}; choose one of {', '.join(worker.dtypes)}")
+        return [(worker, own)] if HAS_TILES or not worker.needs_tiles else []
     dtype, _, kv_format = argument.partition("/")
     if dtype == "fastest":
         dtype = "bfloat16" if multiplies_bfloat16() else "float32"
@@ -41,13 +48,20 @@ def _list_jobs(argument: str) -> list[_Job]:
     return [*reversed(workers)]
 
 
-def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
+def _choose_workers(names: Sequence[str]) -> list[Worker]:
+    """All workers if there are no names."""
     unknown = sorted(set(names) - {worker.name for worker in WORKERS})
     if unknown:
         raise SystemExit(f"there is no worker {', '.join(unknown)}")
-    chosen = [worker for worker in WORKERS if worker.name in names or not names]
+    return [worker for worker in WORKERS if worker.name in names or not names]
+
+
+def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
     return [
-        (worker, dtype) for worker in chosen if HAS_TILES or not worker.needs_tiles for dtype in worker.dtypes
+        (worker, dtype)
+        for worker in _choose_workers(names)
+        if HAS_TILES or not worker.needs_tiles
+        for dtype in worker.dtypes
     ]
 
 
@@ -85,7 +99,7 @@ def _run_all(call: Callable[..., object], jobs: Sequence[tuple[object, ...]]) ->
 def main() -> None:
     """Compiles what the command line names. Other workers are compiled when they are first used."""
     parser = argparse.ArgumentParser(description="Compiles the CPU kernels.")
-    parser.add_argument("models", nargs="*", help="dtypes, or dtypes and KV formats, as in float32/fp8")
+    parser.add_argument("models", nargs="*", help="as in float32, float32/fp8 or int8_worker:float32")
     parser.add_argument("--library", type=Path, help="link all workers to this library")
     parser.add_argument("--worker", action="append", default=[], help="only this worker of the library")
     arguments = parser.parse_args()

@@ -75,7 +75,9 @@ def test_warming_up_compiles_every_worker_once() -> None:
     assert find_worker.cache_info().misses == compiled
 
 
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    "dtype", (torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.soak))
+)
 @pytest.mark.parametrize("heads", (2, 4))
 def test_one_token_of_a_recurrence_matches_transformers(dtype: torch.dtype, heads: int) -> None:
     """Also in states that are parts of longer rows, as in pages."""
