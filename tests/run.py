@@ -19,19 +19,23 @@ import pytest
 
 _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
-# Paths and options of pytest, the longest groups first. The tests of a group share models.
+# Paths and options of pytest. The tests of a group share models. Groups that wait for servers and the longest of those
+# that only compute start first, and the shortest last, so that both cores are busy until the end.
 _GROUPS = (
     # Both of these groups start the server of tests/api/conftest.py, and the first one another, which tests kill.
     "tests/api/server",
     "tests/api/adapters tests/api/cli tests/api/console tests/api/generation tests/api/tenants",
-    "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/llm",
-    "tests/slora/engine tests/slora/llm",
+    "tests/slora/engine",
+    "tests/kernels",
     "tests/api --ignore=tests/api/adapters --ignore=tests/api/cli --ignore=tests/api/console --ignore=tests/api/fuzz"
     " --ignore=tests/api/generation --ignore=tests/api/server --ignore=tests/api/tenants",
     # The server of the last folder wakes 200 times a second until its group ends.
     "tests/adapters tests/api/fuzz",
+    "tests/slora/models",
     "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters --ignore=tests/kernels",
-    "tests/kernels",
+    "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/models --ignore=tests/slora/llm"
+    " --ignore=tests/slora/scheduler --ignore=tests/slora/sampling",
+    "tests/slora/llm tests/slora/scheduler tests/slora/sampling",
 )
 # `tests.conftest` is the first, because it sets variables that torch and Triton read when they are imported. None of
 # these may start a thread, because a forked process has only the thread that forked.
