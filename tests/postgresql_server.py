@@ -26,7 +26,7 @@ from slora_adapters.database.database import Database
 from tests.support.debian_package import skip_without
 
 # Long, because a slow machine or disk is not an error.
-_DEADLINE_S = 120.0
+_DEADLINE_S = 300.0
 _USER, _EMPTY, _MIGRATED = "slora", "empty", "migrated"
 
 

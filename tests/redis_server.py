@@ -22,7 +22,7 @@ from tests.support.thread_stop import reap_thread, release_thread, stop_thread
 
 DURABLE = ("--appendonly", "yes", "--appendfsync", "everysec", "--maxmemory-policy", "noeviction")
 # Long, because a slow machine or disk is not an error.
-_DEADLINE_S = 120.0
+_DEADLINE_S = 300.0
 
 
 class RedisServer:

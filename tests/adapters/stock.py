@@ -75,7 +75,7 @@ class GatedStore:
         with self._lock:
             self.reads.append(digest)
         if digest in self.gates:
-            assert self.gates[digest].wait(60)
+            assert self.gates[digest].wait(300)
         return self.store.open(digest)
 
     def put(self, digest: str, members: Mapping[str, Path | bytes]) -> None:

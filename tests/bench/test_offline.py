@@ -159,7 +159,7 @@ def test_contenders_generate_the_requested_number_of_tokens(kit: ModelKit, name:
 def test_a_contender_is_stopped_between_its_runs(kit: ModelKit, tmp_path: Path) -> None:
     launch = Launch("mute", "tests.bench.mute_contender", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
     contender = ContenderProcess(launch, make_setup(kit), tmp_path / "log")
-    state, deadline = Path(f"/proc/{contender.version}/stat"), time.monotonic() + 60
+    state, deadline = Path(f"/proc/{contender.version}/stat"), time.monotonic() + 300
     while " T " not in state.read_text(encoding="utf-8"):
         assert time.monotonic() < deadline, "it goes on"
         time.sleep(0.01)

@@ -16,7 +16,7 @@ from types import TracebackType
 __all__ = ["ForkedProgram"]
 
 # The longest that a test waits for the end of a program.
-_WAIT_S = 120
+_WAIT_S = 300
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [

@@ -19,7 +19,7 @@ from tests.postgresql_server import PostgresqlServer
 from tests.support.file_limit import largest_file
 from tests.support.forked_program import ForkedProgram
 
-WAIT_S = 60
+WAIT_S = 300
 NAMES = select(schema.adapter_names.c.name).order_by(schema.adapter_names.c.name)
 
 

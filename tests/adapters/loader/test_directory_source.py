@@ -21,7 +21,7 @@ def source(request: pytest.FixtureRequest):
 
 def _fetch(source: DirectorySource, version: AdapterVersion) -> Fetched | FetchFailed:
     source.request(version)
-    assert source.arrived.wait(60), "notify was not called"
+    assert source.arrived.wait(300), "notify was not called"
     source.arrived.clear()
     [result] = source.poll()
     return result

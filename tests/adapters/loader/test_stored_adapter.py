@@ -217,7 +217,7 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
     may_pack, write = Event(), Packer.write
 
     def write_late(self: Packer, *arguments: object) -> None:
-        assert may_pack.wait(60)
+        assert may_pack.wait(300)
         write(self, *arguments)
 
     class Breaking(CountingBlob):
@@ -241,7 +241,7 @@ def test_nothing_writes_to_the_region_once_a_load_has_failed(monkeypatch: pytest
     thread.join(0.2)
     assert thread.is_alive() and not failures, "it waits for what is being packed"
     may_pack.set()
-    thread.join(60)
+    thread.join(300)
     assert failures
 
 

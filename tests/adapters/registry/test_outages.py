@@ -21,7 +21,7 @@ from tests.postgresql_server import PostgresqlServer
 
 D1, D2 = "1" * 64, "2" * 64
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
-WAIT_S = 60
+WAIT_S = 300
 Open = Callable[[], Registry]
 
 

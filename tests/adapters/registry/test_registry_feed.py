@@ -16,7 +16,7 @@ from tests.support.forked_program import ForkedProgram
 
 D1, D2 = "1" * 64, "2" * 64
 DETAILS = AdapterDetails(8, ("q_proj",), 4096)
-WAIT_S = 60
+WAIT_S = 300
 
 
 def _v(digest: str = D1, tenant: str = "t1") -> AdapterVersion:

@@ -190,7 +190,7 @@ def test_a_failed_upload_leaves_only_a_temporary_marker(
                 refused.set()
                 raise OSError("no room")
             if operation == "write" and name.endswith(".b") and fails == ".a":
-                refused.wait(60)
+                refused.wait(300)
                 time.sleep(0.05)  # still in progress when the other upload has failed
                 written.set()
 
@@ -369,7 +369,7 @@ def test_a_large_member_is_read_in_ranges_side_by_side(
 ) -> None:
     content = os.urandom(RANGE_BYTES * 2 + 1)
     store.put(DIGEST, {"a": content})
-    together = Barrier(3, timeout=60)  # the barrier breaks if one range waits for another
+    together = Barrier(3, timeout=300)  # the barrier breaks if one range waits for another
 
     def meet(operation: str, path: str) -> None:
         if operation == "read" and path.endswith(".a"):

@@ -141,7 +141,7 @@ def test_kernel_compilation_is_logged_with_its_reason(
     said.clear()
     records.clear()
     monkeypatch.setattr("slora.runner.runner._LONG_WARM_UP_S", 0.01)
-    monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(60))
+    monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(300))
     with caplog.at_level(logging.INFO, "slora.runner.runner"):
         start_engine(kit, 40)
     (message,) = records
