@@ -152,7 +152,7 @@ def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little
 
 
 def test_early_abort_serves_more_in_time_though_it_serves_fewer(soak: bool) -> None:
-    trace = slora_trace(200, TWICE, 80.0 if soak else 40.0)
+    trace = slora_trace(200, TWICE, 80.0 if soak else 20.0)
     for scheduling in ("fcfs", "fair") if soak else ("fair",):
         patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
         assert early["attainment"] > patient["attainment"]
@@ -166,7 +166,7 @@ def test_decoding_requests_are_hardly_slowed_by_cold_adapters() -> None:
 
 
 def test_each_policy_is_compared_with_the_default_of_its_scene() -> None:
-    rows = policy_rows(["zipf", "chat"], Length(6.0, 1))
+    rows = policy_rows(["zipf", "chat"], Length(3.0, 1))
     assert len(rows) == 2 * sum(len(values) for values in VALUES.values())
     verdicts = {(row["option"], row["value"]): row for row in verdict_rows(rows)}
     assert verdicts["preemption", "swap"]["latency x"] == pytest.approx(1.0)

@@ -55,6 +55,7 @@ def check_rows(compute: Callable[[slice], Tensor]) -> None:
                 assert torch.equal(compute(part), among_all[part]), (rows, start)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", (48, 130))
 def test_norms_and_activations(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
@@ -65,6 +66,7 @@ def test_norms_and_activations(kernels: Kernels, dtype: torch.dtype, width: int)
         check_rows(lambda part, activation=activation: kernels.act_mul(x[part], activation))  # type: ignore[misc]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_tokens_of_recurrent_layers(dtype: torch.dtype) -> None:
     code = find_token_recurrence()
@@ -113,6 +115,7 @@ def test_weights_of_eight_bits(
     check_rows(lambda part: kernels.quantized_linear(x[part], values, scales, None))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_experts(kernels: Kernels, dtype: torch.dtype) -> None:
     x, weight = draw(ROWS, 72, dtype=dtype), draw(3, 40, 72, dtype=dtype)

@@ -169,7 +169,9 @@ def test_a_token_gets_the_same_bits_alone_and_in_a_batch(
 def test_tiles_of_any_length_match_the_twin_wherever_pages_cut_the_rows(
     kernels: Kernels, device: str, dtype: torch.dtype, block_tokens: int, *, soak: bool
 ) -> None:
-    """The adapters have up to 256 rows, of 576 and 800 elements. In the quick run, two of them meet each site."""
+    """The adapters have up to 256 rows, of 576 and 800 elements. In the quick run, one of them meets each site in the
+    interpreter, and the other two do elsewhere."""
+    is_interpreted = kernels.name == "triton" and device == "cpu"
     shape = llama_shape(1, 576, 9, 3, 64, 800, 300, dtype.itemsize)
     ranks = [[256, 1, 64] + [16] * 6, [16] * 9, [33, 0, 7, 40, 5, 31, 200, 0, 0]]
     scene = build_adapters(shape, dtype, ranks, block_tokens=block_tokens, device=device)
@@ -179,7 +181,7 @@ def test_tiles_of_any_length_match_the_twin_wherever_pages_cut_the_rows(
         runs = [(slot, start, length) for start, length in zip(starts, lengths, strict=True)]
         tiles = build_tiles(runs, scene.tables)
         for number, site in enumerate(shape.layer_sites(0)):
-            if not soak and number % 3 == slot:
+            if not soak and (number % 3 == slot) != is_interpreted:
                 continue
             x, out = make_inputs(scene, site, sum(lengths))
             expected = out.clone()

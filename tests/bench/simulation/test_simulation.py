@@ -107,7 +107,7 @@ def test_a_request_that_cannot_meet_its_deadline_fails() -> None:
 
 def test_the_pool_is_shared_by_kv_and_adapters_almost_without_waste() -> None:
     meter = PoolMeter(5.0)
-    Simulation(Setup(A10G_7B, S2.ranks), [meter]).run(slora_trace(200, 4, 20))
+    Simulation(Setup(A10G_7B, S2.ranks), [meter]).run(slora_trace(200, 4, 10))
     use = meter.result()
     assert use.seconds > 5
     assert use.useful_share > 0.97
