@@ -10,7 +10,7 @@ import pytest
 
 from slora_api.cli.main import main
 from slora_api.cli.remote import CommandFailed, server_url
-from slora_api.core.data_dir import open_data_dir
+from slora_api.core.data_dir import DataDirUnusable, open_data_dir
 from slora_api.core.server_address import explain_service_links, is_loopback, open_listener, own_url
 from slora_api.core.settings import explain_unknown_variables, read_settings
 from tests.api.platform import running_platform
@@ -148,3 +148,20 @@ def test_a_command_that_finds_no_server_names_the_one_that_runs(
             assert "export SLORA_URL=http://127.0.0.1:9300" in capsys.readouterr().err
         assert main(["health"]) == 1
         assert "9300" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("path", "reason"),
+    [
+        ("/proc/data", "No such file or directory"),
+        ("a-file", "File exists"),
+        ("a-file/data", "Not a directory"),
+    ],
+)
+def test_a_data_directory_that_cannot_be_used_is_refused_with_a_remedy(path: str, reason: str) -> None:
+    """Not even root can create a directory in /proc. The start printed no more than the text of the system call."""
+    Path("a-file").touch()
+    with pytest.raises(DataDirUnusable) as refused, open_data_dir(Path(path)):
+        pass
+    assert str(refused.value).startswith(f"--data-dir is {str(Path(path).resolve())!r}")
+    assert reason in str(refused.value) and "Choose a directory" in str(refused.value)

@@ -25,6 +25,10 @@ class DataDirInUse(SloraError):
     """Another server uses this data directory."""
 
 
+class DataDirUnusable(SloraError):
+    """The data directory cannot be created or written."""
+
+
 @dataclass(frozen=True, slots=True)
 class DataDir:
     """The paths of the files below the data directory."""
@@ -99,12 +103,20 @@ class DataDir:
 
 @contextmanager
 def open_data_dir(path: Path) -> Iterator[DataDir]:
-    """Creates the directory (mode 0700) and holds its lock for the duration of the context. Raises DataDirInUse."""
+    """Creates the directory (mode 0700) and holds its lock for the duration of the context. Raises DataDirInUse, and
+    DataDirUnusable if this user cannot create the directory or write to it.
+    """
     path = path.resolve()
-    path.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.chmod(0o700)
-    # The kernel releases the lock when the process ends, even by kill -9. A lock file by itself would remain.
-    descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.chmod(0o700)
+        # The kernel releases the lock when the process ends, even by kill -9. A lock file by itself would remain.
+        descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise DataDirUnusable(
+            f"--data-dir is {str(path)!r}, which this server cannot use: {error.strerror}. Choose a directory that its "
+            "user owns or can create"
+        ) from error
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
