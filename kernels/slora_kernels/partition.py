@@ -87,7 +87,8 @@ class Partition:
             raise ValueError(
                 f"this model has linears that can't be divided among ranks: {', '.join(unknown)}"
             )
-        if shape.num_heads > 1 and shape.num_heads % size:
+        # A class of transformers with one head gets it on every rank.
+        if (named or shape.num_heads > 1) and shape.num_heads % size:
             raise ValueError(
                 f"this model has {shape.num_heads} attention heads, which can't be divided among {size} ranks; "
                 f"choose a size that divides {shape.num_heads}"
@@ -138,7 +139,7 @@ class Partition:
         return range(min(vocab_size, rank * width), min(vocab_size, (rank + 1) * width))
 
     def heads(self, rank: int) -> range:
-        """The attention heads that the rank computes. All ranks compute a single one."""
+        """The attention heads that the rank computes. All ranks compute the only one of a class of transformers."""
         return range(1) if self.shape.num_heads == 1 else self.cut(self.shape.num_heads, rank)
 
     def kv_heads(self, rank: int) -> range:

@@ -73,8 +73,8 @@ def test_linears_of_other_names_are_divided_as_they_are_described() -> None:
     ]
 
 
-def test_all_ranks_compute_a_single_head() -> None:
-    partition = Partition(llama_shape(1, 16, 1, 1, 16, 24, 10, 4), 2)
+def test_all_ranks_compute_the_single_head_of_a_class_of_transformers() -> None:
+    partition = Partition(replace(OTHER, num_heads=1, num_kv_heads=1), 2)
     assert [partition.heads(rank) for rank in range(2)] == [partition.kv_heads(1)] * 2 == [range(1)] * 2
 
 
@@ -92,6 +92,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded() -> None:
         (llama_shape(1, 16, 8, 2, 4, 20, 10, 4), 8, "20 columns .intermediate_size., which can't be divided"),
         (mix_experts(SHAPE, {1}, 6, 32, 20), 8, "20 columns .shared_expert_intermediate_size., which can't be divided"),
         (OTHER, 16, "8 attention heads"),
+        (llama_shape(1, 16, 1, 1, 16, 24, 10, 4), 2, "1 attention heads"),
         (replace(OTHER, num_heads=5, num_kv_heads=1), 5, "mlp.first has 24 outputs, which can't be divided among 5"),
     ],
 )  # fmt: skip

@@ -340,6 +340,8 @@ def test_ranks_that_would_cut_a_group_of_4_bit_weights_are_refused(tmp_path: Pat
         ),
         ("starcoder2", {"intermediate_size": 42}, r"mlp\.c_fc has 42 outputs"),
         ("bloom", {}, "6 attention heads"),
+        # A rank had half of the queries of its only head.
+        ("llama", {"num_attention_heads": 1, "num_key_value_heads": 1}, "1 attention heads"),
     ],
 )
 def test_models_that_cannot_be_divided_are_refused(
