@@ -220,6 +220,7 @@ class ModelShape:
     ties_head: whether the config ties the head to the embedding.
     latent: set if pages hold latents. A token then has one row in a page, with the latent and the rotated part of the
         key: the key of the one KV head. The latent is its value.
+    has_indexers: whether attention reads the tokens that modules named `indexer` select.
     layer_norms: the norms that every layer has. final_norm: the norm before the head, with its full path. Adapters
         replace only these norms.
 
@@ -246,6 +247,7 @@ class ModelShape:
     layer_norms: tuple[NormShape, ...] = ()
     final_norm: NormShape | None = None
     latent: LatentShape | None = None
+    has_indexers: bool = False
 
     def __post_init__(self) -> None:
         members = [linear for group in self.groups for linear in group]

@@ -336,6 +336,7 @@ def read_transformers_spec(directory: Path) -> ModelSpec:
             layer_norms=norms,
             final_norm=final_norm,
             latent=latent,
+            has_indexers=selection is not None,
         ),
         attention_paths=tuple(call.module for call in calls if call.module),
         chunked_layers=tuple(chunked_layers),

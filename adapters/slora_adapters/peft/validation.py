@@ -186,7 +186,7 @@ def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
     """
     root = shape.layers_path.removesuffix(".layers")
     path = re.sub(f"^{_PREFIX}", "", tensor_name)
-    if path.startswith(f"{shape.layers_path}.") and f".{INDEXER}." in path:
+    if shape.has_indexers and path.startswith(f"{shape.layers_path}.") and f".{INDEXER}." in path:
         return INDEXER
     if root not in _ROOTS or _WRAPPER.match(path):
         return None

@@ -224,6 +224,22 @@ def test_the_indexers_of_an_adapter_are_named_and_left_out(tmp_path: Path, model
     assert adapter.pairs and not any(".indexer." in pair.path for pair in adapter.pairs.values())
 
 
+def test_the_indexers_of_an_adapter_are_refused_by_a_base_without_any(tmp_path: Path) -> None:
+    """They were left out, as if the adapter had been trained in this base."""
+    base = write_model(tmp_path / "base", "llama")
+    make_adapter(tmp_path / "adapter", base, target_modules=["q_proj"])
+    tensors = load_file(tmp_path / "adapter" / ADAPTER)
+    path = "base_model.model.model.layers.0.self_attn."
+    for factor in ("lora_A", "lora_B"):
+        tensors[f"{path}indexer.wk.{factor}.weight"] = tensors[f"{path}q_proj.{factor}.weight"].clone()
+    save_file(tensors, tmp_path / "adapter" / ADAPTER)
+    shape = read_model_spec(tmp_path / "base").shape("float32")
+    with pytest.raises(
+        AdapterInvalid, match=r"self_attn\.indexer\.wk\.lora_A\.weight' does not belong to any module"
+    ):
+        read_adapter(tmp_path / "adapter", shape, AdapterLimits())
+
+
 def describe_other_parts(directory: Path, parts: Collection[str]) -> tuple[str, ...]:
     """What the certificate says of the tensors outside the decoder in an adapter."""
     names = [part for path in load_file(directory / ADAPTER) for part in path.split(".") if part in parts]
