@@ -347,6 +347,11 @@ def _read_targets(words: Sequence[str]) -> dict[str, int]:
 
 
 def _path(arguments: argparse.Namespace) -> str:
+    name, at, alias = arguments.name.partition("@")
+    if at:
+        raise CommandFailed(
+            f"the name is {arguments.name!r}; give the name and the alias as two words: {name} {alias}"
+        )
     return f"/v1/adapters/{quote(arguments.name, safe='')}/aliases/{quote(arguments.alias, safe='')}"
 
 
@@ -380,7 +385,7 @@ def versions(arguments: argparse.Namespace) -> None:
 
 @command(
     "adapter alias",
-    "point NAME@ALIAS at a version, or split its requests between versions; without versions, show the alias",
+    "point an alias of an adapter at a version, or split its requests between versions; without versions, show it",
     argument("name"),
     argument("alias"),
     argument("versions", nargs="*", metavar="VERSION[=PERCENT]", help="3, or 3=90 4=10"),
@@ -418,7 +423,7 @@ def move(arguments: argparse.Namespace) -> None:
 
 @command(
     "adapter rollback",
-    "undo the last move of NAME@ALIAS",
+    "undo the last move of an alias",
     argument("name"),
     argument("alias", nargs="?", default="latest", help="default latest, which the bare name serves"),
     has_json=True,

@@ -310,6 +310,9 @@ def test_a_rollout_by_command_line(platform: Platform, tmp_path: Path) -> None:
     assert "'4=' is not valid: write VERSION=PERCENT" in run("alias", "voice", "prod", "4=", code=1)
     assert "each version only once" in run("alias", "voice", "prod", "1=50", "1=50", code=1)
     assert "give the VERSION" in run("alias", "voice", "prod", "--follow", code=1)
+    # Answers show aliases as voice@prod. The server took this for an adapter without an alias `1=90`.
+    assert "as two words: voice prod" in run("alias", "voice@prod", "1=90", "2=10", code=1)
+    assert "as two words: voice prod" in run("rollback", "voice@prod", code=1)
     assert "omit the versions" in run("alias", "voice", "prod", "1", "--delete", code=1)
     assert "use --force" in run("rm", "voice@1", code=1)
     assert run("rm", "voice@1", "--force") == "removed voice@1\n"
