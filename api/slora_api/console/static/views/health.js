@@ -75,17 +75,21 @@ function State({ history, frame }) {
     <p class="note">Serving since ${since}.</p>`;
 }
 
-// The failures of the range, the most frequent first.
+// The failures of the range by status, the most frequent first. A status is one row, whatever its routes are, because the
+// server counts its tenants by status alone. routes: [[route, count]], the most frequent first.
 function listFailures(points) {
   const found = new Map();
   for (const point of points) {
     for (const [name, count] of Object.entries(point.failures)) {
-      const [status, ...route] = name.split(" ");
-      const one = found.get(name) ?? { name, status, route: route.join(" "), count: 0, first: point.at, last: 0 };
-      found.set(name, { ...one, count: one.count + count, last: point.at });
+      const [status, ...words] = name.split(" ");
+      const route = words.join(" ");
+      const one = found.get(status) ?? { status, routes: {}, count: 0, first: point.at, last: 0 };
+      one.routes[route] = (one.routes[route] ?? 0) + count;
+      found.set(status, { ...one, count: one.count + count, last: point.at });
     }
   }
-  return [...found.values()].sort((one, other) => other.count - one.count);
+  return [...found.values()].sort((one, other) => other.count - one.count)
+    .map((one) => ({ ...one, routes: Object.entries(one.routes).sort(([, count], [, other]) => other - count) }));
 }
 
 // The tenants that got a status in the range, those with the most answers first: status -> [[tenant, count]].
@@ -104,6 +108,9 @@ function listFailing(points) {
 const OTHERS = "others";
 const Failing = ({ tenants }) => tenants.slice(0, 3).map(([tenant, count], at) => html`${at > 0 && ", "}${tenant === OTHERS
   ? tenant : html`<a href=${link("tenants", tenant)}>${tenant}</a>`} ${formatCount(count)}`);
+
+const Routes = ({ routes }) => html`${routes.slice(0, 3).map(([route, count], at) => html`${at > 0 && ", "}<code>${route}</code>${
+  routes.length > 1 && ` ${formatCount(count)}`}`)}${routes.length > 3 && ` and ${routes.length - 3} more`}`;
 
 // What happened to the server in the range, newest first.
 function listEvents(points, step) {
@@ -213,9 +220,9 @@ export function View({ me }) {
     <div class="panels halves">
       ${frame && html`<${Panel} title="Who is slow" wide><${Tenants} frame=${frame} /></${Panel}>`}
       <${Panel} title=${`What failed in the last ${span(hours)}`} wide>
-        <${Table} caption="Failed requests" rows=${listFailures(points)} rowKey=${(one) => one.name} empty="Nothing failed." columns=${[
+        <${Table} caption="Failed requests" rows=${listFailures(points)} rowKey=${(one) => one.status} empty="Nothing failed." columns=${[
           { name: "Status", cell: (one) => one.status },
-          { name: "Route", cell: (one) => html`<code>${one.route}</code>` },
+          { name: "Routes", cell: (one) => html`<${Routes} routes=${one.routes} />` },
           { name: "Answers", isNumber: true, cell: (one) => formatCount(one.count) },
           { name: "Whose", cell: (one) => html`<${Failing} tenants=${failing(one.status)} />` },
           { name: "First", cell: (one) => formatTime(one.first) },
