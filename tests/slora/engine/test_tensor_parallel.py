@@ -166,6 +166,25 @@ def test_a_class_of_transformers_that_is_divided_answers_as_peft_does(
         assert verdict.equal, verdict
 
 
+def test_a_divided_class_of_transformers_adds_scales_biases_and_rows_once(tmp_path: Path) -> None:
+    """The ranks hold some columns of `c_proj`, and some tokens of the embedding and of the head."""
+    kinds: dict[str, dict[str, object]] = {
+        "scales_and_biases": {
+            "r": 4,
+            "use_dora": True,
+            "bias": "lora_only",
+            "target_modules": ["q_proj", "c_fc", "c_proj", "embed_tokens", "lm_head"],
+        },
+        "rows": {
+            "r": 3,
+            "target_modules": ["c_proj"],
+            "trainable_token_indices": [90, 3, 17],
+        },
+    }
+    verdict = judge_divided(make_other_kit(tmp_path, "starcoder2", kinds), 2)
+    assert verdict.equal, verdict
+
+
 @pytest.mark.soak
 def test_scales_and_biases_of_latents_are_those_of_the_heads_of_a_rank(tmp_path: Path) -> None:
     verdict = judge_divided(make_other_kit(tmp_path, "minicpm3", LATENT_DORA_KINDS), 2)
