@@ -213,3 +213,10 @@ def test_a_size_that_does_not_divide_the_model_is_refused_before_any_process_sta
     divided = replace(SETTINGS, engine=replace(SETTINGS.engine, tensor_parallel_size=3))
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: .*; choose a size that divides 4"):
         find_model(divided)
+
+
+def test_a_length_that_exceeds_the_model_is_refused_before_any_process_starts() -> None:
+    """Only the engine refused it, so the doctor found everything in order."""
+    longer = replace(SETTINGS, engine=replace(SETTINGS.engine, max_model_len=1 << 20))
+    with pytest.raises(ConfigError, match=r"max_model_len is 1048576, but .*; give at most that"):
+        find_model(longer)

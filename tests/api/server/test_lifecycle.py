@@ -238,6 +238,7 @@ def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Pat
             (("--model", str(tmp_path / "empty"), *data), 1, "config.json"),
             ((*base, "--port", port), 1, "--port"),
             ((*base, "--pool-bytes", "much"), 2, "--pool-bytes is 'much'"),
+            ((*base, "--max-model-len", "100000"), 1, "this model's positions end at"),
             ((*base, "--port", "0", "--store", "nowhere://x"), 1, "s3://, gs://"),
             ((*base, "--port", "0", "--store", "hf://a/b"), 1, "adapter push hf://"),
             ((*base, "--port", "0", "--store", "memory://x"), 1, "other processes do not see"),
@@ -256,10 +257,10 @@ def test_a_server_that_cannot_start_says_why_in_one_line(kit: Kit, tmp_path: Pat
 def test_an_engine_that_can_never_run_ends_the_server_with_its_reason(
     kit: Kit, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    with serving(kit.base, tmp_path, "--max-model-len", "100000") as served:
+    with serving(kit.base, tmp_path, "--pool-bytes", "100") as served:
         assert served.process.wait(READY_S) == 1
     message = capfd.readouterr().err
-    assert "max_model_len is 100000, but this model's positions end at" in message
+    assert "pool_bytes is 100, but one page of this model takes" in message
     assert message.splitlines()[-1].startswith("slora: the engine cannot start: exit code 2")
 
 
