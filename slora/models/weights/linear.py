@@ -74,8 +74,8 @@ def quantize_groups(rows: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
 
     The codes 0 and 15 are the smallest and the largest number of a group; or, if the sum of the squared errors is then
     smaller, they cut off a little at both ends, and the least squares for these codes are the scale and the minimum.
-    A group with NaN or infinity gets a scale or a minimum that is not finite. So does a group with numbers that float16
-    can't hold.
+    A group with NaN or infinity gets a scale or a minimum that is not finite. So does a group whose scale or minimum is
+    too large for float16.
     """
     step = max(1, _ROUNDED_ELEMENTS // rows.shape[1])
     parts = [_fit_groups(part.view(-1, group)) for part in torch.split(rows, step)]
