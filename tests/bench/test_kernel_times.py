@@ -33,17 +33,19 @@ def test_every_case_is_a_row_with_its_bytes(tmp_path: Path) -> None:
     assert table.fill(times().cases(KINDS), 60)
     rows = compare(table.rows())
     count = {kind: sum(row["kind"] == kind for row in rows) for kind in KINDS}
-    # Four kinds of ranks and four sites; of two batches the smaller one holds no two adapters. Two formats of KV.
-    assert count == {"copy": 1, "lora": 4 * 4 * 3, "decode": 2 * 2, "prefill": 2 * 2, "sample": 3 * 2}
+    # Four kinds of ranks and four sites; of two batches the smaller one holds no two adapters. KV in two formats, and
+    # latents.
+    assert count == {"copy": 1, "lora": 4 * 4 * 3, "decode": 3 * 2, "prefill": 3 * 2, "sample": 3 * 2}
     assert all(row["us"] > 0 and row["of copy"] > 0 for row in rows)
     qkv = {"kind": "lora", "site": "qkv", "rank": "mixed", "adapters": 2, "batch": 3}
     (row,) = [row for row in rows if qkv.items() <= row.items()]
     # Ranks 8 and 16 of q, k and v; three tokens in and out.
     assert row["MB"] * 1e6 == 24 * (3 * 64 + 128) * 4 + 3 * 64 * 4 + 2 * 3 * 128 * 4
-    decode, fp8 = [row for row in rows if row["kind"] == "decode" and row["batch"] == 3]
+    decode, fp8, latents = [row for row in rows if row["kind"] == "decode" and row["batch"] == 3]
     assert decode["MB"] * 1e6 == 3 * 32 * 2 * 2 * 16 * 4
     # A page's 1024 numbers and 64 scales of two bytes, in whole segments.
     assert fp8["MB"] * 1e6 == 3 * 2 * 1280
+    assert latents["MB"] * 1e6 == 3 * 32 * 576 * 4
 
 
 def test_an_interrupted_run_resumes_where_it_stopped(tmp_path: Path) -> None:

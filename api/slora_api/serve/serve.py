@@ -7,6 +7,7 @@ module imports only what the children need, because they take seconds to start.
 import argparse
 import asyncio
 import importlib
+import importlib.util
 import logging
 import os
 import sys
@@ -36,6 +37,10 @@ from slora_api.serve.host import ClusterEngines, Host
 logger = logging.getLogger("slora.serve")
 
 _POLL_S, _MAX_POLLS = 0.01, 100
+# `main_process` imports them. Without them, no child is started.
+for _package in ("fastapi", "uvicorn"):
+    if importlib.util.find_spec(_package) is None:
+        raise ModuleNotFoundError(f"No module named {_package!r}", name=_package)
 
 
 async def _serve(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEngines | None) -> None:
