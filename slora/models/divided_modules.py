@@ -80,7 +80,7 @@ def _cut_linear(
         parameter.data = _take(parameter.data, at, ranges)
         cut[id(parameter)] = described.path
         if name == "bias" and not adds_bias:
-            # As for experts.
+            # One rank adds the bias of outputs that are partial sums.
             parameter.data.zero_()
     widths = len(part.inputs), sum(map(len, part.outputs))
     names = ("nx", "nf") if is_transposed else ("in_features", "out_features")
@@ -106,7 +106,6 @@ def _cut_experts(
     if bias is not None:
         bias.data = _take(bias.data, 1, part.outputs)
         if is_divided_in and rank > 0:
-            # One rank adds the bias of outputs that are partial sums.
             bias.data.zero_()
 
 
