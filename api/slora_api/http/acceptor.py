@@ -20,7 +20,7 @@ from contextlib import suppress
 
 from slora_api.core.errors import ServerBusy, describe_error
 from slora_api.core.rate_limited_log import get_rate_limited_logger
-from slora_api.http.http_protocol import Connections, HttpProtocol, encode_answer
+from slora_api.http.http_protocol import Connections, HttpProtocol, encode_answer, has_left
 
 _log = get_rate_limited_logger(__name__)
 
@@ -91,6 +91,9 @@ class Acceptor:
                 self._pause(_RETRY_S, self._listen)
             return False  # No connection is waiting, or a client hung up before the accept.
         accepted.setblocking(False)
+        if self._has_left(accepted):
+            accepted.close()
+            return True
         host = str(address[0])
         reason = self._connections.make_room(host)
         if reason is None:
@@ -98,6 +101,15 @@ class Acceptor:
         else:
             self._refuse(accepted, reason)
         return True
+
+    def _has_left(self, accepted: socket.socket) -> bool:
+        """Whether the client has left while the connection waited to be accepted, so that it need not be served."""
+        try:
+            return has_left(accepted, accepted.recv(4, socket.MSG_PEEK))
+        except BlockingIOError:
+            return False
+        except OSError:  # The client has reset the connection.
+            return True
 
     def _pause(self, seconds: float, resume: Callable[[], None]) -> None:
         self._loop.remove_reader(self._listener)

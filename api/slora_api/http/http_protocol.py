@@ -8,6 +8,7 @@ uvicorn limits only the pause between two requests. This protocol also ends a co
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
 cancels the work of the request and returns its permits.
+- Its client has closed it (see `has_left`) before its request was read. The request is dropped.
 
 `body_limit.py` limits the time of the body, because only the application knows whether it waits for the body.
 
@@ -235,6 +236,25 @@ _LENGTHS = re.compile(rb"\n(content-length|transfer-encoding)[ \t]*:")
 _NO_LINGER = struct.pack("ii", 1, 0)
 
 
+# The states of a TCP connection that the client has reset or closed: TCP_CLOSE and TCP_CLOSE_WAIT.
+_LEFT = frozenset({7, 8})
+_READS = (b"GET ", b"HEAD")
+
+
+def has_left(connection: socket.socket, received: bytes) -> bool:
+    """Whether the client has closed the connection, so that the request of which `received` is a part is dropped.
+
+    A client may close only its writing side and still read. TCP shows no difference. uvicorn ends the request of such a
+    client as soon as it reads the end of the stream, and nginx does so for a request that it passes on, because nearly
+    all such clients have gone. By then, the request has been parsed and authenticated, and its prompt is on its way to
+    the engine, so it is dropped earlier here. A GET or HEAD is answered, because it computes nothing, and because
+    health checks such as `printf ... | nc` close their writing side at once.
+    """
+    if received.startswith(_READS):
+        return False
+    return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT
+
+
 def encode_answer(answer: ErrorAnswer) -> bytes:
     """Encodes an error as a complete HTTP/1.1 answer that closes the connection."""
     body = json.dumps(answer.body).encode()
@@ -336,6 +356,10 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        is_request = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+        if is_request and has_left(self.transport.get_extra_info("socket"), data):
+            self.transport.abort()
+            return
         super().data_received(data)
         self._watch_head()
 

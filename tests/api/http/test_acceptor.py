@@ -121,6 +121,56 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
     assert len(caplog.records) == 1 and "Too many open files" in caplog.text
 
 
+def send_and_leave(connection: socket.socket, method: str) -> None:
+    """Sends a request and closes the writing side. Returns when the server's kernel has noticed that."""
+    connection.sendall(f"{method} / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+    connection.shutdown(socket.SHUT_WR)
+    while connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 5:  # TCP_FIN_WAIT2
+        pass
+
+
+def test_a_request_whose_client_has_left_reaches_no_route_unless_it_only_reads() -> None:
+    """Born from an attack: 500 such chats per second delayed an honest tenant by 8 s."""
+    methods: list[str] = []
+
+    async def note(scope: Scope, receive: Receive, send: Send) -> None:
+        methods.append(scope["method"])
+        await answer_ok(scope, receive, send)
+
+    async def run(listener: socket.socket) -> None:
+        loop, connections = asyncio.get_running_loop(), Connections(ConnectionLimits())
+        opened: list[HttpProtocol] = []
+
+        def make() -> HttpProtocol:
+            opened.append(HttpProtocol(connections, uvicorn.Config(note), ServerState()))
+            return opened[-1]
+
+        with ExitStack() as stack:
+
+            def connect_client() -> socket.socket:
+                return stack.enter_context(socket.create_connection(listener.getsockname()))
+
+            for method in ("POST", "GET"):
+                send_and_leave(early := connect_client(), method)
+            acceptor = Acceptor(listener, connections, make)
+            acceptor.start()
+            early.setblocking(False)
+            assert (await loop.sock_recv(early, 15)) == b"HTTP/1.1 200 OK"
+            late = [connect_client() for _ in range(2)]
+            while len(opened) < 3 or not all(each.idle_since is not None for each in opened):
+                await asyncio.sleep(0.01)
+            for client, method in zip(late, ("POST", "GET"), strict=True):
+                send_and_leave(client, method)
+                client.setblocking(False)
+            assert (await loop.sock_recv(late[1], 15)) == b"HTTP/1.1 200 OK"
+            assert (await loop.sock_recv(late[0], 15)) == b""
+            acceptor.stop()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(run(listener))
+    assert methods == ["GET", "GET"]
+
+
 @pytest.mark.parametrize("num_clients", [1, 2, 7, 100])
 def test_processes_that_share_a_socket_get_about_as_many_connections(num_clients: int) -> None:
     main = HostBoard.create(BoardSize(3, 200))
