@@ -53,6 +53,7 @@ class Decoder:
         self._collectives = collectives
         partition = self._partition = Partition(config.shape(self.dtype.itemsize), collectives.size)
         self._shape = partition.rank_shape
+        self._head_site, self._embedding_site = self._shape.head_site, self._shape.embedding_site
         self._tokens = partition.tokens(collectives.rank)
         self.side_stream = SideStream(self.device) if self.device.type == "cuda" else None
         loader = LayerLoader(config, reader, max_model_len, partition, collectives.rank)
@@ -78,7 +79,7 @@ class Decoder:
         form = reader.find_head_form(embedding_name) if tied else None
         if form is not None and self._embedding.numel() <= _LARGE_COPY:
             head, tied = quantize_copy(self._embedding, form), False
-        self._head = Linear(head, None, self._shape.head_site).packed(self.dtype, is_tied=tied)
+        self._head = Linear(head, None, self._head_site).packed(self.dtype, is_tied=tied)
         self._embedding_squares: Tensor | None = None
 
     def warm_up(self, kernels: Kernels) -> None:
@@ -110,7 +111,7 @@ class Decoder:
             logits = hidden.new_empty(len(hidden), vocab_size)
         else:
             logits = self._head.apply(hidden, deltas.kernels)
-            deltas.add(logits, hidden, self._shape.head_site)
+            deltas.add(logits, hidden, self._head_site)
             if self._collectives.size > 1:
                 # The vocabulary of the last rank may be padded.
                 logits = self._collectives.gather_columns(logits)[:, :vocab_size].contiguous()
@@ -126,9 +127,9 @@ class Decoder:
     def find_weight(self, site: LoraSite, kernels: Kernels) -> SiteWeight:
         """The base model's weight at a site of this rank's part."""
         divided = self._partition.shape.modules[site.first_module].in_width != site.in_width
-        if site == self._shape.head_site:
+        if site == self._head_site:
             return self._head.describe(kernels, is_divided=divided)
-        if site == self._shape.embedding_site:
+        if site == self._embedding_site:
             weight = self._embedding
             if self._embedding_squares is None:
                 self._embedding_squares = sum_column_squares(weight)
@@ -149,7 +150,7 @@ class Decoder:
             ids = ids.masked_fill(is_elsewhere, 0)
         hidden = F.embedding(ids, self._embedding)
         if batch.adapts_embedding:
-            deltas.add_embedding(hidden, ids, self._shape.embedding_site)
+            deltas.add_embedding(hidden, ids, self._embedding_site)
         if self._collectives.size > 1:
             hidden = self._collectives.sum(hidden.masked_fill_(is_elsewhere[:, None], 0))
         if batch.adapts_embedding:
@@ -333,6 +334,8 @@ class _Forward:
 
     def _apply_apart(self, x: Tensor, linear: Linear) -> tuple[Tensor, Tensor | None]:
         """Like `_apply`, but the adapters' part of the sum may be returned on its own."""
+        if not self._deltas.has_layers:
+            return linear.apply(x, self._kernels), None
         return self._deltas.compute_apart(lambda: linear.apply(x, self._kernels), x, linear.site)
 
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:

@@ -2,6 +2,7 @@
 
 import mmap
 import threading
+from array import array
 from contextlib import suppress
 from functools import cache
 
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora_kernels.coded_weight import CodedWeight, unpack_codes
-from slora_kernels.cpu.job_fields import NO_TENSOR, FieldWords, begin_job, pack_row, pack_rows
+from slora_kernels.cpu.job_fields import NO_TENSOR, JobWords, begin_job, pack_row, pack_rows
 from slora_kernels.cpu.machine_code import (
     CODED_LINEAR,
     FLOAT8_LINEAR,
@@ -22,8 +23,11 @@ from slora_kernels.cpu.machine_code import (
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.worker_sizes import (
     COLUMNS,
+    FIELD_WORDS,
     HAS_TILES,
     LANES,
+    NUM_ITEMS,
+    NUM_WORDS,
     PANEL_COLUMNS,
     PANEL_ROWS,
     TERMS,
@@ -37,6 +41,9 @@ _SERIAL_ELEMENTS = 65536
 # A thread reads panels of about this many bytes one after the other, and there are at least four such items for each.
 _ITEM_BYTES, _ITEMS_EACH = 1 << 17, 4
 _LINE_BYTES, _HUGE_PAGE_BYTES, _SLAB_BYTES = 64, 2 << 20, 64 << 20
+# The first words of these fields of a job, see `workers.tile_linear`.
+_X, _PANELS, _OUT, _BIAS = (NUM_WORDS + FIELD_WORDS * field for field in range(4))
+_ITEM_SIZE, _GROUP_SUMS = NUM_WORDS + FIELD_WORDS * 6, NUM_WORDS + FIELD_WORDS * 11
 
 
 @cache
@@ -109,60 +116,76 @@ def _store_panels(weight: Tensor) -> Tensor:
 
 
 class _TileLinear:
-    """What all kinds of weights [out, in] share. `in` is a multiple of 32."""
+    """What all kinds of weights [out, in] share. `in` is a multiple of 32.
 
-    # The words of fields that describe the weight. To compute them for each product would take some microseconds.
-    _words: tuple[int, ...] = ()
+    Most words of a job are the same for all products. They are packed once, because Python has to make four jobs for
+    each layer of a model, and a product with one row of a small model takes no longer than packing all words.
+    """
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], worker: Worker, *words: int) -> None:
+        """words: those of the fields behind OUT_WIDTH."""
         self.shape = shape
         self._num_panels = -(-shape[0] // PANEL_COLUMNS)
+        self._address = find_worker(worker, "bfloat16")
         self._no_bias = torch.zeros(shape[0])
-        self._no_bias_words = pack_row(self._no_bias)
-
-    def _run(
-        self, worker: Worker, x: Tensor, panels: FieldWords, bias: Tensor | None, *words: int, num_items: int
-    ) -> Tensor:
-        """panels: the field of this name. words: those of the fields behind the widths. num_items: of the job."""
-        num_rows = x.shape[0]
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        out_width, width = self.shape
-        out = torch.empty(num_rows, out_width, dtype=x.dtype)
-        if num_rows == 0:
-            return out
-        offsets = None if bias is None else bias.float()
-        job = begin_job(
-            num_items,
-            *(rows.data_ptr(), num_rows, rows.stride(0)),
-            *panels,
-            *(out.data_ptr(), num_rows, out_width),
-            *(self._no_bias_words if offsets is None else pack_row(offsets)),
-            *(width, 0, 0, out_width, 0, 0),
+        self._is_small = shape[0] * shape[1] < _SERIAL_ELEMENTS
+        self._words = begin_job(
+            0,
+            *(*NO_TENSOR, *NO_TENSOR, 0, 0, shape[0]),
+            *pack_row(self._no_bias),
+            *(shape[1], 0, 0, shape[0], 0, 0),
             *words,
         )
-        threads = min(torch.get_num_threads(), num_items)
-        if out_width * width < _SERIAL_ELEMENTS:
-            threads = 1
-        _make_team().run(find_worker(worker, "bfloat16"), job.buffer_info()[0], threads)
+
+    def _run(self, x: Tensor, job: JobWords, bias: Tensor | None, num_items: int) -> Tensor:
+        """job: a copy of `_words`."""
+        num_rows = x.shape[0]
+        out = torch.empty(num_rows, self.shape[0], dtype=x.dtype)
+        if num_rows == 0:
+            return out
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        job[NUM_ITEMS] = num_items
+        job[_X], job[_X + 1], job[_X + 2] = rows.data_ptr(), num_rows, rows.stride(0)
+        job[_OUT], job[_OUT + 1] = out.data_ptr(), num_rows
+        if bias is not None:
+            offsets = bias.float()
+            job[_BIAS] = offsets.data_ptr()
+        threads = 1 if self._is_small else min(torch.get_num_threads(), num_items)
+        _make_team().run(self._address, job.buffer_info()[0], threads)
         return out
 
-    def _run_narrow(
-        self, worker: Worker, x: Tensor, scratch: FieldWords, bias: Tensor | None, *words: int, bits: int
-    ) -> Tensor:
-        """Like `_run`, for numbers of 8 or 4 bits. The fields ITEM_SIZE and `_words` come before `words`."""
-        most = max(1, self._num_panels // (_ITEMS_EACH * torch.get_num_threads()))
-        size = min(most, max(1, _ITEM_BYTES // (PANEL_COLUMNS * self.shape[1] * bits // 8)))
-        num_items = -(-self._num_panels // size)
-        return self._run(worker, x, scratch, bias, size, 0, 0, *self._words, *words, num_items=num_items)
+
+class _NarrowTileLinear(_TileLinear):
+    """What weights of 8 and 4 bits share. An item of a job is some panels."""
+
+    def __init__(self, shape: tuple[int, int], bits: int, worker: Worker, *words: int) -> None:
+        """words: those of the fields behind ITEM_SIZE."""
+        super().__init__(shape, worker, 0, 0, 0, *words)
+        self._largest_item = max(1, _ITEM_BYTES // (PANEL_COLUMNS * shape[1] * bits // 8))
+        self._num_items = self._num_threads = 0
+
+    def _copy_words(self, scratch_elements: int, num_sums: int = 0) -> JobWords:
+        """A job with the field PANELS. Behind the scratch of all threads, there is memory for float32 sums of each."""
+        threads = torch.get_num_threads()
+        if threads != self._num_threads:
+            size = min(max(1, self._num_panels // (_ITEMS_EACH * threads)), self._largest_item)
+            self._words[_ITEM_SIZE] = size
+            self._num_items, self._num_threads = -(-self._num_panels // size), threads
+        job = self._words[:]
+        job[_PANELS] = _scratch.reserve(2 * threads * (scratch_elements + 2 * num_sums))
+        job[_PANELS + 1], job[_PANELS + 2] = threads, scratch_elements
+        return job
 
 
 class TileWeight(_TileLinear):
     """A weight in panels."""
 
     def __init__(self, weight: Tensor) -> None:
-        super().__init__((weight.shape[0], weight.shape[1]))
         self._panels = _store_panels(weight)
-        self._panel_words = pack_rows(self._panels)
+        width = weight.shape[1]
+        self._item_rows = max(PANEL_ROWS, _CACHED_ELEMENTS // width // PANEL_ROWS * PANEL_ROWS)
+        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0)
+        self._words[_PANELS : _PANELS + FIELD_WORDS] = array("q", pack_rows(self._panels))
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
@@ -173,9 +196,8 @@ class TileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        size = max(PANEL_ROWS, _CACHED_ELEMENTS // self.shape[1] // PANEL_ROWS * PANEL_ROWS)
-        num_items = -(-x.shape[0] // size) * self._num_panels
-        return self._run(LINEAR, x, self._panel_words, bias, size, 0, 0, num_items=num_items)
+        num_items = -(-x.shape[0] // self._item_rows) * self._num_panels
+        return self._run(x, self._words[:], bias, num_items)
 
     def unpack(self) -> Tensor:
         """Returns the weight [out, in]."""
@@ -184,15 +206,14 @@ class TileWeight(_TileLinear):
         return tiles.permute(0, 2, 4, 1, 3, 5).reshape(-1, width)[:out_width]
 
 
-class ByteTileWeight(_TileLinear):
+class ByteTileWeight(_NarrowTileLinear):
     """A weight of int8 or float8_e4m3fn [out, in] in panels, with a scale for each row, float32 [out]."""
 
     def __init__(self, values: Tensor, scales: Tensor) -> None:
-        super().__init__((values.shape[0], values.shape[1]))
-        self._panels = _store_panels(values.view(torch.uint8))
-        self._scales = scales
-        self._words = (*pack_rows(self._panels), *NO_TENSOR, *pack_row(scales))
-        self._worker = INT8_LINEAR if values.dtype == torch.int8 else FLOAT8_LINEAR
+        self._panels, self._scales = _store_panels(values.view(torch.uint8)), scales
+        worker = INT8_LINEAR if values.dtype == torch.int8 else FLOAT8_LINEAR
+        words = *pack_rows(self._panels), *NO_TENSOR, *pack_row(scales)
+        super().__init__((len(values), values.shape[1]), 8, worker, *words)
 
     @staticmethod
     def suits(values: Tensor, dtype: torch.dtype) -> bool:
@@ -201,36 +222,44 @@ class ByteTileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 2 * WIDENED_STEPS * TERMS))
-        return self._run_narrow(self._worker, x, panels, bias, bits=8)
+        job = self._copy_words(PANEL_COLUMNS * max(self.shape[1], 2 * WIDENED_STEPS * TERMS))
+        return self._run(x, job, bias, self._num_items)
 
 
-class CodedTileWeight(_TileLinear):
+class CodedTileWeight(_NarrowTileLinear):
     """A `CodedWeight` in panels of codes."""
 
     def __init__(self, weight: CodedWeight) -> None:
-        super().__init__(weight.shape)
-        tiles = _cut_panels(unpack_codes(weight.codes)).reshape(self._num_panels, -1, 4, 2 * LANES)
-        num_bytes = PANEL_COLUMNS * self.shape[1] // 2
-        self._codes = _slabs.take(self._num_panels * num_bytes).view(self._num_panels, num_bytes)
-        words = self._codes.view(torch.int16).view(self._num_panels, -1, 2 * LANES)
+        tiles = _cut_panels(unpack_codes(weight.codes))
+        num_panels, num_bytes = len(tiles), PANEL_COLUMNS * weight.shape[1] // 2
+        tiles = tiles.reshape(num_panels, -1, 4, 2 * LANES)
+        self._codes = _slabs.take(num_panels * num_bytes).view(num_panels, num_bytes)
+        words = self._codes.view(torch.int16).view(num_panels, -1, 2 * LANES)
         torch.sum(
             tiles.short() << torch.tensor([[0], [4], [8], [12]], dtype=torch.int16),
             2,
             dtype=torch.int16,
             out=words,
         )
-        self._scales, self._minimums = (self._by_column(part) for part in (weight.scales, weight.minimums))
+        self._scales, self._minimums = (
+            _by_column(part, num_panels) for part in (weight.scales, weight.minimums)
+        )
         self._table = weight.table.repeat(2).bfloat16()
-        self._words = (
+        self._num_groups, group_steps = weight.scales.shape[1], weight.group // TERMS
+        self._has_minimums = weight.minimums.numel() > 0
+        # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
+        self._num_decoded = PANEL_COLUMNS * max(weight.shape[1], 4 * TERMS * group_steps)
+        super().__init__(
+            weight.shape,
+            4,
+            CODED_LINEAR,
             *pack_rows(self._codes),
             *pack_row(self._table),
             *pack_rows(self._scales),
             *pack_rows(self._minimums),
+            *NO_TENSOR,
+            *(group_steps, 0, 0, weight.scales.dtype == torch.float16, 0, 0, self._has_minimums, 0, 0),
         )
-        self._num_groups, self._group_steps = weight.scales.shape[1], weight.group // TERMS
-        self._is_half = weight.scales.dtype == torch.float16
-        self._has_minimums = weight.minimums.numel() > 0
 
     @staticmethod
     def suits(weight: CodedWeight, dtype: torch.dtype) -> bool:
@@ -243,22 +272,23 @@ class CodedTileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        has_minimums = self._has_minimums
-        # For few rows, there are places for two groups that are multiplied, and for two that are decoded meanwhile.
-        panels = _scratch.reserve(PANEL_COLUMNS * max(self.shape[1], 4 * TERMS * self._group_steps))
-        sums = torch.empty(torch.get_num_threads(), x.shape[0] * self._num_groups if has_minimums else 0)
-        numbers = (self._group_steps, 0, 0, self._is_half, 0, 0, has_minimums, 0, 0)
-        return self._run_narrow(CODED_LINEAR, x, panels, bias, *pack_rows(sums), *numbers, bits=4)
+        num_sums = x.shape[0] * self._num_groups if self._has_minimums else 0
+        job = self._copy_words(self._num_decoded, num_sums)
+        threads = job[_PANELS + 1]
+        job[_GROUP_SUMS] = job[_PANELS] + 2 * threads * self._num_decoded
+        job[_GROUP_SUMS + 1], job[_GROUP_SUMS + 2] = threads, num_sums
+        return self._run(x, job, bias, self._num_items)
 
-    def _by_column(self, numbers: Tensor) -> Tensor:
-        """[N, groups] -> bytes [panels, groups * 32 numbers]. An absent tensor stays absent."""
-        if not numbers.numel():
-            return torch.empty(self._num_panels, 0, dtype=torch.uint8)
-        padded = F.pad(numbers, (0, 0, 0, self._num_panels * PANEL_COLUMNS - len(numbers)))
-        columns = padded.view(self._num_panels, PANEL_COLUMNS, -1).transpose(1, 2)
-        stored = _slabs.take(columns.numel() * columns.element_size()).view(columns.dtype)
-        stored.view(columns.shape).copy_(columns)
-        return stored.view(torch.uint8).view(self._num_panels, -1)
+
+def _by_column(numbers: Tensor, num_panels: int) -> Tensor:
+    """[N, groups] -> bytes [panels, groups * 32 numbers]. An absent tensor stays absent."""
+    if not numbers.numel():
+        return torch.empty(num_panels, 0, dtype=torch.uint8)
+    padded = F.pad(numbers, (0, 0, 0, num_panels * PANEL_COLUMNS - len(numbers)))
+    columns = padded.view(num_panels, PANEL_COLUMNS, -1).transpose(1, 2)
+    stored = _slabs.take(columns.numel() * columns.element_size()).view(columns.dtype)
+    stored.view(columns.shape).copy_(columns)
+    return stored.view(torch.uint8).view(num_panels, -1)
 
 
 class _Scratch(threading.local):
@@ -267,15 +297,13 @@ class _Scratch(threading.local):
     def __init__(self) -> None:
         self._num_bytes = self._address = 0
 
-    def reserve(self, num_elements: int) -> FieldWords:
-        """Describes bfloat16 [threads, elements], which begins at a cache line."""
-        threads = torch.get_num_threads()
-        num_bytes = 2 * threads * num_elements
+    def reserve(self, num_bytes: int) -> int:
+        """Returns the address of memory that begins at a cache line."""
         if self._num_bytes < num_bytes:
             self._memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
             self._address = -(-self._memory.data_ptr() // _LINE_BYTES) * _LINE_BYTES
             self._num_bytes = num_bytes
-        return self._address, threads, num_elements
+        return self._address
 
 
 _scratch = _Scratch()

@@ -157,11 +157,14 @@ class Linear:
         return self._multiply(x, kernels, self.bias)
 
     def _multiply(self, x: Tensor, kernels: Kernels, bias: Tensor | None) -> Tensor:
-        if isinstance(self.weight, QuantizedWeight):
-            return kernels.quantized_linear(x, self.weight.values, self.weight.scales, bias)
-        if isinstance(self.weight, CodedWeight):
-            return kernels.coded_linear(x, self.weight, bias)
-        return multiply(x, self.weight, bias)
+        weight = self.weight
+        if isinstance(weight, PackedWeight):
+            return weight.multiply(x, bias)
+        if isinstance(weight, QuantizedWeight):
+            return kernels.quantized_linear(x, weight.values, weight.scales, bias)
+        if isinstance(weight, CodedWeight):
+            return kernels.coded_linear(x, weight, bias)
+        return multiply(x, weight, bias)
 
     def packed(self, dtype: torch.dtype, *, is_tied: bool = False) -> "Linear":
         """Returns the same linear with packed weights, if this machine supports them. dtype: that of x.
