@@ -27,7 +27,7 @@ DoRA and trained biases change a module's output column by column: the output is
 added (`Affine`). Two rows of float32 behind the module's B hold them.
 
 An adapter may replace rows of the embedding and of the head: those of some tokens, or all. It may also have a head of
-its own that classifies texts, with a row for each label. They come after everything else: for each of the three, the
+its own that classifies texts, with a row for each label. They come behind all groups: for each of the three, the
 token ids or label ids (int32, ascending), then a row of the hidden size for each id.
 
 An adapter may also replace weights of norms. They come last: for each replaced norm a row of float32, and a second one

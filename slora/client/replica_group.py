@@ -349,7 +349,7 @@ class ReplicaGroup:
                 "sent to another one"
             ) from error
         _log.warning(
-            "request %s lost its engine after %d tokens; another engine continues it",
+            "request %s lost its engine after %d tokens; it is sent to another one as soon as one serves",
             answer.request.request_id,
             answer.num_tokens,
         )
@@ -383,7 +383,8 @@ class ReplicaGroup:
             _log.error("%s gets no requests: %s", replica.name, replica.mismatch)
             return
         found = replica.client.info
-        # Also without others, answers in progress must not continue on another model.
+        # Compare with the last known facts even if no other engine is connected: an answer in progress must not
+        # continue on another model.
         expected = others[0] if others else self._info
         replica.mismatch = expected.explain_difference(found) if expected is not None else None
         if replica.mismatch is None:

@@ -211,8 +211,8 @@ class StepBatch:
     one token for each entry of `sampling`, in chunk order. If a prompt forks into n choices, its last token is listed n
     times. The second group has the tokens of `prompts`, whose logprobs were requested. The third group has the tokens
     of `pooled`, which belong to prompts to embed.
-    lora: the layers of LoRA work, in the order in which they are added; see `lora_tiles`. Empty if no sequence of the
-    batch has an adapter. Rows of the base model are in no tile.
+    lora: the layers of LoRA work, in the order in which they are added; see `cut_token_tiles`. Empty if no sequence of
+    the batch has an adapter. Rows of the base model are in no tile.
     adapts_embedding, adapts_norms: whether an adapter of the batch changes the embedding, or norms.
     head_lora: layers over the rows of `sampling`; empty if no adapter changes the output head.
     sampling_rows: int64, the row of the sampling table for each entry of `sampling`.

@@ -3,8 +3,8 @@
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
 tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
 
-- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`. If W tenants wait for
-  their first token and D < W tenants decode, it is W / D times as long: a delay of few tenants ends the wait of many.
+- Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`. If more
+  tenants wait for a first token (W) than decode (D), the limit grows by W / D, because delaying few then helps many.
 - While another tenant also has a prompt to compute, a tenant takes at most half of the tokens that are left. Equal
   parts would be fairer, but every prompt would then complete as late as the last one.
 

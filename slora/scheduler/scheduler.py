@@ -8,7 +8,7 @@ There are two exceptions. A request with an adapter that is not yet on the host 
 its ceiling is skipped.
 
 Background requests: interactive requests are planned first. Background requests fill the rest of the step, as long as
-this makes the step only a little longer (`background_budget`). No background request is admitted while an interactive
+this makes the step only a little longer (`_background_budget`). No background request is admitted while an interactive
 request waits that could run. Background requests are preempted first. They are preempted even to admit an interactive
 request.
 

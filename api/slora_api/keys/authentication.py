@@ -75,7 +75,7 @@ _BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 class AuthenticationMiddleware:
     """ASGI middleware: stores the caller in the request's state, or answers 401.
 
-    admits_gateways: whether a scrape of the metrics without a key gets those for gateways.
+    admits_gateways: whether `/metrics` answers a request without a key, with the few metrics that gateways need.
     """
 
     def __init__(

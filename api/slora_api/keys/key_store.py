@@ -6,9 +6,9 @@ applies from the next request on. Other hosts apply the change within a second, 
 While the database does not answer, revocations of other hosts cannot arrive, so cached keys stay valid only for
 `max_stale_s`. Whether a key has expired is checked at each request.
 
-A revocation also takes effect when the database cannot be written, for example on a full disk. The revocation is first
-written to a journal, which needs no free space. Every process of the host reads the journal at each request. The entry
-stays in the journal until the revocation is in the database.
+Each revocation is written to a journal first, which needs no free space, and then to the database. So it takes effect
+even if the database cannot be written, for example on a full disk. Every process of the host reads the journal at each
+request. The entry stays in the journal until the revocation is in the database.
 
 Hosts that share a database need the same pepper. The first host stores a check value of its pepper in the database, and
 a host with another pepper is refused.
@@ -329,8 +329,8 @@ class RevocationJournal:
         self._lock = Lock()
         # Entries that could not be written to the file.
         self._own: frozenset[str] = frozenset()
-        self._seen_counter = -1
-        self._shared: frozenset[str] = frozenset()
+        # The counter of changes that was read, and the entries. They are one value, because threads replace it.
+        self._seen: tuple[int, frozenset[str]] = -1, frozenset()
         self._descriptor = _open(path)
         self._map = None
         if self._descriptor is not None:
@@ -389,12 +389,12 @@ class RevocationJournal:
         if self._map is None:
             return frozenset()
         counter, count = _HEADER.unpack_from(self._map)
-        if counter != self._seen_counter:
+        seen, entries = self._seen
+        if counter != seen:
             end = _HEADER.size + min(count, MAX_ENTRIES) * _ENTRY_BYTES
-            raw = self._map[_HEADER.size : end]
-            self._shared = frozenset(_split(raw))
-            self._seen_counter = counter
-        return self._shared
+            entries = frozenset(_split(self._map[_HEADER.size : end]))
+            self._seen = counter, entries
+        return entries
 
     @contextmanager
     def _writing(self) -> Iterator[list[str]]:

@@ -13,8 +13,9 @@ same tokens:
 A long prompt is charged as a request before it is tokenized, and this charge is not refunded. Otherwise, a client could
 make the server tokenize any number of long prompts, although its quota then refuses the requests.
 
-An account that is not seeded gets its use of the day and the month from the usage ledger. Every `_COMPARE_S` seconds,
-accounts are compared with the ledger, because only the ledger has the usage of requests whose API process was killed.
+When an account has no figures yet, its use of the day and of the month is read from the usage ledger: it is seeded.
+Every `_COMPARE_S` seconds, accounts are compared with the ledger, because only the ledger has the usage of requests
+whose API process was killed.
 
 This module does not depend on HTTP.
 """

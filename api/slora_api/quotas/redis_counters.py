@@ -11,7 +11,7 @@ Keys expire a day after their last use. An account with a budget is then seeded 
 
 While Redis does not answer, each host uses its own counters (`HostCounters`), so the limits apply to each host
 separately. A process tries Redis again every second. When Redis answers again, each process first carries the use of
-its own requests to Redis, in the seconds in which it reserved them. So it does for requests whose lease in Redis ended
+its own requests to Redis, in the seconds in which it reserved them. It does the same for requests whose lease ended
 during the outage.
 
 The module needs the package redis, so only the composition root loads it.
@@ -145,8 +145,8 @@ class RedisCounters:
         self._open: set[_Handle] = set()
         self._settling: set[asyncio.Task[None]] = set()
         self._host_use = _HostUse()
-        # Reservations that ended while Redis did not answer: at most those that were open when that began. So are those
-        # that Redis may have made although their request was served by the host, because no answer came.
+        # Reservations that were open when Redis went away and ended meanwhile, and reservations whose answer was lost,
+        # so that Redis may hold them although the host served the request.
         self._unsettled: list[_Settlement] = []
 
     async def reserve(

@@ -168,7 +168,7 @@ def multiply_strips(
 ) -> Any:
     """sums [t, 16] = first [t, 32 * steps] times tiles of second factors, added to `sums` if `adds`.
 
-    distance: elements between the tiles of `second`. `shape_strips` was called with the rows of the last strip.
+    distance: elements between the tiles of `second`. `_shape_strips` was called with the rows of the last strip.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
