@@ -21,6 +21,7 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
     [
         "slora_adapters.database.database",
+        "slora_adapters.loader.loader_process",
         "slora_adapters.registry.stored_adapters",
         "slora_adapters.registry.registry",
         "slora_adapters.store.file_store",

@@ -315,19 +315,29 @@ def _load(bench: LoaderHarness, store: Store, version: AdapterVersion) -> Cached
     return answer
 
 
-@PIECES
-def test_redis_killed_while_it_is_read_fails_that_load_and_it_works_again_afterwards(
-    make_bench, redis_server: RedisServer, small_chunks: None, before: int
-) -> None:
+Stored = tuple[LoaderHarness, Store, str]
+
+
+@pytest.fixture
+def stored(make_bench, redis_server: RedisServer, small_chunks: None) -> Iterator[Stored]:
+    """A loader, a store in Redis with an adapter, and the adapter's digest."""
     bench = make_bench()
     digest = bench.stock.add(1)
     store = open_redis_store(redis_server.url, durable=True)
     store.put(digest, read_members(bench.stock.store, digest))
+    yield bench, store, digest
+    store.close()
+
+
+@PIECES
+def test_redis_killed_while_it_is_read_fails_that_load_and_it_works_again_afterwards(
+    stored: Stored, redis_server: RedisServer, before: int
+) -> None:
+    bench, store, digest = stored
     answer = _load(bench, Interrupted(store, before, redis_server.kill), _v(digest))
     assert isinstance(answer, FetchFailed) and answer.code == "unavailable"
     redis_server.start()
     assert isinstance(_load(bench, store, _v(digest)), CachedAdapter)
-    store.close()
 
 
 @PIECES
@@ -361,37 +371,25 @@ def test_a_chunk_missing_in_the_warm_tier_is_read_from_the_durable_store(
     tiers.close()
 
 
-def test_a_chunk_missing_in_the_only_store_fails_the_load(
-    make_bench, redis_server: RedisServer, small_chunks: None
-) -> None:
-    bench = make_bench()
-    digest = bench.stock.add(1)
-    store = open_redis_store(redis_server.url, durable=True)
-    store.put(digest, read_members(bench.stock.store, digest))
+def test_a_chunk_missing_in_the_only_store_fails_the_load(stored: Stored, redis_server: RedisServer) -> None:
+    bench, store, digest = stored
     with redis_server.client() as client:
         client.delete(client.keys("*:c:*:5")[0])
     answer = _load(bench, store, _v(digest))
     assert isinstance(answer, FetchFailed) and answer.code == "unavailable"
-    store.close()
 
 
 @PIECES
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
-def test_a_blob_deleted_or_replaced_while_it_is_read(
-    make_bench, redis_server: RedisServer, small_chunks: None, before: int, again: bool
-) -> None:
-    bench = make_bench()
-    digest = bench.stock.add(1)
-    store = open_redis_store(redis_server.url, durable=True)
+def test_a_blob_deleted_or_replaced_while_it_is_read(stored: Stored, before: int, again: bool) -> None:
+    bench, store, digest = stored
     members = read_members(bench.stock.store, digest)
-    store.put(digest, members)
     change = (lambda: store.put(digest, members)) if again else (lambda: store.delete(digest))
     answer = _load(bench, Interrupted(store, before, change), _v(digest))
     if again:
         assert isinstance(answer, CachedAdapter), answer
     else:
         assert answer.code == "not_found"
-    store.close()
 
 
 def test_a_region_is_not_readable_before_all_of_it_is_verified(make_bench) -> None:

@@ -23,6 +23,7 @@ from slora_adapters.version import AdapterVersion
 from tests.adapters.hand_made import SHAPE
 from tests.adapters.stock import AdapterFixtures
 from tests.redis_server import RedisServer
+from tests.support.forked_program import ForkedProgram
 
 COMMAND = [sys.executable, "-P", "-m", "slora_adapters.loader.loader_process"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": "adapters:kernels"}
@@ -30,38 +31,45 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": "adapters:kernels"}
 WAIT_S = 300.0
 
 
+# The first argument is the other end of the standard input.
+PROGRAM = """
+import os, sys
+os.dup2(os.open(sys.argv.pop(1), os.O_RDONLY), 0)
+from slora_adapters.loader.loader_process import main
+sys.exit(main())
+"""
+
+
 class LoaderProcess:
-    """Runs `python -P -m slora_adapters.loader.loader_process`, as the supervisor does."""
+    """Runs the loader with a pipe to its standard input, as the supervisor does, but without a new start of Python."""
 
     def __init__(self, config: LoaderConfig) -> None:
         self.config = config
-        self._process: subprocess.Popen[bytes] | None = None
+        self._program: ForkedProgram | None = None
+        self._pipe = config.socket.with_name("stdin")
+        os.mkfifo(self._pipe)
 
     def start(self) -> None:
-        command = [*COMMAND, "--config", self.config.to_json()]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=ENVIRONMENT
-        )
+        self._program = ForkedProgram(PROGRAM, self._pipe, "--config", self.config.to_json(), stderr=2)
+        self._stdin = self._pipe.open("wb")
 
     def signal(self, number: signal.Signals) -> None:
-        self._process.send_signal(number)
+        self._program.send_signal(number)
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        if self._program is not None:
+            self._program.kill()
             self.wait()
 
     def close_stdin(self) -> None:
-        self._process.stdin.close()
+        self._stdin.close()
 
     def wait(self) -> int:
         """Waits for the exit and returns the exit code. Standard output must be empty."""
-        process, self._process = self._process, None
-        code = process.wait(WAIT_S)
-        printed = process.stdout.read()
-        process.stdout.close()
-        process.stdin.close()
-        assert printed == b""
+        program, self._program = self._program, None
+        code = program.wait(WAIT_S)
+        self.close_stdin()
+        assert program.finish() == (code, "")
         return code
 
 
