@@ -3,7 +3,8 @@ from functools import cache
 import pytest
 
 from tests.support.model_kit import Kits, ModelKit, make_kit
-from tests.support.peft_adapters import KINDS
+from tests.support.peft_adapters import KINDS, expert_lora_kinds
+from tests.support.tiny_models import OTHER_MODELS, count_layers
 
 SMALL_KINDS = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
 SMALL_KINDS["some_layers"] = {**SMALL_KINDS["some_layers"], "layers_to_transform": [0]}
@@ -18,6 +19,17 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
 @pytest.fixture(scope="session")
 def kit(kits: Kits) -> ModelKit:
     return kits("llama")
+
+
+@pytest.fixture(scope="session")
+def expert_kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+    """Like `kits`, with adapters of experts and routers."""
+
+    def make(model: str) -> ModelKit:
+        changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
+        return make_kit(tmp_path_factory.mktemp(model), model, expert_lora_kinds(model), **changes)
+
+    return cache(make)
 
 
 @pytest.fixture(scope="session")

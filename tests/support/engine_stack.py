@@ -4,9 +4,10 @@ import asyncio
 import json
 import os
 import signal
+import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,18 @@ class EngineStack:
 
     def _start(self, module: str, config: str) -> ChildProcess:
         return ChildProcess(module, config, self._root / f"{module}.log")
+
+
+@contextmanager
+def open_stack(kit: ModelKit, num_pages: int, **settings: int | str) -> Iterator[EngineStack]:
+    """A stack whose processes the test starts."""
+    # Not tmp_path, because the path of a Unix socket may have at most 107 bytes.
+    with tempfile.TemporaryDirectory() as root:
+        stack = EngineStack(Path(root), kit, num_pages, **settings)
+        try:
+            yield stack
+        finally:
+            stack.stop()
 
 
 @asynccontextmanager

@@ -18,7 +18,7 @@ from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOut
 from slora.core.usage_journal import closed_segments
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer
-from tests.support.engine_stack import WAIT_S, ChildProcess, EngineStack, find_owner, wait_until
+from tests.support.engine_stack import WAIT_S, ChildProcess, EngineStack, find_owner, open_stack, wait_until
 from tests.support.model_kit import make_kit
 from tests.support.peft_adapters import KINDS
 
@@ -75,11 +75,9 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
     }
     kit = make_kit(tmp_path_factory.mktemp("characters"), "llama", {KIND: KINDS[KIND]}, **sizes)
     write_tokenizer(kit.directory)
-    with tempfile.TemporaryDirectory() as root:
-        stack = EngineStack(Path(root), kit, num_pages=400)
+    with open_stack(kit, num_pages=400) as stack:
         stack.start_loader()
         yield stack
-        stack.stop()
 
 
 @asynccontextmanager

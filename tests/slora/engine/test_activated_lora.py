@@ -50,6 +50,7 @@ def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
     return Work(prompts, kinds)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,18 +39,9 @@ from tests.support.peft_adapters import (
 from tests.support.tiny_models import OTHER_MODELS, count_layers, make_model, write_model
 
 
-@pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
-    def make(model: str) -> ModelKit:
-        changes = {"num_hidden_layers": count_layers(model)} if model in OTHER_MODELS else {}
-        return make_kit(tmp_path_factory.mktemp(model), model, expert_lora_kinds(model), **changes)
-
-    return cache(make)
-
-
 @pytest.mark.parametrize("model", ["qwen3_moe_mixed", "gpt_oss"])
-def test_a_row_has_the_same_bits_in_every_batch(kits: Kits, model: str) -> None:
-    kit = kits(model)
+def test_a_row_has_the_same_bits_in_every_batch(expert_kits: Kits, model: str) -> None:
+    kit = expert_kits(model)
     work = Work([[3, 1, 4, 1, 5] * 5, [9, 2, 6, 5], [3, 5]], ["all_linear", None, "patterns"])
     settings = {"kernels": KERNELS, "pool_bytes": kit.pool_bytes(400), "max_model_len": 128}
     params = replace(GREEDY, max_tokens=12)
@@ -214,8 +204,8 @@ def _shape_of(directory: Path, model: str) -> ModelShape:
     return read_model_spec(directory / "base").shape("float32")
 
 
-def test_a_certificate_names_experts_apart(kits: Kits) -> None:
-    kit = kits("qwen2_moe")
+def test_a_certificate_names_experts_apart(expert_kits: Kits) -> None:
+    kit = expert_kits("qwen2_moe")
     shape = read_model_spec(kit.directory).shape("float32")
     adapter = read_adapter(kit.adapters["patterns"], shape, AdapterLimits())
     assert adapter.target_modules == ("q_proj", "o_proj", "gate", "experts.gate_up_proj", "experts.down_proj")
@@ -266,8 +256,8 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
         ("llama4_text", "patterns"),
     ],
 )
-def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, model: str, kind: str) -> None:
-    kit = kits(model)
+def test_a_verification_compares_the_factors_of_all_experts(expert_kits: Kits, model: str, kind: str) -> None:
+    kit = expert_kits(model)
     found = verify_adapter(VerificationRequest(kit.directory, kit.adapters[kind], max_tokens=2))
     assert found.equal, found.problems
     paths = {check.path.removeprefix("model.layers.1.") for check in found.modules}
@@ -276,8 +266,8 @@ def test_a_verification_compares_the_factors_of_all_experts(kits: Kits, model: s
     }
 
 
-def test_a_verification_finds_one_wrong_factor_of_one_expert(kits: Kits, tmp_path: Path) -> None:
-    kit = kits("mixtral")
+def test_a_verification_finds_one_wrong_factor_of_one_expert(expert_kits: Kits, tmp_path: Path) -> None:
+    kit = expert_kits("mixtral")
     wrong = tmp_path / "wrong"
     shutil.copytree(kit.adapters["all_linear"], wrong)
     # A column of B belongs to one expert.

@@ -6,8 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from slora.core.engine_state import EngineStats
 from slora.core.request import EngineRequest, single_adapter
 from slora.core.sampling_params import SamplingParams, choice_seed
+from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, start_engine, step
@@ -40,12 +42,27 @@ def apart(request: EngineRequest) -> list[EngineRequest]:
     ]
 
 
-def assert_same(found: dict[str, Answer], expected: dict[str, Answer]) -> None:
+def assert_same(found: dict[str, Answer], expected: dict[str, Answer], tolerance: float = 1e-4) -> None:
+    """tolerance: of log-probabilities."""
     assert found.keys() == expected.keys()
     for name, answer in expected.items():
         assert found[name].error is None and found[name].reason == answer.reason
         assert found[name].token_ids == answer.token_ids, name
-        assert found[name].logprobs == pytest.approx(answer.logprobs, abs=1e-4)
+        assert found[name].logprobs == pytest.approx(answer.logprobs, abs=tolerance)
+
+
+def compare_choices(
+    requests: list[EngineRequest], plain: Engine, engine: Engine, tolerance: float = 1e-4
+) -> EngineStats:
+    """Compares choices, whose requests arrive in turn, with requests of their own that `plain` answers at once.
+
+    Before each step of `engine`, all free pages are filled with NaN.
+    """
+    expected = drive(plain, [[one for request in requests for one in apart(request)]])
+    poison(engine)
+    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
+    assert_same(found, expected, tolerance)
+    return engine.stats()
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
@@ -67,15 +84,12 @@ def test_choices_equal_requests_of_their_own(
     source, versions = make_source(kit)
     adapters = [None, *list(versions.values())[:4]] * 2
     requests = [ask(str(number), adapter, n=number % 4 + 1) for number, adapter in enumerate(adapters)]
-    separate = [one for request in requests for one in apart(request)]
-    expected = drive(make_engine(kit, source, 2000, kernels=kernels), [separate])
-
-    engine = make_engine(kit, source, num_pages, kernels=kernels, **settings)
-    poison(engine)
-    found = drive(engine, [requests[at : at + 3] for at in range(0, len(requests), 3)])
-    assert_same(found, expected)
-    assert (engine.stats().preemptions > 0) == (num_pages < 100)
-    stats = engine.stats()
+    stats = compare_choices(
+        requests,
+        make_engine(kit, source, 2000, kernels=kernels),
+        make_engine(kit, source, num_pages, kernels=kernels, **settings),
+    )
+    assert (stats.preemptions > 0) == (num_pages < 100)
     assert stats.pages_held == 0 and stats.pages_free + stats.pages_cached == stats.pages_total
 
 

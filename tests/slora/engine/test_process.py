@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import tempfile
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
@@ -39,7 +38,7 @@ from slora.engine.process import ProcessConfig
 from slora_adapters.process.wire import send
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import Answer, drive, start_engine
-from tests.support.engine_stack import WAIT_S, EngineStack, connect, one_by_one, wait_until
+from tests.support.engine_stack import WAIT_S, EngineStack, connect, one_by_one, open_stack, wait_until
 from tests.support.model_kit import ModelKit
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -50,11 +49,8 @@ Run = Callable[[Callable[[RemoteEngine], Coroutine[Any, Any, None]]], None]
 
 @pytest.fixture(scope="module")
 def running_stack(kit: ModelKit) -> Iterator[EngineStack]:
-    # Not tmp_path, because the path of a Unix socket may have at most 107 bytes.
-    with tempfile.TemporaryDirectory() as root:
-        stack = EngineStack(Path(root), kit, num_pages=400)
+    with open_stack(kit, num_pages=400) as stack:
         yield stack
-        stack.stop()
 
 
 @pytest.fixture

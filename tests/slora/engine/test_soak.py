@@ -7,13 +7,11 @@ requests.
 
 import asyncio
 import random
-import tempfile
 from collections import Counter, defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from pathlib import Path
 
 import pytest
 
@@ -24,7 +22,7 @@ from slora.core.request import EngineRequest, TokenDelta, single_adapter
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 from tests.support.driving import drive, make_engine, make_source
-from tests.support.engine_stack import EngineStack, connect, one_by_one
+from tests.support.engine_stack import EngineStack, connect, one_by_one, open_stack
 from tests.support.model_kit import Kits, ModelKit
 from tests.support.tiny_models import VOCAB_SIZE
 
@@ -167,21 +165,17 @@ def test_after_random_requests_and_aborts_every_page_is_free_or_cached(
 ) -> None:
     kit = kits("llama")
     num_requests = 10_000 if soak else 80
-    with tempfile.TemporaryDirectory() as root:
-        stack = EngineStack(Path(root), kit, num_pages=45, max_num_seqs=16, max_num_batched_tokens=64)
-        try:
-            stack.ensure_running()
-            crowd = Crowd(stack, make_questions(kit))
-            # On a slow machine, the requests of one crowd may end one after the other, so that none is preempted.
-            for _ in range(6):
-                asyncio.run(crowd.run(num_requests))
-                stats = asyncio.run(settle(stack))
-                if stats.preemptions and stats.adapter_evictions:
-                    break
-            assert stack.engine is not None and stack.engine.running
-            assert not {"Traceback", "ERROR", "CRITICAL"} & set(stack.engine.log.split())
-        finally:
-            stack.stop()
+    with open_stack(kit, 45, max_num_seqs=16, max_num_batched_tokens=64) as stack:
+        stack.ensure_running()
+        crowd = Crowd(stack, make_questions(kit))
+        # On a slow machine, the requests of one crowd may end one after the other, so that none is preempted.
+        for _ in range(6):
+            asyncio.run(crowd.run(num_requests))
+            stats = asyncio.run(settle(stack))
+            if stats.preemptions and stats.adapter_evictions:
+                break
+        assert stack.engine is not None and stack.engine.running
+        assert not {"Traceback", "ERROR", "CRITICAL"} & set(stack.engine.log.split())
     report(
         f"{crowd.fates.total()} requests: {dict(crowd.fates)}, {stats.preemptions} preemptions, "
         f"{stats.adapter_loads} loads, {stats.adapter_evictions} evictions"

@@ -7,7 +7,6 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -39,7 +38,7 @@ from tests.slora.models.weights.test_stored_codes import FORMS as CODED_FORMS
 from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
 from tests.support.coded_checkpoints import write_coded_checkpoint
 from tests.support.driving import COSTS, Answer, drive, read_once
-from tests.support.engine_stack import SOURCES, EngineStack, connect, wait_until
+from tests.support.engine_stack import SOURCES, EngineStack, connect, open_stack, wait_until
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Verdict
 from tests.support.peft_adapters import KINDS, LATENT_DORA_KINDS
@@ -249,7 +248,7 @@ def test_a_host_copy_is_released_after_all_ranks_have_read_it(
     assert released == dict.fromkeys(versions.values(), 2), "the number of ranks that have read it"
 
 
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize("preemption", ["swap", pytest.param("recompute", marks=pytest.mark.soak)])
 def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str, *, soak: bool) -> None:
     kit = kits("llama")
     prompts, kinds = mix(kit, num_each=3 if soak else 1)
@@ -373,11 +372,8 @@ def test_models_that_cannot_be_divided_are_refused(
 
 @pytest.fixture(scope="module")
 def stack(kits: Kits) -> Iterator[EngineStack]:
-    # Not tmp_path, because the path of a Unix socket may have at most 107 bytes.
-    with tempfile.TemporaryDirectory() as root:
-        stack = EngineStack(Path(root), kits("llama"), 400, tensor_parallel_size=2)
+    with open_stack(kits("llama"), 400, tensor_parallel_size=2) as stack:
         yield stack
-        stack.stop()
 
 
 def find_rank(stack: EngineStack) -> int:
