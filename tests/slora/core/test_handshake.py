@@ -45,16 +45,6 @@ async def listening(serve: Serve, listener: socket.socket | None = None) -> Asyn
         await asyncio.gather(*(handler for handler in handlers if handler is not None))
 
 
-def test_peers_with_the_same_secret_exchange_messages_after_the_handshake() -> None:
-    async def main() -> None:
-        async with listening(Doorkeeper(SECRET, greet).admit) as port:
-            reader, writer = await connect(TcpAddress("127.0.0.1", port, SECRET))
-            assert await read_message(reader) == {"op": "welcome"}
-            writer.close()
-
-    asyncio.run(main())
-
-
 def test_a_client_with_another_secret_gets_nothing_and_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with listening(Doorkeeper(SECRET, greet).admit) as port:

@@ -58,12 +58,14 @@ TINY = {
 }  # fmt: skip
 
 
-# They differ from others only in names or in the order of rotated elements, or others have all that they have.
-# `test_adapter_features.py` has gpt_oss and gpt2, and `test_adapters_reach_the_embedding_and_the_head` four others.
+# They differ from others only in names or in the order of rotated elements, or others have all that they have. In the
+# quick run, other tests compare some of them with peft: `test_adapter_features.py` has gpt_oss, gpt2 and deepseek_v3,
+# `test_tensor_parallel.py` starcoder2, `test_verification.py` gpt_neox, `test_quantization.py` qwen3_vl. Tests below
+# have the models with indexers, and those whose embedding and head are adapted.
 SOAKED = (
     *("smolvlm", "xglm", "deepseek_v2", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss"),
-    *("glm_moe_dsa", "axk2", "hy_v4", "mistral_large4"),
-    *("gpt2", "olmo2", "granite", "opt", "phi"),
+    *("glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "deepseek_v3", "deepseek_v32", "minimax_m3_vl_text"),
+    *("gpt2", "olmo2", "granite", "opt", "phi", "starcoder2", "gpt_neox", "qwen3_vl"),
 )
 
 

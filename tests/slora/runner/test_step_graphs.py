@@ -94,22 +94,21 @@ def bench(one_layer_kit: ModelKit) -> Bench:
 @torch.inference_mode()
 def test_a_step_padded_to_a_captured_size_computes_the_same(bench: Bench) -> None:
     batch = bench.decode(SOME, 15)
+    (lora,) = batch.lora
+    other_tiles = replace(lora, tiles=lora.tiles.flip(0), weights=lora.weights * 0.5)
+    check_replay(bench, batch, recorded=replace(batch, lora=(other_tiles,)))
+
+
+def check_replay(bench: Bench, batch: StepBatch, recorded: StepBatch) -> None:
+    """recorded: what was in the buffers when the graph was recorded."""
     pages = bench.runner.memory.pages
     before = pages.clone()
     expected = bench.forward(batch)
     expected_pages = pages.clone()
-    # When the graph was recorded, other tokens and tiles were in the buffers.
-    (lora,) = batch.lora
-    other_tiles = replace(lora, tiles=lora.tiles.flip(0), weights=lora.weights * 0.5)
-    assert not torch.equal(bench.replay(replace(batch, lora=(other_tiles,))), expected)
+    assert not torch.equal(bench.replay(recorded), expected)
     pages.copy_(before)
     hidden = bench.replay(batch)
     assert bench.num_captures == 1
-    check_equal_step(bench, hidden, expected, expected_pages)
-
-
-def check_equal_step(bench: Bench, hidden: Tensor, expected: Tensor, expected_pages: Tensor) -> None:
-    pages = bench.runner.memory.pages
     assert hidden.shape == expected.shape and not expected.isnan().any()
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
     numbers, expected_numbers = (x.view(torch.float32) for x in (pages, expected_pages))
@@ -184,19 +183,9 @@ def test_loading_other_adapters_changes_no_launch_argument(bench: Bench) -> None
 @torch.inference_mode()
 def test_a_padded_step_with_composed_adapters_computes_the_same(bench: Bench) -> None:
     batch = bench.decode(["odd_rank+some_layers", "odd_rank", "some_layers"], 15)
-    assert len(batch.lora) == 2
-    pages = bench.runner.memory.pages
-    before = pages.clone()
-    expected = bench.forward(batch)
-    expected_pages = pages.clone()
-    # When the graph was recorded, the second layer had other tiles.
     first, second = batch.lora
     others = replace(second, tiles=second.tiles.flip(0), weights=second.weights * 0.5)
-    assert not torch.equal(bench.replay(replace(batch, lora=(first, others))), expected)
-    pages.copy_(before)
-    hidden = bench.replay(batch)
-    assert bench.num_captures == 1
-    check_equal_step(bench, hidden, expected, expected_pages)
+    check_replay(bench, batch, recorded=replace(batch, lora=(first, others)))
     assert bench.graphs.find_shape(replace(batch, lora=(first, second, second))) is None
 
 
@@ -227,18 +216,9 @@ def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> Non
     batch = mix(bench, ["some_layers", "odd_rank"], 18)
     (lora,) = batch.lora
     assert len(batch.token_ids) == 2 + 18 + 19 and lora.num_decodes == 1
-    pages = bench.runner.memory.pages
-    before = pages.clone()
-    expected = bench.forward(batch)
-    expected_pages = pages.clone()
-    # When the graph was recorded, other tokens, sequences and tiles were in the buffers.
     other_tiles = replace(lora, tiles=lora.tiles.flip(0), num_decodes=0)
     others = replace(batch, token_ids=batch.token_ids.flip(0), lora=(other_tiles,))
-    assert not torch.equal(bench.replay(others), expected)
-    pages.copy_(before)
-    hidden = bench.replay(batch)
-    assert bench.num_captures == 1
-    check_equal_step(bench, hidden, expected, expected_pages)
+    check_replay(bench, batch, recorded=others)
 
 
 @torch.inference_mode()
