@@ -2,6 +2,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from slora.models.weights.linear import INT4_GROUPS, quantize_groups
@@ -28,7 +29,7 @@ SHAPES = (
 TABLES = {
     "integers": torch.arange(16.0),
     "e2m1": torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]),
-    # bfloat16 does not have these numbers.
+    # bfloat16 does not have most of these numbers.
     "any": torch.linspace(-1, 1, 16),
 }
 # Numbers of tokens. The Triton kernel has other block sizes from 17 and from 129 tokens on, except in float32.
@@ -117,6 +118,23 @@ def test_a_linear_of_four_bits_matches_its_twin(
     assert (error <= 2 * UNIT[dtype] * expected.double().abs() + 4 * UNIT[torch.float32] * size + 1e-7).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", (1, 16, 40))
+def test_numbers_with_more_bits_than_bfloat16_are_not_rounded_to_it(
+    kernels: Kernels, device: str, dtype: torch.dtype, tokens: int
+) -> None:
+    """Each row of x subtracts two columns, whose numbers differ by less than bfloat16 has between them."""
+    codes = (torch.arange(32) % 16).expand(20, 32)
+    scales, table = torch.full((20, 1), 0.5), 1 + torch.arange(16.0) / 4096
+    tensors = (pack_codes(codes), scales, torch.empty(0, 0), table)
+    weight = CodedWeight(*(tensor.to(device) for tensor in tensors))
+    columns = torch.arange(tokens) * 3 % 16 + 16
+    x = F.one_hot(columns, 32)
+    x[:, 0] = -1
+    expected = ((columns - 16) / 8192)[:, None].expand(tokens, 20)
+    assert torch.equal(multiply(kernels, x.to(device, dtype), weight, None).float().cpu(), expected)
+
+
 @pytest.mark.invariance
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +151,10 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(
     table: str,
     has_minimums: bool,
 ) -> None:
-    """Tiles multiply the one table, and not the other. The Triton kernel has other sums in blocks of other sizes."""
+    """Tiles multiply one number of bfloat16 for each of the first table, and two for the other.
+
+    The Triton kernel has other sums in blocks of other sizes.
+    """
     _, width, group, rows = shape
     weight = make_coded(
         rows, width, group, table, scale_dtype=torch.float16, has_minimums=has_minimums, device=device

@@ -50,6 +50,8 @@ PANEL_COLUMNS = 2 * COLUMNS
 PANEL_ROWS = 2 * ROWS
 # Rows that are multiplied with codes and bytes in vectors, not in tiles.
 FEW_ROWS = 2
+# Numbers of bfloat16 whose sum stands for a number of a table of codes that has more bits.
+SPLIT_PARTS = 2
 # Steps of a panel of bytes that are widened at a time.
 WIDENED_STEPS = 4
 # Output columns of an item in `workers.quantized`. Their rows of the weight fit a core's own cache for any usual width.

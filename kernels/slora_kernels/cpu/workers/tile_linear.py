@@ -28,6 +28,7 @@ from slora_kernels.cpu.worker_sizes import (
     PANEL_COLUMNS,
     PANEL_ROWS,
     ROWS,
+    SPLIT_PARTS,
     TERMS,
     WIDENED_STEPS,
 )
@@ -141,41 +142,49 @@ class _PanelProduct:
                         self._store_rows(start, count, add_products(start, count, num_tiles))
 
     def add_steps(
-        self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, *, first_tile: int = 0
+        self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, parts: Any = None
     ) -> Any:
         """Emits the products of the steps from `first` to `end`. weights: where the columns of step `first` begin.
 
-        Returns the memory that has the sums, from row 16 * first_tile on.
+        parts: how many tiles follow each other for each tile of columns, whose sum is multiplied. None: one.
+        Returns the memory that has the sums.
         """
-        self.clear_sums(num_tiles, first_tile)
-        self.add(start, num_tiles, weights, first, end, first_tile)
-        return self.store_sums(num_tiles, first_tile)
+        self.clear_sums(num_tiles)
+        self.add(start, num_tiles, weights, first, end, parts)
+        return self.store_sums(num_tiles)
 
-    def clear_sums(self, num_tiles: int, first_tile: int = 0) -> None:
-        for tile in itertools.chain(*_SUMS[first_tile : first_tile + num_tiles]):
+    def clear_sums(self, num_tiles: int) -> None:
+        for tile in itertools.chain(*_SUMS[:num_tiles]):
             self._tiles.clear(tile)
 
-    def add(
-        self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, first_tile: int = 0
-    ) -> None:
+    def add(self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, parts: Any = None) -> None:
         """Like `add_steps`, to the sums in the tiles."""
         builder, tiles, pitch = self._builder, self._tiles, self._pitch
-        sums = _SUMS[first_tile : first_tile + num_tiles]
         own_rows = builder.add(self._first_row, builder.mul(start, pitch))
-        with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
-            columns = builder.add(weights, builder.mul(builder.sub(step, first), I64(_STEP_BYTES)))
-            terms = builder.add(own_rows, builder.mul(step, I64(2 * TERMS)))
+        size = I64(_STEP_BYTES) if parts is None else builder.mul(parts, I64(_STEP_BYTES))
+
+        def multiply(columns: Any) -> None:
             for k, tile in enumerate(_SECOND):
                 tiles.load(tile, builder.add(columns, I64(k * _TILE_BYTES)), I64(64))
             for k in range(num_tiles):
-                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * ROWS))), pitch)
-                for total, second in zip(sums[k], _SECOND, strict=True):
+                for total, second in zip(_SUMS[k], _SECOND, strict=True):
                     tiles.multiply(total, _FIRST[k], second)
 
-    def store_sums(self, num_tiles: int, first_tile: int = 0) -> Any:
+        with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
+            columns = builder.add(weights, builder.mul(builder.sub(step, first), size))
+            terms = builder.add(own_rows, builder.mul(step, I64(2 * TERMS)))
+            for k in range(num_tiles):
+                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * ROWS))), pitch)
+            if parts is None:
+                multiply(columns)
+            else:
+                with cgutils.for_range(builder, parts) as loop:
+                    multiply(builder.add(columns, builder.mul(loop.index, I64(_STEP_BYTES))))
+
+    def store_sums(self, num_tiles: int) -> Any:
         """Returns the memory that has the sums."""
         builder = self._builder
-        for k in range(first_tile, first_tile + num_tiles):
+        for k in range(num_tiles):
             for n, tile in enumerate(_SUMS[k]):
                 place = k * ROWS * PANEL_COLUMNS + n * COLUMNS
                 self._tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
@@ -240,20 +249,30 @@ class _FewRows:
         for place in itertools.chain(*sums):
             self._builder.store(ir.Constant(VECTOR, None), place)
 
-    def add_step(self, sums: list[list[Any]], step: Any, load: Callable[[int, int], Sequence[Any]]) -> None:
-        """Adds the products of 32 terms. load(tile, pair): the numbers of a pair's even term, and of its odd one."""
+    def add_step(
+        self, sums: list[list[Any]], step: Any, load: Callable[[int, int], Sequence[Any]], num_parts: int = 1
+    ) -> None:
+        """Adds the products of 32 terms.
+
+        load(tile, pair): the numbers of a pair's even term, and of its odd one; then the same for each further part.
+        """
         builder, zero = self._builder, ir.Constant(VECTOR, None)
-        parts = [[[zero, zero] for _ in range(2)] for _ in range(self.count)]
+        chains = [[[zero] * (2 * num_parts) for _ in range(2)] for _ in range(self.count)]
         first = builder.mul(step, I64(4 * TERMS))
         for pair, tile in itertools.product(range(TERMS // 2), range(2)):
             numbers = load(tile, pair)
             for (row, address), odd in itertools.product(enumerate(self._rows), range(2)):
                 place = builder.add(address, builder.add(first, I64(4 * (2 * pair + odd))))
                 term = splat(builder, builder.load(builder.inttoptr(place, F32.as_pointer())))
-                parts[row][tile][odd] = multiply_add(builder, term, numbers[odd], parts[row][tile][odd])
+                own = chains[row][tile]
+                for chain in range(odd, 2 * num_parts, 2):
+                    own[chain] = multiply_add(builder, term, numbers[chain], own[chain])
         for (row, places), tile in itertools.product(enumerate(sums), range(2)):
-            both = builder.fadd(*parts[row][tile], flags=IN_ORDER)
-            builder.store(builder.fadd(builder.load(places[tile]), both, flags=IN_ORDER), places[tile])
+            total = builder.load(places[tile])
+            for chain in range(0, 2 * num_parts, 2):
+                both = builder.fadd(*chains[row][tile][chain : chain + 2], flags=IN_ORDER)
+                total = builder.fadd(total, both, flags=IN_ORDER)
+            builder.store(total, places[tile])
 
     def store(self, block: Any) -> None:
         """Stores the totals in a block of float32 [..., 32]."""
@@ -375,41 +394,61 @@ def multiply_byte_panel(
 class _PanelCodes:
     """Emits what a panel of codes needs beside the products.
 
-    The numbers of a table are exact in bfloat16, so the tiles multiply them as they are. The sums of each group of
-    terms are multiplied with its scales in float32. A minimum is multiplied with the sum of x over the group.
+    A number of the table is the sum of its parts, which are bfloat16, so the tiles multiply it as it is. The sums of
+    each group of terms are multiplied with its scales in float32. A minimum is multiplied with the sum of x over the
+    group.
 
-    arrays: codes, table, scales, minimums, and the sums of x [T, groups].
+    arrays: codes, table [parts, 32], scales, minimums, and the sums of x [T, groups].
     """
 
     def __init__(
-        self, context: Any, builder: Any, kinds: Any, arrays: Any, num_groups: Any, is_half: Any
+        self,
+        context: Any,
+        builder: Any,
+        kinds: Any,
+        arrays: Any,
+        num_groups: Any,
+        is_half: Any,
+        has_minimums: Any,
     ) -> None:
-        self._builder, self.num_groups, self._is_half = builder, num_groups, is_half
-        self._codes, table, self._scales, self._minimums = (
-            builder.ptrtoint(context.make_array(kind)(context, builder, array).data, I64)
+        self._builder, self.num_groups = builder, num_groups
+        self._is_half, self._has_minimums = is_half, has_minimums
+        codes, table, scales, minimums = (
+            context.make_array(kind)(context, builder, array)
             for kind, array in zip(kinds[:4], arrays[:4], strict=True)
         )
-        self._table = builder.load(builder.inttoptr(table, _ELEMENTS.as_pointer()), align=2)
-        self._floats = Memory(context, builder, kinds[1], arrays[1], I64(0)).load(0, I64(0))
+        self._codes, self._table, self._scales, self._minimums = (
+            builder.ptrtoint(part.data, I64) for part in (codes, table, scales, minimums)
+        )
+        self.num_parts, _ = cgutils.unpack_tuple(builder, table.shape)
+        self._floats = Memory(context, builder, kinds[1], arrays[1])
         self._group_sums = Memory(context, builder, kinds[4], arrays[4], I64(0))
 
     def decode(self, target: Any, first: Any, end: Any) -> None:
         """Decodes the steps from `first` to `end` into tiles as those of `TileWeight`, from `target` on.
 
         A tile's 64 bytes number k hold 4 of its rows: bits 4r to 4r + 3 of word i are the code of element i of row r.
+        The parts of a step follow each other.
         """
         builder = self._builder
-        begin, last = (builder.mul(step, I64(_CODE_LINES)) for step in (first, end))
-        with cgutils.for_range_slice(builder, begin, last, I64(1)) as (line, _):
-            place = builder.add(self._codes, builder.mul(line, I64(64)))
-            emit_prefetch(builder, builder.inttoptr(builder.add(place, I64(_PREFETCH_BYTES)), _BYTES))
-            words = builder.load(builder.inttoptr(place, _ELEMENTS.as_pointer()), align=64)
-            rows = builder.add(target, builder.mul(builder.sub(line, begin), I64(4 * 64)))
-            for row in range(4):
-                shifted = builder.lshr(words, ir.Constant(_ELEMENTS, [4 * row] * 2 * LANES))
-                numbers = look_up_words(builder, self._table, shifted)
-                pointer = builder.inttoptr(builder.add(rows, I64(64 * row)), _ELEMENTS.as_pointer())
-                builder.store(numbers, pointer, align=64)
+        with (
+            cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _),
+            cgutils.for_range(builder, self.num_parts) as parts,
+        ):
+            own = builder.add(self._table, builder.mul(parts.index, I64(4 * LANES)))
+            table = builder.load(builder.inttoptr(own, _ELEMENTS.as_pointer()), align=2)
+            place = builder.add(self._codes, builder.mul(step, I64(64 * _CODE_LINES)))
+            tiles = builder.mul(builder.sub(step, first), self.num_parts)
+            tiles = builder.add(target, builder.mul(builder.add(tiles, parts.index), I64(_STEP_BYTES)))
+            for line in range(_CODE_LINES):
+                codes = builder.add(place, I64(64 * line))
+                emit_prefetch(builder, builder.inttoptr(builder.add(codes, I64(_PREFETCH_BYTES)), _BYTES))
+                words = builder.load(builder.inttoptr(codes, _ELEMENTS.as_pointer()), align=64)
+                for row in range(4):
+                    shifted = builder.lshr(words, ir.Constant(_ELEMENTS, [4 * row] * 2 * LANES))
+                    numbers = look_up_words(builder, table, shifted)
+                    at = builder.add(tiles, I64(64 * (4 * line + row)))
+                    builder.store(numbers, builder.inttoptr(at, _ELEMENTS.as_pointer()), align=64)
 
     def clear(self, totals: Any, count: Any) -> None:
         with cgutils.for_range(self._builder, count) as loop:
@@ -417,16 +456,23 @@ class _PanelCodes:
                 pointer = point_at(self._builder, totals, loop.index, n)
                 self._builder.store(ir.Constant(VECTOR, None), pointer, align=64)
 
-    def add_group(
-        self, totals: Any, sums: Any, group: Any, start: Any, count: Any, *, has_minimums: bool
-    ) -> None:
+    def add_group(self, totals: Any, sums: Any, group: Any, start: Any, count: Any) -> None:
         """Adds scales * sums to `count` rows of totals, and minimums times the sums of x if there are minimums.
 
         start: the first of these rows in x.
         """
         builder = self._builder
         scales = self._load_columns(self._scales, group)
-        minimums = self._load_columns(self._minimums, group) if has_minimums else None
+        with builder.if_else(self._has_minimums) as branches:
+            for has_minimums, branch in zip((True, False), branches, strict=True):
+                with branch:
+                    minimums = self._load_columns(self._minimums, group) if has_minimums else None
+                    self._add_rows(totals, sums, scales, minimums, group, start, count)
+
+    def _add_rows(
+        self, totals: Any, sums: Any, scales: Any, minimums: Any, group: Any, start: Any, count: Any
+    ) -> None:
+        builder = self._builder
         with cgutils.for_range(builder, count) as loop:
             if minimums is not None:
                 place = builder.mul(builder.add(start, loop.index), self.num_groups)
@@ -439,28 +485,38 @@ class _PanelCodes:
                     total = multiply_add(builder, minimums[n], own, total)
                 builder.store(total, pointer, align=64)
 
-    def multiply_few(self, rows: _FewRows, group_steps: Any, *, has_minimums: bool) -> None:
+    def multiply_few(self, rows: _FewRows, group_steps: Any) -> None:
         """Emits the products of few rows with the panel."""
         builder = self._builder
+        for num_parts in (1, SPLIT_PARTS):
+            with builder.if_then(builder.icmp_signed("==", self.num_parts, I64(num_parts))):
+                self._multiply_few(rows, group_steps, num_parts)
+
+    def _multiply_few(self, rows: _FewRows, group_steps: Any, num_parts: int) -> None:
+        builder = self._builder
+        tables = [self._floats.load(part, I64(0)) for part in range(num_parts)]
+        places = [(row, tile) for row in range(rows.count) for tile in range(2)]
         with cgutils.for_range(builder, self.num_groups) as groups:
             sums, group = rows.make_sums(), groups.index
             with cgutils.for_range(builder, group_steps) as steps:
                 step = builder.add(builder.mul(group, group_steps), steps.index)
-                rows.add_step(sums, step, self._bind_step(step))
+                rows.add_step(sums, step, self._bind_step(step, tables), num_parts)
             scales = self._load_columns(self._scales, group)
-            minimums = self._load_columns(self._minimums, group) if has_minimums else None
-            for row, tile in itertools.product(range(rows.count), range(2)):
+            for row, tile in places:
                 place = rows.totals[row][tile]
                 total = multiply_add(
                     builder, scales[tile], builder.load(sums[row][tile]), builder.load(place)
                 )
-                if minimums is not None:
+                builder.store(total, place)
+            with builder.if_then(self._has_minimums):
+                minimums = self._load_columns(self._minimums, group)
+                for row, tile in places:
+                    place = rows.totals[row][tile]
                     at = builder.add(builder.mul(self.num_groups, I64(row)), group)
                     own = splat(builder, self._group_sums.load_scalar(0, at))
-                    total = multiply_add(builder, minimums[tile], own, total)
-                builder.store(total, place)
+                    builder.store(multiply_add(builder, minimums[tile], own, builder.load(place)), place)
 
-    def _bind_step(self, step: Any) -> Callable[[int, int], Sequence[Any]]:
+    def _bind_step(self, step: Any, tables: Sequence[Any]) -> Callable[[int, int], Sequence[Any]]:
         """Returns the function that loads numbers of a step for `_FewRows.add_step`.
 
         A lane of 32 bits has a column's codes of four pairs: first those of the even terms, then those of the odd ones.
@@ -473,14 +529,13 @@ class _PanelCodes:
             place = builder.add(first, I64(64 * (tile * _CODE_LINES // 2 + line)))
             if code == 0:
                 emit_prefetch(builder, builder.inttoptr(builder.add(place, I64(_PREFETCH_BYTES)), _BYTES))
-            numbers = []
+            indexes = []
             for odd in range(2):
                 # Loading from another byte shifts the lanes by 8 bits, and leaves the ports of arithmetic free.
                 own = builder.add(place, I64(2 * odd + code // 2))
                 codes = builder.load(builder.inttoptr(own, kind.as_pointer()), align=1)
-                shift = ir.Constant(kind, [4 * (code % 2)] * LANES)
-                numbers.append(permute_lanes(builder, self._floats, builder.lshr(codes, shift)))
-            return numbers
+                indexes.append(builder.lshr(codes, ir.Constant(kind, [4 * (code % 2)] * LANES)))
+            return [permute_lanes(builder, table, index) for table in tables for index in indexes]
 
         return load
 
@@ -501,101 +556,78 @@ class _PanelCodes:
         return [builder.load(place) for place in places]
 
 
-def _emit_coded_product(*, has_minimums: bool) -> Any:
-    @intrinsic
-    def multiply_coded_panel(
-        typing: Any,
-        out: Array,
-        x: Array,
-        scratch: Array,
-        bias: Array,
-        width: Int,
-        column: Int,
-        end: Int,
-        codes: Array,
-        table: Array,
-        scales: Array,
-        minimums: Array,
-        group_sums: Array,
-        group_steps: Int,
-        is_half: Int,
-    ) -> Any:
-        """Like `multiply_panel`, for a panel of codes, which is decoded into scratch [32 * width].
+@intrinsic
+def multiply_coded_panel(
+    typing: Any,
+    out: Array,
+    x: Array,
+    scratch: Array,
+    bias: Array,
+    width: Int,
+    column: Int,
+    end: Int,
+    codes: Array,
+    table: Array,
+    scales: Array,
+    minimums: Array,
+    group_sums: Array,
+    group_steps: Int,
+    is_half: Int,
+    has_minimums: Int,
+) -> Any:
+    """Like `multiply_panel`, for a panel of codes, which is decoded into scratch [parts * 32 * width].
 
-        For few rows, scratch has these rows, see `widen_few`. codes, scales, minimums: bytes of the panel. table:
-        bfloat16 [32], the numbers of the codes, twice. group_sums [T, groups]: the sums of x. group_steps: number of
-        steps of 32 terms in a group. is_half: whether scales and minimums are float16.
-        """
+    For few rows, scratch has these rows, see `widen_few`. codes, scales, minimums: bytes of the panel. table: bfloat16
+    [parts, 32], the parts of the numbers of the codes, twice. group_sums [T, groups]: the sums of x. group_steps:
+    number of steps of 32 terms in a group. is_half: whether scales and minimums are float16.
+    """
 
-        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7])
-            totals, weights = product.make_block(), product.weights
-            steps, group_steps = product.steps, args[12]
-            num_groups, is_half = (
-                builder.udiv(steps, group_steps),
-                builder.icmp_signed("!=", args[13], I64(0)),
-            )
-            panel = _PanelCodes(context, builder, signature.args[7:12], args[7:12], num_groups, is_half)
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7])
+        totals, weights = product.make_block(), product.weights
+        steps, group_steps = product.steps, args[12]
+        flags = (builder.icmp_signed("!=", flag, I64(0)) for flag in args[13:15])
+        num_groups = builder.udiv(steps, group_steps)
+        panel = _PanelCodes(context, builder, signature.args[7:12], args[7:12], num_groups, *flags)
 
-            def add_groups(start: Any, count: Any, num_tiles: int, *, is_decoded: bool) -> Any:
-                # Few rows leave tiles for the sums of a second group.
-                groups = 3 - num_tiles
-                bundle = builder.mul(group_steps, I64(groups))
+        def add_groups(start: Any, count: Any, num_tiles: int, *, is_decoded: bool) -> Any:
+            def find_weights(first: Any) -> Any:
+                place = first if is_decoded else builder.urem(first, builder.mul(group_steps, I64(2)))
+                place = builder.mul(place, panel.num_parts)
+                return builder.add(weights, builder.mul(place, I64(_STEP_BYTES)))
 
-                def find_end(first: Any, size: Any) -> Any:
-                    end = builder.add(first, size)
-                    return builder.select(builder.icmp_signed("<", end, steps), end, steps)
+            def find_end(first: Any) -> Any:
+                end = builder.add(first, group_steps)
+                return builder.select(builder.icmp_signed("<", end, steps), end, steps)
 
-                def find_weights(first: Any) -> Any:
-                    place = first if is_decoded else builder.urem(first, builder.mul(bundle, I64(2)))
-                    return builder.add(weights, builder.mul(place, I64(_STEP_BYTES)))
-
-                panel.clear(totals, count)
+            panel.clear(totals, count)
+            if not is_decoded:
+                panel.decode(weights, I64(0), group_steps)
+            with cgutils.for_range(builder, num_groups) as groups:
+                first = builder.mul(groups.index, group_steps)
+                following = builder.add(first, group_steps)
                 if not is_decoded:
-                    panel.decode(weights, I64(0), find_end(I64(0), bundle))
-                with cgutils.for_range_slice(builder, I64(0), steps, bundle) as (begin, _):
-                    if not is_decoded:
-                        # Tiles that were stored just before take long to load.
-                        following = find_end(begin, bundle)
-                        panel.decode(find_weights(following), following, find_end(following, bundle))
-                    places = [builder.add(begin, builder.mul(group_steps, I64(k))) for k in range(groups)]
-                    for k, first in enumerate(places):
-                        own, end = find_weights(first), find_end(first, group_steps)
-                        sums = product.add_steps(start, num_tiles, own, first, end, first_tile=k)
-                    for k, first in enumerate(places):
-                        with builder.if_then(builder.icmp_signed("<", first, steps)):
-                            own = point_at(builder, sums, I64(k * ROWS), 0)
-                            group = builder.udiv(first, group_steps)
-                            panel.add_group(
-                                totals,
-                                builder.ptrtoint(own, I64),
-                                group,
-                                start,
-                                count,
-                                has_minimums=has_minimums,
-                            )
-                return totals
+                    # Tiles that were stored just before take long to load.
+                    panel.decode(find_weights(following), following, find_end(following))
+                own = find_weights(first)
+                sums = product.add_steps(start, num_tiles, own, first, following, panel.num_parts)
+                panel.add_group(totals, sums, groups.index, start, count)
+            return totals
 
-            product.emit_few(lambda rows: panel.multiply_few(rows, group_steps, has_minimums=has_minimums))
-            with builder.if_then(builder.icmp_signed(">", product.num_rows, I64(FEW_ROWS))):
-                is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
-                with builder.if_else(is_few) as (few, many):
-                    with few:
-                        product.emit(partial(add_groups, is_decoded=False))
-                    with many:
-                        panel.decode(weights, I64(0), product.steps)
-                        product.emit(partial(add_groups, is_decoded=True))
-            return context.get_dummy_value()
+        product.emit_few(lambda rows: panel.multiply_few(rows, group_steps))
+        with builder.if_then(builder.icmp_signed(">", product.num_rows, I64(FEW_ROWS))):
+            is_few = builder.icmp_signed("<=", product.num_rows, I64(PANEL_ROWS))
+            with builder.if_else(is_few) as (few, many):
+                with few:
+                    product.emit(partial(add_groups, is_decoded=False))
+                with many:
+                    panel.decode(weights, I64(0), product.steps)
+                    product.emit(partial(add_groups, is_decoded=True))
+        return context.get_dummy_value()
 
-        integers = (types.int64, types.int64, types.int64)
-        coded = (codes, table, scales, minimums, group_sums, types.int64, types.int64)
-        return types.void(out, x, scratch, bias, *integers, *coded), emit
-
-    return multiply_coded_panel
-
-
-multiply_coded_panel = _emit_coded_product(has_minimums=False)
-multiply_coded_panel_with_minimums = _emit_coded_product(has_minimums=True)
+    integers = (types.int64, types.int64, types.int64)
+    coded = (codes, table, scales, minimums, group_sums, *integers)
+    return types.void(out, x, scratch, bias, *integers, *coded), emit
 
 
 @compiled
@@ -654,7 +686,7 @@ def coded_linear_worker(job: Job) -> None:
     thread = take_thread_index(job)
     scratch, sums = read_model_matrix(job, PANELS)[thread], read_float_matrix(job, GROUP_SUMS)[thread]
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    codes, table = read_byte_matrix(job, CODES), read_model_matrix(job, TABLE)[0]
+    codes, table = read_byte_matrix(job, CODES), read_model_matrix(job, TABLE)
     scales, minimums = read_byte_matrix(job, SCALES), read_byte_matrix(job, MINIMUMS)
     steps, is_half, has_minimums = (
         read_int(job, GROUP_STEPS),
@@ -668,16 +700,11 @@ def coded_linear_worker(job: Job) -> None:
     while item < count_items(job):
         for panel in range(item * size, min((item + 1) * size, codes.shape[0])):
             column, own_scales, own_codes = panel * PANEL_COLUMNS, scales[panel], codes[panel]
-            if has_minimums:
-                multiply_coded_panel_with_minimums(
-                    out, x, scratch, bias, width, column, out_width,
-                    own_codes, table, own_scales, minimums[panel], sums, steps, is_half,
-                )  # fmt: skip
-            else:
-                multiply_coded_panel(
-                    out, x, scratch, bias, width, column, out_width,
-                    own_codes, table, own_scales, own_scales, sums, steps, is_half,
-                )  # fmt: skip
+            own_minimums = minimums[panel] if has_minimums else own_scales
+            multiply_coded_panel(
+                out, x, scratch, bias, width, column, out_width,
+                own_codes, table, own_scales, own_minimums, sums, steps, is_half, has_minimums,
+            )  # fmt: skip
         item = take_item(job)
     release_tiles(mode)
 
