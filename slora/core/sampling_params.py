@@ -6,7 +6,6 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -236,7 +235,9 @@ class SamplingParams:
 
     def with_max_tokens(self, max_tokens: int) -> "SamplingParams":
         """Returns the same parameters with this `max_tokens`. Only what depends on it is checked again."""
-        made = copy(self)
+        made = object.__new__(SamplingParams)
+        for name in self.__slots__:  # `copy` takes five times as long.
+            object.__setattr__(made, name, getattr(self, name))
         object.__setattr__(made, "max_tokens", max_tokens)
         made._check_between("max_tokens", 1, _MAX_COUNT)
         made._check_min_tokens()

@@ -11,7 +11,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -179,11 +178,25 @@ class LogprobsFormat:
         *,
         shows_ids: bool = False,
     ) -> None:
-        # Cached, because looking up a text takes 3 microseconds, and the same tokens are listed again and again.
-        self._text = cache("token_id:{}".format if shows_ids else tokenizer.token_text)
-        self._bytes = cache(lambda token_id, is_first: [*tokenizer.token_bytes(token_id, is_first=is_first)])
+        self._tokenizer = tokenizer
         self._num_top = num_top
         self._num_prompt_top = num_prompt_top
+        self._shows_ids = shows_ids
+        # Kept, because looking up a text takes 3 microseconds, and the same tokens are listed again and again.
+        self._texts: dict[int, str] = {}
+        self._token_bytes: dict[tuple[int, bool], list[int]] = {}
+
+    def _text(self, token_id: int) -> str:
+        if (text := self._texts.get(token_id)) is None:
+            text = f"token_id:{token_id}" if self._shows_ids else self._tokenizer.token_text(token_id)
+            self._texts[token_id] = text
+        return text
+
+    def _bytes(self, token_id: int, is_first: bool) -> list[int]:
+        if (found := self._token_bytes.get((token_id, is_first))) is None:
+            found = [*self._tokenizer.token_bytes(token_id, is_first=is_first)]
+            self._token_bytes[token_id, is_first] = found
+        return found
 
     def columns(
         self, tokens: Sequence[AlignedToken], make_list: _Lister, first_offset: int = 0
@@ -277,8 +290,9 @@ class CompletionFormat:
         self._num_choices = num_choices
         # Choice -> character position at which its next token starts.
         self._offsets: dict[int, int] = {}
-        # A prompt may have 131,072 ids, so their JSON is made once for all choices of the prompt.
-        self._encode_prompt = cache(lambda index: encode_ascii(prompts[index]))
+        self._prompts = prompts
+        # The ids of each prompt as JSON. A prompt may have 131,072 ids, so it is made once for all of its choices.
+        self._encoded_prompts: dict[int, str] = {}
 
     @property
     def reads_text(self) -> bool:
@@ -299,7 +313,9 @@ class CompletionFormat:
         logprobs = self._logprobs.columns(delta.tokens, _list_now, offset)
         rest = _encode_rest(logprobs, delta.finish_reason, delta.token_ids if self._has_ids else None)
         if self._has_ids and is_first:
-            rest += f',"prompt_token_ids":{self._encode_prompt(delta.index)}'
+            if delta.index not in self._encoded_prompts:
+                self._encoded_prompts[delta.index] = encode_ascii(self._prompts[delta.index])
+            rest += f',"prompt_token_ids":{self._encoded_prompts[delta.index]}'
         choice = f'{{"index":{index},"text":{encode_ascii(delta.text)},{rest}}}'
         return (self._envelope.event(choice, usage),)
 

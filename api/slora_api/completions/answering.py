@@ -26,7 +26,7 @@ from slora_api.completions.schemas import AnswerFields, ConversationFields
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 from slora_api.http.json_slices import PartedResponse, write_json
-from slora_api.http.sse import EventStream, hold_head
+from slora_api.http.sse import EventStream
 from slora_api.usage.usage_recorder import OpenRequest
 
 # Reading the tool calls of this many characters takes at most 3 ms.
@@ -65,8 +65,13 @@ async def answer_call(
             parts = await call.until_gone(writing)
             return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
         events = write_events(deltas, shape, usage, call.answers, call.echoes)
-        first = await call.until_gone(hold_head(events))
-        return EventStream(first, events, shape.failure, call.model.headers, shape.keep_alive)
+        return EventStream(events, shape.failure, call.model.headers, shape.keep_alive, answer_again)
+
+    async def answer_again(error: Exception) -> EventStream:
+        await call.find_model_again(body, error)
+        again = await answer()
+        assert isinstance(again, EventStream), "the request has not changed"
+        return again
 
     return await call.answer_with(body, answer)
 
@@ -146,7 +151,8 @@ async def write_events(
     ending = _make_events(last, shape, usage, opens=not opened)
     for events in _join(chain(ending, _make_closing(shape, usage, answers))):
         yield events
-        await asyncio.sleep(0)
+        if len(events) >= _EVENT_BYTES:
+            await asyncio.sleep(0)
 
 
 def _make_closing(shape: AnswerFormat, usage: AnswerUsage, answers: Sequence[Answer]) -> Iterator[bytes]:
@@ -196,9 +202,9 @@ async def stream_completion(
                 # Deltas with log-probabilities of the prompt are not passed on, because `answer` has collected them.
                 if shown := [delta for delta in taken if not delta.prompt_logprobs]:
                     yield shown
-                    if shown[-1].tokens:
-                        # Let other tasks run. The next deltas may already be ready, and the reader would write them
-                        # without yielding to the event loop.
+                    if is_split:
+                        # Let other tasks run. Otherwise the reader would write all parts without yielding to the event
+                        # loop. Before the next list, the engine's stream yields to it.
                         await asyncio.sleep(0)
                 if answer.is_over:
                     return

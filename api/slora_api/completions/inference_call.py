@@ -137,13 +137,19 @@ class InferenceCall:
         try:
             return await answer()
         except AdapterFetchFailed as error:
-            if error.code != "not_found":
-                raise
-            adapters = self.model.adapters
-            await self._find_model(body, is_stale=True)
-            if self.model.adapters == adapters:
-                raise
+            await self.find_model_again(body, error)
             return await answer()
+
+    async def find_model_again(self, body: ModelFields, error: Exception) -> None:
+        """Looks the model up again after an error. Raises the error, unless it says that an adapter does not exist, and
+        the model now has other adapters.
+        """
+        if not isinstance(error, AdapterFetchFailed) or error.code != "not_found":
+            raise error
+        adapters = self.model.adapters
+        await self._find_model(body, is_stale=True)
+        if self.model.adapters == adapters:
+            raise error
 
     def add_answer(
         self,

@@ -203,7 +203,6 @@ class BodyTooLarge(ApiError):
         super().__init__(
             f"The body is larger than {limit_bytes} bytes, this server's limit ({setting}).{context}"
         )
-        self.limit_bytes = limit_bytes
 
 
 class BodyEncoded(ApiError):

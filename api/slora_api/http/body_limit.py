@@ -89,17 +89,24 @@ class BodyLimits:
         """Whether the body is an upload, which is written to the disk instead of the memory."""
         return self.upload_paths.fullmatch(scope["path"]) is not None
 
+    def find(self, scope: Scope) -> tuple[int, str]:
+        """Returns the maximum number of bytes for this request's path, and the setting that limits them."""
+        if scope["path"] in self.generation_paths:
+            return self.max_body_bytes, "max_body_bytes"
+        if self.is_upload(scope):
+            return self.max_upload_bytes, "max_upload_bytes"
+        if scope["path"] == self.file_path:
+            return self.max_file_bytes + _FORM_BYTES, "max_file_bytes"
+        if self.max_body_bytes > MAX_SMALL_BODY_BYTES:
+            return MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads, generation and tokenizing"
+        return self.max_body_bytes, "max_body_bytes"
+
     def too_large(self, scope: Scope) -> BodyTooLarge:
         """Returns the error for a body that exceeds the limit of this request's path."""
-        if self.is_upload(scope):
-            return BodyTooLarge(self.max_upload_bytes, "max_upload_bytes")
-        if scope["path"] == self.file_path:
-            return BodyTooLarge(self.max_file_bytes + _FORM_BYTES, "max_file_bytes")
-        if scope["path"] not in self.generation_paths and self.max_body_bytes > MAX_SMALL_BODY_BYTES:
-            return BodyTooLarge(
-                MAX_SMALL_BODY_BYTES, "the limit for all routes except uploads, generation and tokenizing"
-            )
-        return BodyTooLarge(self.max_body_bytes, "max_body_bytes", self.find_max_model_len())
+        limit_bytes, setting = self.find(scope)
+        return BodyTooLarge(
+            limit_bytes, setting, self.find_max_model_len() if setting == "max_body_bytes" else None
+        )
 
     def memory(self, board: HostBoard | None = None) -> PermitPool:
         """Returns the memory for all bodies in all API processes, as a pool with one permit for each byte. The default
@@ -135,7 +142,7 @@ class _BodyReader:
         self._limits = limits
         self._memory = memory
         self._held = ExitStack()
-        self._too_large = limits.too_large(scope)
+        self._limit_bytes, _ = limits.find(scope)
         self._is_on_disk = limits.is_upload(scope) or scope["path"] == limits.file_path
         self._timeout = MinRateTimeout(limits.grace_s, limits.min_bytes_per_s)
         self._waited_s = 0.0
@@ -167,8 +174,8 @@ class _BodyReader:
         waited_s, num_new = time.monotonic() - started_at, self.num_bytes - num_before
         self._waited_s += waited_s
         self._timeout.charge(waited_s, num_new)
-        if self.num_bytes > self._too_large.limit_bytes:
-            raise self._too_large
+        if self.num_bytes > self._limit_bytes:
+            raise self._limits.too_large(self._scope)
         if num_new and not self._is_on_disk:
             self._held.enter_context(self._memory.hold(_tenant(self._scope), num_new))
         return message
@@ -208,7 +215,7 @@ class BodyLimitMiddleware:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = _BodyReader(receive, scope, self._limits, self._memory)
         lingering = _lingering(send, body)
-        if (refusal := _refuse_head(scope, self._limits.too_large(scope))) is not None:
+        if (refusal := _refuse_head(scope, self._limits)) is not None:
             await error_response(refusal)(scope, receive, lingering)
             return
         answered = False
@@ -237,7 +244,7 @@ def _tenant(scope: Scope) -> str:
     return tenant or ""
 
 
-def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:
+def _refuse_head(scope: Scope, limits: BodyLimits) -> ApiError | None:
     """Returns an error if the URL or the headers show that the request cannot be answered. The HTTP parser has checked
     Content-Length.
     """
@@ -246,8 +253,8 @@ def _refuse_head(scope: Scope, too_large: BodyTooLarge) -> ApiError | None:
         return BadRequest("The URL contains a NUL character (%00), which no name has; remove it.")
     headers = Headers(scope=scope)
     num_bytes = int(headers.get("content-length", "0"))
-    if num_bytes > too_large.limit_bytes:
-        return too_large
+    if num_bytes > limits.find(scope)[0]:
+        return limits.too_large(scope)
     encoding = headers.get("content-encoding", "identity").strip()
     if encoding.lower() not in ("", "identity") and (num_bytes or "transfer-encoding" in headers):
         return BodyEncoded(encoding)

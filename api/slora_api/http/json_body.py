@@ -160,11 +160,14 @@ async def _read_object(request: Request, bounds: RequestBounds, structure: JsonS
     raw = await _read_bytes(request, structure)
     if not raw:
         raise _invalid("missing", "Field required")
-    text = _decode(raw)
     # Each step takes milliseconds for a body of several megabytes. Other requests can run in between.
-    await asyncio.sleep(0)
+    is_long = len(raw) > _PART_BYTES
+    text = _decode(raw)
+    if is_long:
+        await asyncio.sleep(0)
     body = _parse(text) if _is_json(request.headers.get("content-type", "")) else None
-    await asyncio.sleep(0)
+    if is_long:
+        await asyncio.sleep(0)
     if not isinstance(body, dict):
         raise _invalid("model_attributes_type", "Input should be an object")
     bounds.check_counts(body)
@@ -176,7 +179,8 @@ async def _read_bytes(request: Request, structure: JsonStructure) -> bytes:
     async for chunk in request.stream():
         for start in range(0, len(chunk), _PART_BYTES):
             structure.add(chunk[start : start + _PART_BYTES])
-            await asyncio.sleep(0)
+            if start + _PART_BYTES < len(chunk):
+                await asyncio.sleep(0)
         parts.append(chunk)
     return b"".join(parts)
 

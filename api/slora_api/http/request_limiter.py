@@ -64,7 +64,7 @@ class RequestLimiter:
 
         param: the field that asks for several answers to each prompt.
         """
-        self.check_generation(tenant, num_prompts, answers_each, param)
+        self._check_possible(num_prompts, answers_each, param)
         with self._generation_permits.hold(tenant, num_prompts * answers_each):
             yield
 
@@ -74,6 +74,10 @@ class RequestLimiter:
         """Checks that a permit is free for each answer, without taking permits. Raises the same errors as
         `admit_generation`.
         """
+        self._check_possible(num_prompts, answers_each, param)
+        self._generation_permits.check_available(tenant, num_prompts * answers_each)
+
+    def _check_possible(self, num_prompts: int, answers_each: int, param: str) -> None:
         self._refuse_when_stopping()
         num_answers, permits = num_prompts * answers_each, self._generation_permits
         if num_answers > permits.max_at_once:
@@ -83,7 +87,6 @@ class RequestLimiter:
                 "and `best_of`.",
                 "prompt" if answers_each == 1 else param,
             )
-        permits.check_available(tenant, num_answers)
 
     @contextmanager
     def admit_upload(self, tenant: str) -> Iterator[None]:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from slora_adapters.process.shortage import find_shortage
@@ -56,8 +56,8 @@ class _ResponseSender:
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            headers = MutableHeaders(raw=list(message.get("headers", [])))
-            headers.update(dict.fromkeys(self._id_headers, self._context.request_id))
+            # No route sets these headers.
+            headers = dict.fromkeys(self._id_headers, self._context.request_id)
             if self._context.span is not None:
                 headers["traceresponse"] = self._context.span.traceparent
             headers["openai-processing-ms"] = str(round(self.seconds * 1000))
@@ -65,7 +65,8 @@ class _ResponseSender:
                 headers.update(await meter.headers())
             if (ignored := self._state.get("ignored")) is not None and ignored.names:
                 headers["x-slora-ignored"] = mask_keys(ignored.listed)
-            message = {**message, "headers": headers.raw}
+            encoded = [(name.encode("ascii"), value.encode("latin-1")) for name, value in headers.items()]
+            message = {**message, "headers": [*message.get("headers", ()), *encoded]}
         await self._send(message)
 
 

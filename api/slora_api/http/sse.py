@@ -16,12 +16,12 @@ limit the tokens that the engine computes in the meantime.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from fastapi.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from slora_adapters.errors import SloraError
 from slora_api.core.errors import ClientGone, ErrorAnswer, Stopping, describe_error
@@ -83,80 +83,65 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, _T]) -
             task.uncancel()
 
 
-async def hold_head(events: _Events) -> asyncio.Task[bytes]:
-    """Computes the first events, and waits for them for at most `HOLD_S`. Raises the error of computing them if it
-    comes in time. Returns the task that computes them.
-    """
-    first = asyncio.create_task(_take_first(events))
-    try:
-        await asyncio.wait({first}, timeout=HOLD_S)
-        if first.done():
-            await first
-    except BaseException:
-        await _abandon(first, events)
-        raise
-    return first
-
-
-async def _take_first(events: _Events) -> bytes:
-    return await anext(events)
-
-
-async def _abandon(first: bytes | asyncio.Task[bytes], events: _Events) -> None:
-    if isinstance(first, asyncio.Task):
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-    await events.aclose()
-
-
 class EventStream(Response):
-    """Sends `events`. Each item is one write.
+    """Sends `events`. Each item is one write. The first one is awaited before the head is sent, for at most `HOLD_S`.
 
     It subclasses Response because FastAPI requires it, but uses only the header handling of Response.
 
-    first: the first events, or the task that computes them; see `hold_head`.
     failure: returns the events that end a stream with an error.
     keep_alive: the event or the comment that is sent while there is nothing else to send.
+    retry: called with an error that comes before the head was sent. Returns the stream to send instead, or raises the
+        error.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        first: bytes | asyncio.Task[bytes],
         events: _Events,
         failure: Callable[[ErrorAnswer], Iterable[bytes]],
         headers: dict[str, str],
         keep_alive: bytes = KEEP_ALIVE,
+        retry: "Callable[[Exception], Awaitable[EventStream]] | None" = None,
     ) -> None:
         # X-Accel-Buffering keeps nginx from buffering the answer.
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no", **headers})
         del self.headers["content-length"]
-        self._first = first
         self._events = events
         self._failure = failure
         self._keep_alive = keep_alive
+        self._retry = retry
+        self._is_open = False  # Whether the head was sent.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        start: Message = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(_abandon, self._first, self._events)
-            await send(start)
-            if isinstance(self._first, asyncio.Task) and not self._first.done():
-                # The head leaves with the first part of the body.
-                await send(_body(self._keep_alive))
-            end: Iterable[bytes] = ()
-            try:
-                await unless_disconnected(receive, self._send_events(send, scope["state"]["request_id"]))
-            except ClientGone:
-                return
-            except asyncio.CancelledError:
-                # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
-                # client gets an event that says so.
-                end = self._failure(describe_error(scope["state"].get(ENDED_BY) or Stopping()))
-            for part in end:
-                await send(_body(part))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        """Raises the error of the first event if it comes before the head was sent."""
+        try:
+            async with aclosing(self._events):
+                await self._send_all(scope["state"], receive, send)
+        except Exception as error:
+            if self._is_open or self._retry is None:
+                raise
+            again = await self._retry(error)
+            again._retry = None
+            await again(scope, receive, send)
+
+    async def _send_all(self, state: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        end: Iterable[bytes] = ()
+        try:
+            await unless_disconnected(receive, self._send_events(send, state["request_id"]))
+        except ClientGone:
+            if not self._is_open:
+                raise
+            return
+        except asyncio.CancelledError:
+            if not self._is_open:
+                raise
+            # The key was revoked, or uvicorn cancels the remaining requests because the drain time is over. The
+            # client gets an event that says so.
+            end = self._failure(describe_error(state.get(ENDED_BY) or Stopping()))
+        for part in end:
+            await self._send_part(send, part)
+        await self._send_part(send, b"", more_body=False)
 
     async def _send_events(self, send: Send, request_id: str) -> None:
         """Sends the events. If computing them fails, the last event is the error. Between two events, sends
@@ -166,15 +151,18 @@ class EventStream(Response):
         now, sending, is_between = loop.time, asyncio.Lock(), True
         sent_at = now()
 
+        def due_at() -> float:
+            return sent_at + (KEEP_ALIVE_S if self._is_open else HOLD_S)
+
         async def keep_alive() -> None:
             nonlocal sent_at
             while True:
-                await asyncio.sleep(sent_at + KEEP_ALIVE_S - now())
+                await asyncio.sleep(due_at() - now())
                 async with sending:
-                    if now() < sent_at + KEEP_ALIVE_S:
+                    if now() < due_at():
                         continue
                     if is_between:
-                        await send(_body(self._keep_alive))
+                        await self._send_part(send, self._keep_alive)
                     sent_at = now()
 
         keeping: asyncio.Task[None] | None = None
@@ -184,12 +172,12 @@ class EventStream(Response):
             keeping = asyncio.create_task(keep_alive())
 
         # Most streams end before this, so they need no task.
-        starting = loop.call_later(KEEP_ALIVE_S, start)
+        starting = loop.call_later(min(HOLD_S, KEEP_ALIVE_S), start)
         try:
             while parts := await self._take(request_id):
                 for part in parts:
                     async with sending:
-                        await send(_body(part))
+                        await self._send_part(send, part)
                         sent_at, is_between = now(), part.endswith(_EVENT_END)
         finally:
             starting.cancel()
@@ -199,18 +187,19 @@ class EventStream(Response):
 
     async def _take(self, request_id: str) -> Sequence[bytes]:
         """Returns the next events, or those that tell of an error; none after the last ones."""
-        first, self._first = self._first, b""
         try:
-            found = (
-                await first if isinstance(first, asyncio.Task) else first or await anext(self._events, b"")
-            )
+            found = await anext(self._events, b"")
         except Exception as error:
+            if not self._is_open:
+                raise
             # The response has started, so an exception handler can no longer report the error to the client.
             if not isinstance(error, SloraError):
                 logger.error("request %s failed while streaming", request_id, exc_info=error)
             return list(self._failure(describe_error(error)))
         return [found] if found else ()
 
-
-def _body(content: bytes) -> Message:
-    return {"type": "http.response.body", "body": content, "more_body": True}
+    async def _send_part(self, send: Send, part: bytes, *, more_body: bool = True) -> None:
+        if not self._is_open:  # The head leaves with the first part of the body.
+            self._is_open = True
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": part, "more_body": more_body})

@@ -184,7 +184,8 @@ async def watch_own(
     frames: the number of frames after which the stream ends.
     """
     shown = services.live.watch(key.tenant)
-    return await _stream(_while_valid(shown, services, key.key_id, request), frames)
+    shown = _while_valid(shown, services, key.key_id, request)
+    return EventStream(_take(shown, frames), _failure, {})
 
 
 @router.get("/admin/live", response_class=Response, responses=_ANSWERS)
@@ -197,9 +198,9 @@ async def watch_all(
     """
     shown = services.live.watch(None)
     # All other requests of operators are short, so they need no such check.
-    return await _stream(
-        shown if key is BOOTSTRAP_KEY else _while_valid(shown, services, key.key_id, request), frames
-    )
+    if key is not BOOTSTRAP_KEY:
+        shown = _while_valid(shown, services, key.key_id, request)
+    return EventStream(_take(shown, frames), _failure, {})
 
 
 async def _while_valid(
@@ -212,23 +213,16 @@ async def _while_valid(
                 yield frame
 
 
-async def _stream(shown: AsyncGenerator[bytes, None], num_frames: int) -> Response:
-    try:
-        first = await anext(shown)
-    except StopAsyncIteration:
-        raise Stopping() from None
-    return EventStream(first, _take(shown, num_frames - 1), _failure, {})
-
-
-async def _take(shown: AsyncGenerator[bytes, None], count: int) -> AsyncGenerator[bytes, None]:
+async def _take(shown: AsyncGenerator[bytes, None], num_frames: int) -> AsyncGenerator[bytes, None]:
+    num_taken = 0
     async with aclosing(shown):
-        while count:
-            async for frame in shown:
-                yield frame
-                break
-            else:
+        async for frame in shown:
+            yield frame
+            num_taken += 1
+            if num_taken == num_frames:
                 return
-            count -= 1
+    if not num_taken:
+        raise Stopping()
 
 
 def _failure(answer: ErrorAnswer) -> Iterable[bytes]:
