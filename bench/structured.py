@@ -38,7 +38,7 @@ from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer as TextTokenizer
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.process.progress_bar import track_progress
-from slora_kernels.torch.token_masks import mask_logits
+from slora_kernels.torch.token_sampling import mask_logits
 from tests.api.served import serving
 
 BATCH, PROMPT_TOKENS, OUTPUT_TOKENS = 64, 64, 64

@@ -68,11 +68,9 @@ from slora_kernels.cpu.worker_sizes import (
 from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
 from slora_kernels.torch.grouped_matmuls import grouped_linear, multiply_groups
-from slora_kernels.torch.lora_embedding import shrink_embedding
-from slora_kernels.torch.lora_matmuls import add_delta, write_delta
+from slora_kernels.torch.lora_matmuls import add_delta, shrink_embedding, write_delta
 from slora_kernels.torch.quantized_matmuls import quantized_linear
-from slora_kernels.torch.token_masks import mask_logits
-from slora_kernels.torch.token_sampling import sample_tokens
+from slora_kernels.torch.token_sampling import mask_logits, sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
 SERIAL_ELEMENTS = 65536

@@ -32,23 +32,21 @@ from slora_kernels.batch import (
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.layout import LARGEST_E4M3, SCALE_BYTES, LoraSite
 from slora_kernels.sampling_tensors import SamplingTensors
-from slora_kernels.torch.argmax import find_argmax
 from slora_kernels.torch.grouped_matmuls import grouped_linear
-from slora_kernels.torch.lora_affine import apply_affine
-from slora_kernels.torch.lora_embedding import shrink_embedding
 from slora_kernels.torch.lora_matmuls import (
     HostLoraTile,
     add_delta,
+    apply_affine,
     expand_tiles,
     plan_tiles,
+    shrink_embedding,
     shrink_tiles,
     write_delta,
 )
 from slora_kernels.torch.quantized_matmuls import coded_linear, quantized_linear
 from slora_kernels.torch.row_blocks import multiply_batches
-from slora_kernels.torch.token_masks import mask_logits
 from slora_kernels.torch.token_rows import token_logits
-from slora_kernels.torch.token_sampling import sample_tokens
+from slora_kernels.torch.token_sampling import find_argmax, mask_logits, sample_tokens
 
 # Context tokens per iteration: enough to amortise a dozen torch calls, few enough to fit the CPU caches.
 COLUMN_TOKENS = 256

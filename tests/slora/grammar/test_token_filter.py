@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from slora.core.sampling_params import SamplingParams
 from slora.grammar.matcher import TokenFilter
-from slora_kernels.torch.token_masks import mask_logits
+from slora_kernels.torch.token_sampling import mask_logits
 
 VOCAB = 70
 # Few different tokens, so that the ends of random answers are often the beginning of a bad word.
