@@ -138,12 +138,44 @@ def decode_gguf(stored: TensorPlace, rows: Tensor) -> Tensor:
     rows: numbers, or uint8 blocks, [n, ...].
     """
     if stored.block is not None:
-        gguf = import_gguf()
-        kind = gguf.GGMLQuantizationType[stored.dtype]
-        rows = torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))
+        rows = _decode_blocks(stored, rows)
     if stored.added:
         rows = rows.float() - stored.added
     return _join_halves(stored, rows)
+
+
+# The bytes before the codes of types with blocks of 32 numbers: a scale, and a minimum, in float16.
+_FACTOR_BYTES = {"Q4_0": 2, "Q4_1": 4, "Q8_0": 2}
+
+
+def _decode_blocks(stored: TensorPlace, rows: Tensor) -> Tensor:
+    """Returns float32 [..., K] of rows of blocks, uint8 [..., bytes].
+
+    The package gguf computes all types. It takes three times as long as torch takes here, and its numbers are the same.
+    """
+    if stored.dtype not in _FACTOR_BYTES:
+        gguf = import_gguf()
+        kind = gguf.GGMLQuantizationType[stored.dtype]
+        return torch.from_numpy(gguf.quants.dequantize(rows.numpy(), kind))
+    assert stored.block is not None
+    blocks = rows.view(-1, stored.block[1])
+    num_bytes = _FACTOR_BYTES[stored.dtype]
+    factors = blocks[:, :num_bytes].contiguous().view(torch.float16).float()
+    codes = blocks[:, num_bytes:]
+    if stored.dtype == "Q8_0":
+        numbers = codes.contiguous().view(torch.int8).float()
+    else:
+        # The low bits of the bytes are the codes of the first half of the block.
+        numbers = torch.empty(len(blocks), 2 * codes.shape[1])
+        low, high = numbers.chunk(2, dim=1)
+        low.copy_(codes & 15)
+        high.copy_(codes >> 4)
+    if stored.dtype == "Q4_0":
+        numbers -= 8.0
+    numbers *= factors[:, :1]
+    if stored.dtype == "Q4_1":
+        numbers += factors[:, 1:]
+    return numbers.view(*rows.shape[:-1], -1)
 
 
 def expand_scales(stored: TensorPlace, scales: Tensor, block: ScaleBlock | None) -> Tensor:

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Type
+from gguf.quants import dequantize
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from slora.core.errors import ConfigError
@@ -17,6 +19,8 @@ from slora.models.gguf_model import prepare_gguf_model, read_gguf_config
 from slora.models.model_spec import find_model, read_model_spec
 from slora.models.weights.checkpoint import fingerprint
 from slora.models.weights.gguf_file import read_gguf
+from slora.models.weights.tensor_place import TensorPlace
+from slora.models.weights.weight_blocks import decode_gguf
 from slora.text.tokenizer import Tokenizer
 from tests.support.config_judge import last_logits, serve_logits
 from tests.support.gguf_files import sentencepiece_vocabulary, trained_vocabulary, write_gguf
@@ -84,6 +88,21 @@ def test_a_quantized_file_has_the_logits_of_transformers_reading(tmp_path: Path,
     write_gguf(tmp_path / "tiny.gguf", "llama", partial(type_of_mix, mix), **sizes)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
     assert largest_error(find_model(tmp_path), oracle) < 1e-3
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_torch_computes_the_numbers_of_the_package_gguf(kind: str) -> None:
+    numbers, num_bytes = GGML_QUANT_SIZES[Type[kind]]
+    blocks = torch.randint(
+        0, 256, (6, 5, num_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    )
+    # The first bytes are factors in float16. A high byte of less than 0x7C is a finite number.
+    blocks[..., 1:4:2] = blocks[..., 1:4:2] & 0x83 | 0x38
+    rows = blocks.flatten(1)
+    stored = TensorPlace("w", Path(), kind, (6, 5 * numbers), 0, (numbers, num_bytes))
+    expected = torch.from_numpy(dequantize(rows.numpy(), Type[kind]))
+    assert expected.isfinite().all() and torch.equal(decode_gguf(stored, rows), expected)
+    assert torch.equal(decode_gguf(stored, rows[0]), expected[0])
 
 
 @pytest.mark.parametrize(("mix", "most"), [("Q4_0", 1e-4), ("Q4_1", 1e-4), ("Q4_K", 1e-4), ("Q4_K_M", 0.5)])
