@@ -1,11 +1,9 @@
 """Runs a step on the device: moves pages, loads adapters, builds the batch, runs the model and samples tokens."""
 
-import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from threading import Timer
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from slora.memory.residency import AdapterLoad
 from slora.memory.tenant_account import TenantAccount
 from slora.models.decoder import Decoder
 from slora.models.lora_deltas import LoraDeltas
-from slora.models.model import LoadModel, Model, load_model
+from slora.models.model import LoadModel, load_model
 from slora.models.model_spec import ModelSpec
 from slora.models.step_batch import StepArrays, StepBatch, tile_prompt_rows
 from slora.runner.cost_measurement import measure_costs
@@ -44,10 +42,8 @@ from slora.sampling.sampling_table import SamplingTable
 from slora.sampling.token_masks import TokenMasks
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
-from slora_kernels.batch import KVGeometry
 from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits
-from slora_kernels.ops import Kernels
 from slora_kernels.torch.lora_matmuls import read_rows
 
 
@@ -100,9 +96,6 @@ def split_loads(plan: StepPlan) -> tuple[list[AdapterLoad], list[AdapterLoad]]:
 # The results of one step: one token for each of the chunks' `sampled_sequences`.
 ReadTokens = Callable[[], list[SampledToken]]
 _DEFERRED = SampledToken(None, is_deferred=True)
-# If the compilation takes at least this long, the kernels were not in the cache.
-_LONG_WARM_UP_S = 3.0
-_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -154,7 +147,8 @@ class Runner:
         self.device, self.dtype_name, self.kernels = part.device, part.dtype_name, part.kernels
         self.decoder, self._shape, self._geometry = part.model, part.shape, part.geometry
         self.full_page_bytes = part.full_page_bytes
-        _warm_up(self.kernels, self._geometry, self.decoder)
+        self.kernels.warm_up(self._geometry)
+        self.decoder.warm_up(self.kernels)
         self.decoder.check(self._geometry, self.kernels)
         self.num_slots = MAX_SLOTS
         self._sampling = SamplingTable(config.max_num_seqs, model.vocab_size, self.device)
@@ -483,18 +477,3 @@ def _transferring_pages() -> Iterator[None]:
         yield
     except Exception as error:
         raise PageTransferFailed(f"pages could not be copied: {type(error).__name__}: {error}") from error
-
-
-def _warm_up(kernels: Kernels, geometry: KVGeometry, model: Model) -> None:
-    """Compiles the kernels and the other machine code of the model. If that takes long, it logs the reason."""
-    about = f"compiling {kernels.name} kernels for {geometry.dtype}, KV in {geometry.element_dtype}"
-    slow = Timer(
-        _LONG_WARM_UP_S, _log.info, [f"{about}: this takes up to two minutes, only at the first start"]
-    )
-    slow.daemon = True
-    slow.start()
-    try:
-        kernels.warm_up(geometry)
-        model.warm_up(kernels)
-    finally:
-        slow.cancel()

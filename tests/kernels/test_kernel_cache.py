@@ -75,3 +75,24 @@ def test_a_worker_is_compiled_without_a_cache(
     # The directory can be written when it is chosen, and not any more when the kernel is kept.
     monkeypatch.setattr(compiler, "choose_kernel_cache", lambda _: barred)
     assert compiler.compile_function(worker, numba.float32).address
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_compiling_a_worker_is_logged_and_loading_it_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import numba  # noqa: PLC0415
+
+    from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
+
+    def worker(job: object) -> None:
+        pass
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    with caplog.at_level(logging.INFO, "slora.kernels"):
+        assert compiler.compile_function(worker, numba.float32).address
+        (message,) = caplog.messages
+        assert message.startswith(f"compiling the CPU kernel worker, because it is not in {tmp_path} yet")
+        caplog.clear()
+        assert compiler.compile_function(worker, numba.float32).address
+        assert not caplog.messages

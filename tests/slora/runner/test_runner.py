@@ -1,8 +1,5 @@
 """The runner executes the moves of a plan in an order that loses no data."""
 
-import logging
-from threading import Event
-
 import pytest
 import torch
 
@@ -125,24 +122,3 @@ def test_swap_space_follows_from_the_settings(kits: Kits, monkeypatch: pytest.Mo
         "slora_kernels.machine_limits.MachineLimits.free_memory_bytes", lambda _: kit.pool_bytes(40)
     )
     assert pages() == 10, "more than a quarter of the free memory"
-
-
-def test_kernel_compilation_is_logged_with_its_reason(
-    kits: Kits, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    said, kit, records = Event(), kits("llama"), list[str]()
-
-    def note(record: logging.LogRecord) -> None:
-        records.append(record.getMessage())
-        said.set()
-
-    monkeypatch.setattr(logging.getLogger("slora.runner.runner"), "handle", note)
-    owner = type(start_engine(kit, 40)[0].runner.kernels)
-    said.clear()
-    records.clear()
-    monkeypatch.setattr("slora.runner.runner._LONG_WARM_UP_S", 0.01)
-    monkeypatch.setattr(owner, "warm_up", lambda self, geometry: said.wait(300))
-    with caplog.at_level(logging.INFO, "slora.runner.runner"):
-        start_engine(kit, 40)
-    (message,) = records
-    assert "for torch.float32" in message

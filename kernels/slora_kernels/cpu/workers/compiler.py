@@ -9,6 +9,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba import cfunc, config, types
+from numba.core.event import Listener, install_listener
 
 from slora_kernels.cpu.machine_code import Worker
 from slora_kernels.cpu.workers import (
@@ -74,16 +75,39 @@ def compile_function(function: Callable[[Job], None], carrier: Any) -> Any:
     signature = types.void(types.CPointer(carrier))
     user_choice = config.CACHE_DIR
     directory = choose_kernel_cache(user_choice or str(Path(__file__).parent / "__pycache__"))
-    if directory is not None:
-        config.CACHE_DIR = str(directory / _name_cache())
-        try:
-            return cfunc(signature, cache=True, **OPTIONS)(function)
-        except (OSError, RuntimeError) as error:
-            # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError afterwards.
-            _warn_once(config.CACHE_DIR, type(error).__name__)
-        finally:
-            config.CACHE_DIR = user_choice
-    return cfunc(signature, **OPTIONS)(function)
+    # numba runs passes only if it compiles, not if it finds the function in the cache.
+    with install_listener("numba:run_pass", _LogCompilation(function.__name__, directory)):
+        if directory is not None:
+            config.CACHE_DIR = str(directory / _name_cache())
+            try:
+                return cfunc(signature, cache=True, **OPTIONS)(function)
+            except (OSError, RuntimeError) as error:
+                # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError
+                # afterwards.
+                _warn_once(config.CACHE_DIR, type(error).__name__)
+            finally:
+                config.CACHE_DIR = user_choice
+        return cfunc(signature, **OPTIONS)(function)
+
+
+class _LogCompilation(Listener):  # type: ignore[misc]
+    """Logs at its first pass that a function is compiled. directory: the cache."""
+
+    def __init__(self, name: str, directory: Path | None) -> None:
+        self._name = name
+        self._directory = directory
+        self._has_begun = False
+
+    def on_start(self, event: object) -> None:
+        if not self._has_begun:
+            kept = "there is no cache" if self._directory is None else f"it is not in {self._directory} yet"
+            _log.info(
+                "compiling the CPU kernel %s, because %s; this may take half a minute", self._name, kept
+            )
+        self._has_begun = True
+
+    def on_end(self, event: object) -> None:
+        pass
 
 
 def emit_object(worker: Worker, dtype: str) -> bytes:
