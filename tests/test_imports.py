@@ -182,6 +182,11 @@ def test_help_waits_for_no_web_framework() -> None:
     assert "serve" in done.stdout
 
 
+def test_commands_of_adapters_import_no_client_of_the_hub() -> None:
+    done = run_python("import slora_api.adapters.command", hidden=["torch", "huggingface_hub", "fastapi"])
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(
     "expected",
     [

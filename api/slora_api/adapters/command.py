@@ -9,12 +9,13 @@ machine, with this machine's token. With `--by-server`, the server downloads ins
 """
 
 import argparse
+import importlib
 import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from slora.core.errors import ConfigError
@@ -23,7 +24,6 @@ from slora.models.weights.checkpoint import fingerprint
 from slora_adapters.errors import AdapterError, AdapterInvalid
 from slora_adapters.peft.conversion import convert_adapter
 from slora_adapters.peft.extras import EXTRA_FIELDS
-from slora_adapters.peft.hub import HubSnapshot, download
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import is_harmless
 from slora_adapters.process.progress_bar import count_reads, show_progress
@@ -39,6 +39,9 @@ from slora_api.cli.remote import (
     tenant_client,
     walk,
 )
+
+if TYPE_CHECKING:
+    from slora_adapters.peft.hub import HubSnapshot
 
 # Multipart field -> the name of the file that peft and transformers write.
 _REQUIRED = {"config": "adapter_config.json", "weights": "adapter_model.safetensors"}
@@ -76,11 +79,14 @@ def _find_members(directory: Path) -> dict[str, Path]:
     return {field: path for field, path in found.items() if path.is_file()}
 
 
-def _download(text: str) -> HubSnapshot | None:
+def _download(text: str) -> "HubSnapshot | None":
     """Downloads the adapter that an hf:// reference names. Returns None for a local path."""
     try:
         reference = HubReference.parse(text)
-        return download(reference) if reference else None
+        if reference is None:
+            return None
+        snapshot: HubSnapshot = importlib.import_module("slora_adapters.peft.hub").download(reference)
+        return snapshot
     except (AdapterError, ValueError) as error:
         raise CommandFailed(str(error)) from error
 
