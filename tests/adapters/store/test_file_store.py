@@ -5,32 +5,10 @@ import pytest
 
 from slora_adapters.errors import AdapterNotFound, DiskFull, StoreUnavailable
 from slora_adapters.store.file_store import FileStore, locked_folder
-from tests.adapters.blobs import read_members
+from tests.adapters.blobs import dies_at, read_members
 from tests.support.file_limit import largest_file
-from tests.support.forked_program import ForkedProgram
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
-
-# A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
-DIES = """
-import os, signal, sys
-from slora_adapters.store.file_store import FileStore
-store = FileStore(sys.argv[1])
-left = int(sys.argv[3])
-def count(event, arguments):
-    global left
-    if event in ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "fcntl.flock"):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(count)
-if sys.argv[2] == "put":
-    store.put("ab" * 32, {"a": b"new" * 5, "b": b"x" * 100_000})
-else:
-    store.delete("ab" * 32)
-left = 1 << 60
-print("survived")
-"""
 
 
 def test_a_new_root_is_readable_by_its_owner_only_and_an_existing_one_keeps_its_mode(tmp_path: Path) -> None:
@@ -43,13 +21,6 @@ def test_a_new_root_is_readable_by_its_owner_only_and_an_existing_one_keeps_its_
 
 OLD = {"a": b"old" * 5, "b": b"y" * 100_000}
 NEW = {"a": b"new" * 5, "b": b"x" * 100_000}
-
-
-def _run_and_die(root: Path, call: str, after: int) -> bool:
-    """Runs the process. Returns whether it completed the call."""
-    status, output = ForkedProgram(DIES, root, call, after).finish()
-    assert status in (0, -9), output
-    return "survived" in output
 
 
 def _content(store: FileStore, digest: str) -> dict[str, bytes] | None:
@@ -68,7 +39,7 @@ def test_a_put_killed_at_any_point_leaves_a_whole_blob_or_none(tmp_path: Path, e
         store.put(OTHER, OLD)
         if existing:
             store.put(DIGEST, OLD)
-        survived = _run_and_die(root, "put", after)
+        survived = not dies_at(after, str(root), "put", NEW)
         store = FileStore(root)
         found = _content(store, DIGEST)
         if survived:
@@ -89,7 +60,7 @@ def test_a_delete_killed_at_any_point_leaves_a_whole_blob_or_none(tmp_path: Path
     for after in range(100):
         root = tmp_path / str(after)
         FileStore(root).put(DIGEST, OLD)
-        survived = _run_and_die(root, "delete", after)
+        survived = not dies_at(after, str(root), "delete", NEW)
         store = FileStore(root)
         assert _content(store, DIGEST) in ((None,) if survived else (None, OLD))
         assert list((root / "tmp").iterdir()) == []

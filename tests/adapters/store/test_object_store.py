@@ -1,5 +1,4 @@
 import os
-import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -17,9 +16,8 @@ from slora_adapters.store import object_store
 from slora_adapters.store.object_blob import RANGE_BYTES
 from slora_adapters.store.object_store import LEFTOVER_AGE_S, UPLOAD_LIMIT_S, ObjectStore
 from slora_adapters.store.store_url import open_store
-from tests.adapters.blobs import read_members
+from tests.adapters.blobs import dies_at, read_members
 from tests.support.clock import Clock
-from tests.support.forked_program import ForkedProgram
 from tests.support.shared_files import SharedFiles
 
 DIGEST, OTHER = "ab" * 32, "cd" * 32
@@ -96,36 +94,6 @@ def test_replaced_and_deleted_blobs_leave_no_objects(store: ObjectStore, tmp_pat
     assert _objects(tmp_path / "objects") == []
 
 
-# A process that dies at its n-th file system operation (an audit event of Python) within the call named in argv.
-DIES = """
-import os, signal, sys
-from slora_adapters.store.store_url import open_store
-from tests.support import shared_files
-store = open_store(sys.argv[1])
-left = int(sys.argv[3])
-def count(event, arguments):
-    global left
-    if event in ("open", "os.mkdir", "os.remove", "os.scandir"):
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-sys.addaudithook(count)
-if sys.argv[2] == "put":
-    store.put("ab" * 32, {"a": b"new" * 5, "b": b"x" * 1000})
-else:
-    store.delete("ab" * 32)
-left = 1 << 60
-print("survived")
-"""
-
-
-def _run_and_die(url: str, call: str, after: int) -> bool:
-    """Runs the process. Returns whether it completed the call."""
-    status, output = ForkedProgram(DIES, url, call, after).finish()
-    assert status in (0, -signal.SIGKILL), output
-    return "survived" in output
-
-
 @pytest.mark.parametrize("call", ["new", "replacing", "delete"])
 def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_its_rest_is_removed(
     tmp_path: Path, call: str
@@ -137,7 +105,7 @@ def test_a_process_killed_at_any_point_leaves_a_whole_blob_or_none_and_its_rest_
         store.prepare()
         if call != "new":
             store.put(DIGEST, OLD)
-        survived = _run_and_die(f"shared://{root}", "delete" if call == "delete" else "put", after)
+        survived = not dies_at(after, f"shared://{root}", "delete" if call == "delete" else "put", NEW)
         found = _content(store)
         store.close()
         if survived:

@@ -645,13 +645,19 @@ def test_a_choice_is_aborted_alone_and_a_request_with_all_its_choices() -> None:
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
-def test_an_error_of_one_choice_ends_the_request_once() -> None:
-    tokens = iter([1, 1, 1, 1, None, 1])
-    bench = SchedulerBench(PAGES, num_pages=20, choose=lambda sequence: next(tokens))
-    bench.add("a", prompt=6, max_tokens=9, n=3)
+@pytest.mark.parametrize(
+    ("several", "sampled", "num_told"),
+    [({"n": 3}, [1, 1, 1, 1, None, 1], 1), ({"beams": 3}, [1, 1, 1, None, 1, 1], 0)],
+)
+def test_logits_of_one_choice_or_beam_that_are_not_finite_end_the_request_once(
+    several: dict[str, int], sampled: list[int | None], num_told: int
+) -> None:
+    tokens = iter(sampled)
+    bench = SchedulerBench({}, num_pages=20, choose=lambda sequence: next(tokens))
+    bench.add("a", prompt=6, max_tokens=9, **several)
     bench.step()
-    first, second = bench.step()
-    assert first.delta is not None and isinstance(second.error, RequestFailed)
+    *told, last = bench.step() or bench.step()
+    assert len(told) == num_told and isinstance(last.error, RequestFailed)
     assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
@@ -858,16 +864,6 @@ def test_a_search_takes_a_place_per_beam_and_is_charged_for_all_beams() -> None:
     assert len(seated) > 1 + 4 and len(set(map(id, seated))) == len(seated), "a row was filled in twice"
     length = len(search_plainly(BEAM_MODEL, search.request.sampling, search.stop_ids, 5)[0].tokens)
     assert length > 1 and search.tenant.service == 2 + 2 * (1 + 4 * (5 - 1))
-
-
-def test_a_beam_with_non_finite_logits_fails_its_search_once() -> None:
-    tokens = iter([1, 1, 1, None, 1, 1])
-    bench = SchedulerBench({}, num_pages=20, choose=lambda sequence: next(tokens))
-    bench.add("a", prompt=6, max_tokens=9, beams=3)
-    bench.step()
-    (output,) = bench.step() or bench.step()
-    assert isinstance(output.error, RequestFailed)
-    assert bench.scheduler.num_running == bench.pool.num_held == 0
 
 
 @pytest.mark.parametrize("way", ["swap", "recompute"])
