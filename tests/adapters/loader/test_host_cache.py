@@ -39,13 +39,6 @@ def cache():
     cache.close()
 
 
-def test_a_filled_adapter_is_found_again(cache: HostCache) -> None:
-    entry = _fill(cache, 1)
-    cache.unpin(entry)
-    assert cache.find(_version(1)) is entry and entry.num_pins == 1
-    assert cache.find(_version(2)) is None
-
-
 def test_a_purge_leaves_no_byte_of_the_tenant_and_every_byte_of_others(cache: HostCache) -> None:
     """Not even where an evicted adapter was replaced by a smaller one."""
     for number in (1, 2, 3):
@@ -74,30 +67,6 @@ def test_another_process_sees_what_was_written(cache: HostCache) -> None:
 def test_the_arena_cannot_be_cut_short_under_a_reader(cache: HostCache) -> None:
     with pytest.raises(PermissionError), open(cache.descriptor, "wb", closefd=False) as file:
         file.truncate(ALIGNMENT_BYTES)
-
-
-def test_the_least_recently_used_adapter_is_evicted_first(cache: HostCache) -> None:
-    for number in range(4):
-        cache.unpin(_fill(cache, number))
-    cache.unpin(cache.find(_version(0)))
-    _fill(cache, 9)
-    assert [number for number in range(4) if cache.find(_version(number))] == [0, 2, 3]
-    assert cache.num_evictions == 1
-
-
-def test_a_pinned_adapter_is_never_evicted(cache: HostCache) -> None:
-    pinned = [_fill(cache, number) for number in range(4)]
-    assert cache.allocate(_version(9), _layout(PAGE_SEGMENTS)) is None
-    cache.unpin(pinned[2])
-    assert _fill(cache, 9).offset == pinned[2].offset
-
-
-def test_nothing_is_evicted_for_an_adapter_that_cannot_fit(cache: HostCache) -> None:
-    entries = [_fill(cache, number) for number in range(4)]
-    cache.unpin(entries[0])
-    cache.unpin(entries[2])
-    assert cache.allocate(_version(9), _layout(2 * PAGE_SEGMENTS)) is None
-    assert cache.find(_version(0)) and cache.find(_version(2))
 
 
 def test_an_adapter_larger_than_the_arena_is_a_clear_error(cache: HostCache) -> None:
@@ -283,7 +252,9 @@ def test_eviction_chooses_the_run_of_entries_with_the_lowest_cost(data: st.DataO
     gone = [entry for entry in entries if entry.version not in cache.contents]
     assert (new is None) == (best is None)
     assert not any(entry.num_pins for entry in gone)
-    if best is not None:
+    if best is None:
+        assert not gone
+    else:
         assert _loss(cache, entries, gone, tenant, wanted) == pytest.approx(best, abs=1e-15)
         cache.check()
     cache.close()
@@ -341,9 +312,3 @@ def test_a_tenant_within_its_share_evicts_from_a_tenant_above_its_share(cache: H
         _put(cache, "greedy", number, reload_s=100.0)
     _put(cache, "new", 0)
     assert _held(cache, "b") == {0} and _held(cache, "greedy") == {1, 2}
-
-
-def test_a_single_tenant_may_fill_the_whole_cache(cache: HostCache) -> None:
-    for number in range(4):
-        _put(cache, "a", number)
-    assert _held(cache, "a") == {0, 1, 2, 3} and cache.num_evictions == 0
