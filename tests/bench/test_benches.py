@@ -14,16 +14,7 @@ from bench.gates import DynamicGate, StaticGate
 from bench.machines import A10G_7B, A100_7B
 from bench.overhead import page_rows, schedule_row
 from bench.replicas import measure_choice, measure_fairness
-from bench.sharing import (
-    BEAMS,
-    ON_ALPACA,
-    WIDTHS,
-    Blocks,
-    SharingMeter,
-    counting_rows,
-    measure,
-    sharing_rows,
-)
+from bench.sharing import BEAMS, ON_ALPACA, WIDTHS, Blocks, SharingMeter, counting_rows, measure, sharing_rows
 from bench.simulate import VALUES, Length, policy_rows, verdict_rows
 from bench.simulation.request_log import SLO_S
 from bench.simulation.simulation import Policies, Setup, Simulation
@@ -41,6 +32,7 @@ def test_more_choices_share_more() -> None:
     assert 0 < saved[0] < saved[1] < 75
 
 
+@pytest.mark.soak
 def test_beams_that_are_alike_share_less_than_independent_ones() -> None:
     alike, _, independent = (measure(ON_ALPACA, 4, 20, beams).total.percent for beams in BEAMS.values())
     assert measure(ON_ALPACA, 4, 20).total.percent < alike < independent < 75
@@ -108,6 +100,7 @@ def test_gates_let_every_request_through_in_the_end() -> None:
         assert Simulation(Setup(A10G_7B, S2.ranks)).run(trace, gate).completed == len(trace)
 
 
+@pytest.mark.soak
 def test_continuous_batching_answers_soonest() -> None:
     rows = batching_rows(10.0, (1.0,))
     means = {(row["requests/s"], row["batching"]): row["mean latency s"] for row in rows}
@@ -131,8 +124,9 @@ def test_fairness_scenes_have_the_tenants_that_they_describe() -> None:
     assert fair_setup("fair").num_tenants == 2
 
 
-def test_fair_scheduling_gives_backlogged_tenants_equal_shares(soak: bool) -> None:
-    for row in share_rows(fair_setup("fair"), 100.0 if soak else 30.0):
+@pytest.mark.soak
+def test_fair_scheduling_gives_backlogged_tenants_equal_shares() -> None:
+    for row in share_rows(fair_setup("fair"), 100.0):
         # Who was idle finds the other one's requests running, which are not stopped for it.
         assert row["tenant 1 %"] == pytest.approx(50.0, abs=8.0 if "idle" in row["scene"] else 2.5)
 
@@ -151,9 +145,10 @@ def test_long_prompts_of_one_tenant_delay_the_short_requests_of_another_a_little
     assert fair["prompt tokens/s"] > 0.6 * fcfs["prompt tokens/s"]
 
 
-def test_early_abort_serves_more_in_time_though_it_serves_fewer(soak: bool) -> None:
-    trace = slora_trace(200, TWICE, 80.0 if soak else 20.0)
-    for scheduling in ("fcfs", "fair") if soak else ("fair",):
+@pytest.mark.soak
+def test_early_abort_serves_more_in_time_though_it_serves_fewer() -> None:
+    trace = slora_trace(200, TWICE, 80.0)
+    for scheduling in ("fcfs", "fair"):
         patient, early = (abort_row(trace, scheduling, deadline, 512) for deadline in (None, SLO_S))
         assert early["attainment"] > patient["attainment"]
         assert early["given up"] > 0 == patient["given up"]
@@ -165,6 +160,7 @@ def test_decoding_requests_are_hardly_slowed_by_cold_adapters() -> None:
     assert 1 < row["over alone"] < 1.2
 
 
+@pytest.mark.soak
 def test_each_policy_is_compared_with_the_default_of_its_scene() -> None:
     rows = policy_rows(["zipf", "chat"], Length(3.0, 1))
     assert len(rows) == 2 * sum(len(values) for values in VALUES.values())
@@ -179,10 +175,9 @@ def test_a_table_has_a_line_for_each_row(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.splitlines() == ["", "numbers", "name      x", "a     1.500", "bb"]
 
 
-def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_affinity_alone(
-    soak: bool,
-) -> None:
-    rows = {row["policy"]: row for row in fleet_rows(50, 60.0 if soak else 25.0)}
+@pytest.mark.soak
+def test_slora_loads_less_than_policies_without_affinity_and_serves_more_than_affinity_alone() -> None:
+    rows = {row["policy"]: row for row in fleet_rows(50, 60.0)}
     assert list(rows) == list(FLEET_POLICIES)
     slora = rows["slora"]
     assert slora["loads"] < rows["power of two"]["loads"] and slora["loads"] < rows["random"]["loads"]

@@ -149,6 +149,7 @@ def test_the_summary_joins_the_stages_and_fits_on_a_screen(tmp_path: Path) -> No
     assert text.count("out of memory") < 20
 
 
+@pytest.mark.soak
 def test_decode_steps_are_timed_and_profiled(tmp_path: Path) -> None:
     made: list[RandomEngine] = []
 

@@ -26,23 +26,20 @@ SMALL = Sizes(
 
 
 @pytest.fixture
-def small_cases(soak: bool) -> Iterator[None]:
-    places = {name: getattr(layer_times, name)[: 2 if soak else 1] for name in ("PLACES", "MIXED_PLACES")}
+def small_cases() -> Iterator[None]:
+    places = {name: getattr(layer_times, name)[:2] for name in ("PLACES", "MIXED_PLACES")}
     sizes = {"LOADS": ((2, 8),), "MIXED_LOADS": ((2, 8),), "CHUNK_TOKENS": 7, "ATTENTIONS": ((3, 40),)}
     with patch.multiple(layer_times, **places, **sizes):
         yield
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, which measures real sizes")
-def test_every_place_and_every_attention_computes_what_torch_does(
-    tmp_path: Path, small_cases: None, soak: bool
-) -> None:
+def test_every_place_and_every_attention_computes_what_torch_does(tmp_path: Path, small_cases: None) -> None:
     table = ResumedTable(tmp_path / "rows.jsonl", CPU)
-    # Mixed steps have the rows of the others, too.
-    parts = ["layers", "mixed"] if soak else ["mixed"]
-    assert table.fill(LayerTimes(SMALL, CPU, batch=5).cases([*parts, "fp8"]), 600)
+    assert table.fill(LayerTimes(SMALL, CPU, batch=5).cases(["layers", "mixed", "fp8"]), 600)
     rows = compare(table.rows())
-    assert len(rows) == 1 + len(parts) * (1 + len(layer_times.PLACES)) + 4
+    assert len(rows) == 1 + 2 * (1 + len(layer_times.PLACES)) + 4
     errors = {(row["part"], row.get("place")): row["error"] for row in rows if "error" in row}
     assert all(error < 1e-5 for error in errors.values()), errors
     placed = [row for row in rows if row.get("place", "base") != "base"]

@@ -48,12 +48,14 @@ def rows() -> Iterator[dict[str, dict[str, float]]]:
     yield {row["memory"]: row for row in table}
 
 
+@pytest.mark.soak
 def test_the_simple_loop_with_one_pool_agrees_with_production(rows: dict[str, dict[str, float]]) -> None:
     production, plain = rows["one pool, fcfs, loads at once"], rows["one pool, plain loop"]
     assert plain["running at once"] == pytest.approx(production["running at once"], rel=0.03)
     assert plain["requests/s"] == pytest.approx(production["requests/s"], rel=0.03)
 
 
+@pytest.mark.soak
 def test_no_other_division_runs_more_at_once(rows: dict[str, dict[str, float]]) -> None:
     ours = rows["one pool, fcfs, loads at once"]["running at once"]
     others = [row["running at once"] for name, row in rows.items() if not name.startswith("one pool")]
@@ -61,6 +63,7 @@ def test_no_other_division_runs_more_at_once(rows: dict[str, dict[str, float]]) 
     assert all(other < ours for other in others)
 
 
+@pytest.mark.soak
 def test_contiguous_reservation_wastes_as_in_the_paper(rows: dict[str, dict[str, float]]) -> None:
     shares = [rows[f"contiguous, Orca ({name})"]["useful of taken %"] for name in ("Max", "Pow2", "Oracle")]
     assert shares == sorted(shares) and shares[0] < 30 and shares[2] < 75

@@ -284,6 +284,7 @@ def test_adapters_that_do_not_fit_in_memory_are_left_out_and_reported(tmp_path: 
     )
 
 
+@pytest.mark.soak
 def test_prompt_lookup_is_compared_on_the_same_answers(kit: ModelKit) -> None:
     settings = {**_SETTINGS, "pool_bytes": kit.pool_bytes(64)}
     plain = SteppedEngine(kit.directory, [], settings)

@@ -1,7 +1,6 @@
 import asyncio
 import gc
 import json
-import subprocess
 import sys
 import threading
 import time
@@ -9,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.recorded_slora import recorded_slora
 from tests.support.slow_callbacks import (
     Recorder,
     SlowCallback,
@@ -49,7 +47,7 @@ def test_a_callback_over_the_bound_is_named_with_its_cpu_time() -> None:
 @pytest.mark.parametrize("generation", [1, 2])
 def test_a_garbage_collection_of_older_objects_is_not_the_callbacks_time(generation: int) -> None:
     gc.disable()
-    objects = [[number] for number in range(1_000_000)]
+    objects = [[number] for number in range(500_000)]
     gc.enable()
 
     async def collect() -> None:
@@ -57,7 +55,7 @@ def test_a_garbage_collection_of_older_objects_is_not_the_callbacks_time(generat
 
     with recording() as recorder:
         asyncio.run(collect())
-    assert len(objects) == 1_000_000 and not recorder.slow()
+    assert len(objects) == 500_000 and not recorder.slow()
 
 
 @pytest.mark.parametrize("slow_runs", [3, 4])
@@ -131,14 +129,3 @@ def test_recorded_callbacks_are_read_back_from_the_file(tmp_path: Path) -> None:
     assert read_slow_callbacks(file) == [early, late]
     assert read_slow_callbacks(file, since_s=1.5) == [late]
     assert json.loads(file.read_text(encoding="utf-8").splitlines()[0])["name"] == "a"
-
-
-def test_the_recorded_command_is_the_slora_command(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*recorded_slora(tmp_path / "slow"), "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
-        encoding="utf-8",
-    )
-    assert "usage: slora" in done.stdout

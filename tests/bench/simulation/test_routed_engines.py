@@ -11,7 +11,7 @@ TOKEN_S = 1.2e-3
 SETUP = Setup(
     A10G_7B, S2.ranks, num_tenants=20, fetch=FetchCosts(latency_s=0.02, bytes_per_s=200e6), max_tokens=2048
 )
-TRACE = zipf_trace(40, 2.0, 30.0, alpha=1.0, num_tenants=20)
+TRACE = zipf_trace(40, 2.0, 12.0, alpha=1.0, num_tenants=20)
 
 
 def test_affinity_loads_fewer_adapters_than_load_alone_and_in_each_run_the_same() -> None:

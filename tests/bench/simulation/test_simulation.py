@@ -87,7 +87,7 @@ def test_a_chat_turn_reuses_the_cached_blocks_of_earlier_turns() -> None:
 def test_preempted_sequences_are_swapped_or_recomputed_as_configured(preemption: str) -> None:
     setup = Setup(A10G_7B, (8,), swap_share=1.0, policies=Policies(preemption=preemption, prefix_cache="off"))
     simulation = Simulation(setup)
-    trace = slora_trace(4, 4, 30)
+    trace = slora_trace(4, 4, 12)
     simulation.run(trace)
     assert simulation.scheduler.num_preemptions > 0
     prompts = sum(r.prompt_tokens for r in trace)

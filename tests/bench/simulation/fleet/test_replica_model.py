@@ -16,7 +16,7 @@ from tests.bench.simulation.fleet.fleets import FETCH, SETTINGS, TOKEN_S, make_f
 
 # From half load to overload, in which the scheduler preempts requests and is fair among tenants. `bench.fleet` compares
 # long traces.
-@pytest.mark.parametrize("rate", [0.6, 1.6, pytest.param(1.2, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("rate", [1.6, *(pytest.param(rate, marks=pytest.mark.soak) for rate in (0.6, 1.2))])
 def test_model_and_scheduler_agree(rate: float) -> None:
     trace = zipf_trace(40, rate, 100.0, alpha=1.0, num_tenants=20)
     policies = Policies(prefix_cache="off")
