@@ -30,6 +30,7 @@ _IMPORTED_ONCE = (
     "slora_api.serve.serve",
     "sqlalchemy.dialects.postgresql.psycopg",
     "sqlalchemy.dialects.sqlite.pysqlite",
+    "tests.support.shared_files",
 )
 _MAX_MESSAGE_BYTES = 1 << 18
 _PR_SET_CHILD_SUBREAPER = 36

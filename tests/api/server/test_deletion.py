@@ -2,45 +2,24 @@
 last answer. What SIGTERM does to requests in progress."""
 
 import json
-import os
-import shutil
 import signal
 from pathlib import Path
 
 from tests.api.conftest import Kit
-from tests.api.served import ADMIN_KEY, READY_S, SLORA, environment, serving, wait_for
+from tests.api.served import ADMIN_KEY, READY_S, environment, serving, wait_for
 from tests.api.server.test_lifecycle import LONG, SHORT, LongRequest, wait_until_running
 from tests.api.server.test_server import upload
 from tests.redis_server import RedisServer
-from tests.support import shared_files
-
-
-def with_far_files(folder: Path) -> dict[str, str]:
-    """An environment with a package that adds shared:// to fsspec, as s3fs adds s3://. A forked server, which has
-    imported fsspec before, would not find the package."""
-    shutil.copy(shared_files.__file__, folder / "far_files.py")
-    about = folder / "far_files-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: far-files\nVersion: 1.0\n", encoding="utf-8"
-    )
-    (about / "entry_points.txt").write_text(
-        "[fsspec.specs]\nshared = far_files:SharedFiles\n", encoding="utf-8"
-    )
-    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
-    return environment(SLORA_ADMIN_KEY=ADMIN_KEY, PYTHONPATH=path, SLORA_STORE=f"shared://{folder}/objects")
 
 
 def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_that_outlast_the_drain_time_fail(
     kit: Kit, tmp_path: Path, make_redis: type[RedisServer]
 ) -> None:
     redis = make_redis()
-    blobs, data, env = tmp_path / "objects" / "blobs", tmp_path / "data", with_far_files(tmp_path)
+    blobs, data = tmp_path / "objects" / "blobs", tmp_path / "data"
+    env = environment(SLORA_ADMIN_KEY=ADMIN_KEY, SLORA_STORE=f"shared://{tmp_path}/objects")
     flags = ("--redis", redis.tcp_url, "--drain-seconds", "0")
-    with (
-        redis.client() as chunks,
-        serving(kit.base, data, *flags, env=env, command=("env", *SLORA)) as served,
-    ):
+    with redis.client() as chunks, serving(kit.base, data, *flags, env=env) as served:
         served.wait_until_ready()
         key = served.make_key("t")
         # Blocks of its prompt stay in the prefix cache, under the adapter.

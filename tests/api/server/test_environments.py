@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
 
 import httpx
+import psutil
 import pytest
 
 from slora_kernels import machine_limits as machine
@@ -28,6 +29,7 @@ UNKNOWN_USER = 50_000 + os.getpid() % 10_000
 # The text of a chat shows how the template's file was decoded.
 _TEMPLATE = "{{ 'é→' | length }}{{ messages[0].content }}"
 _DEAD = "http://127.0.0.1:9"
+_HUB_TOKEN = "hf_the-operators-token"
 
 
 @dataclass(frozen=True)
@@ -159,7 +161,7 @@ def check_environment(files: Path, wanted: Environment) -> None:
         port = free.getsockname()[1]
     variables = {name: value for name, value in os.environ.items() if not name.startswith("SLORA_")} | {
         "SLORA_ADMIN_KEY": ADMIN_KEY, "SLORA_PORT": str(port), "SLORA_HOST": wanted.host, "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(sys.path),
+        "PYTHONPATH": os.pathsep.join(sys.path), "HF_TOKEN": _HUB_TOKEN,
     }  # fmt: skip
     chosen = {"LOCPATH": str(files / "locales")} if "LOCPATH" in wanted.variables else {}
     for name, value in {**wanted.variables, **chosen}.items():
@@ -182,6 +184,16 @@ def check_environment(files: Path, wanted: Environment) -> None:
                 process.wait()
 
 
+def check_processes(server: psutil.Process) -> None:
+    """No child gets the token of the hub, and the API has no torch. In most other tests, the processes of a server are
+    forked from one that has imported torch."""
+    children = server.children(recursive=True)
+    assert len(children) >= 2, "the engine and the loader"
+    assert not any(_HUB_TOKEN in child.environ().values() for child in children)
+    maps = Path(f"/proc/{server.pid}/maps").read_text(encoding="utf-8")
+    assert "tokenizers" in maps and "libtorch" not in maps
+
+
 def use(process: "subprocess.Popen[bytes]", files: Path, variables: Mapping[str, str]) -> None:
     def run(*arguments: str) -> "subprocess.CompletedProcess[bytes]":
         return subprocess.run([*SLORA, *arguments], env=variables, cwd=ROOT, capture_output=True)
@@ -196,6 +208,7 @@ def use(process: "subprocess.Popen[bytes]", files: Path, variables: Mapping[str,
             return None
 
     wait_for(is_ready)
+    check_processes(psutil.Process(process.pid))
     health = run("health", "--ready")
     assert health.returncode == 0, health.stderr
     with httpx.Client(base_url=url, headers=bearer(ADMIN_KEY), timeout=READY_S, trust_env=False) as admin:

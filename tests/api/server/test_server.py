@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,18 +94,6 @@ def test_requests_of_all_models_at_once_answer_as_one_at_a_time(client: openai.O
     assert len(set(alone)) > len(PROMPTS) * 2
 
 
-def test_a_stream_adds_up_to_the_whole_answer(client: openai.OpenAI) -> None:
-    whole = greedy(client, "wide", "hello")
-    with client.completions.create(
-        model="wide", prompt="hello", max_tokens=24, temperature=0, stream=True,
-        stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-    ) as stream:  # fmt: skip
-        chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == whole
-    assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 24
-    assert chunks[-2].choices[0].finish_reason == "length"
-
-
 def test_chat_streams_and_answers_alike(client: openai.OpenAI) -> None:
     messages: list[openai.types.chat.ChatCompletionMessageParam] = [
         {"role": "system", "content": "be brief"},
@@ -124,22 +111,6 @@ def test_chat_streams_and_answers_alike(client: openai.OpenAI) -> None:
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
     assert text == whole.choices[0].message.content and len(text) == 12
     assert whole.usage is not None and whole.usage.prompt_tokens == len("[system]be brief[user]hello")
-
-
-def test_the_help_imports_no_server(server: Served) -> None:
-    probe = (
-        "import sys\nfrom slora_api.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
-        "sys.exit(any(name in sys.modules for name in ('fastapi', 'httpx', 'uvicorn', 'numpy')))"
-    )
-    done = subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), capture_output=True)
-    assert done.returncode == 0 and b"SLORA_ADMIN_KEY" in done.stdout
-
-
-def test_the_engine_starts_before_the_main_process_imports_what_answers_requests() -> None:
-    # The children start when this module has been imported. FastAPI takes as long to import as all else in it.
-    probe = "import sys, slora_api.serve.serve; print([name for name in ('fastapi', 'uvicorn') if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-P", "-c", probe], env=environment(), capture_output=True)
-    assert done.stdout == b"[]\n" and done.returncode == 0
 
 
 def command(server: Served, *arguments: str, **variables: str) -> Ended:
@@ -223,10 +194,9 @@ def test_an_adapter_of_the_hub_is_pushed_by_its_repositorys_name_and_reported_by
     )
     listed = command(server, "adapter", "list", SLORA_API_KEY=variables["SLORA_API_KEY"])
     assert listed.stdout.splitlines()[1].split()[0] == "voice-2"
-    for reference, words in (("hf://org/other", "cannot be reached"), ("hf://org", "hf://ORG/REPO")):
-        refused = run("adapter", "push", reference)
-        assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
-        assert words in refused.stderr
+    refused = command(server, "adapter", "push", "hf://org", SLORA_API_KEY=variables["SLORA_API_KEY"])
+    assert (refused.returncode, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+    assert "hf://ORG/REPO" in refused.stderr
 
 
 def test_an_archive_is_pushed_under_its_own_name_and_another_base_is_refused(
