@@ -12,13 +12,7 @@ import sys
 from pathlib import Path
 
 from slora_api.cli.main import main
-from tests.support.slow_callbacks import (
-    BOUND_MS,
-    SlowCallback,
-    append_to,
-    read_slow_callbacks,
-    recording,
-)
+from tests.support.slow_callbacks import BOUND_MS, SlowCallback, append_to, read_slow_callbacks, recording
 
 __all__ = ["recorded_slora", "run", "slow_callbacks"]
 

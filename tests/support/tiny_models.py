@@ -376,10 +376,7 @@ def count_layers(name: str) -> int:
 def make_config(name: str, **changes: object) -> PreTrainedConfig:
     """changes: fields of the config."""
     if name in OTHER_MODELS or name in RECURRENT_MODELS:
-        own, kind = (
-            (OTHER_MODELS | RECURRENT_MODELS)[name],
-            CONFIG_MAPPING[name.removesuffix(RECURRENT)],
-        )
+        own, kind = ((OTHER_MODELS | RECURRENT_MODELS)[name], CONFIG_MAPPING[name.removesuffix(RECURRENT)])
         if "text_config" in own:
             return kind(**{**own, "text_config": {**_COMMON, **own["text_config"], **changes}})
         fields = {**_COMMON, **own, **changes}

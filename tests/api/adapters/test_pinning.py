@@ -47,12 +47,7 @@ def test_pinning_and_unpinning_are_idempotent_and_visible_in_the_adapter(platfor
     upload(platform, key, "voice", 2)
     admin = platform.api(ADMIN_KEY)
     tenant = platform.api(key)
-    for send, pinned in (
-        (admin.put, True),
-        (admin.put, True),
-        (admin.delete, False),
-        (admin.delete, False),
-    ):
+    for send, pinned in ((admin.put, True), (admin.put, True), (admin.delete, False), (admin.delete, False)):
         answer = send(pin_path("acme", "voice"))
         assert (answer.status_code, answer.json()["pinned"]) == (200, pinned)
         assert tenant.get("/v1/adapters").json()["data"] == [answer.json()]

@@ -211,11 +211,7 @@ def test_an_uploaded_adapter_answers_in_the_next_request_and_a_deleted_one_does_
     platform.upload(key, "now")
     assert post(platform, key, "/v1/completions", body).status_code == 200
     client = platform.api(key)
-    assert client.delete("/v1/adapters/now").json() == {
-        "name": "now",
-        "object": "adapter",
-        "deleted": True,
-    }
+    assert client.delete("/v1/adapters/now").json() == {"name": "now", "object": "adapter", "deleted": True}
     assert client.delete("/v1/adapters/now").status_code == 404
     assert post(platform, key, "/v1/completions", body).status_code == 404
 

@@ -92,10 +92,7 @@ def test_a_restored_server_gives_the_same_tokens_to_the_same_key(
     ],
 )
 def test_what_cannot_be_backed_up_or_restored_is_refused(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with chdir(tmp_path):
         assert main(arguments) == 1

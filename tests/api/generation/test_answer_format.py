@@ -15,6 +15,7 @@ from slora_api.completions.answer_format import AnswerUsage, ChatFormat, Complet
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
 from tests.api.scripted_engine import byte_tokenizer
 
+LOGPROBS = LogprobsFormat(byte_tokenizer())
 USAGE = AnswerUsage(prompt_tokens=2, completion_tokens=1, cached_tokens=1)
 PROMPT = [1, 2]
 
@@ -56,7 +57,7 @@ def test_the_event_of_a_completion_is_its_chunk_as_json(
     model: str, text: str, reason: FinishReason | None, sent: dict[str, Any]
 ) -> None:
     fields = CompletionRequest.model_validate({"model": model, "prompt": "a", "stream": True, **sent})
-    shape = CompletionFormat(model, fields, LogprobsFormat(byte_tokenizer()), [PROMPT])
+    shape = CompletionFormat(model, fields, LOGPROBS, [PROMPT])
     (seen,) = read_events(shape.events(CompletionDelta(0, text, (7,), reason), USAGE) or [b"data: {}\n\n"])
     choice: dict[str, Any] = {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
     if fields.return_token_ids:
@@ -69,7 +70,7 @@ def test_the_event_of_a_completion_is_its_chunk_as_json(
 def test_the_events_of_a_chat_are_its_chunks_as_json(model: str, text: str, sent: dict[str, Any]) -> None:
     messages = [{"role": "user", "content": "a"}]
     fields = ChatRequest.model_validate({"model": model, "messages": messages, "stream": True, **sent})
-    shape = ChatFormat(model, fields, LogprobsFormat(byte_tokenizer()), PROMPT)
+    shape = ChatFormat(model, fields, LOGPROBS, PROMPT)
     delta = CompletionDelta(0, text, (7,), FinishReason.STOP)
     first, *middle, last = read_events([*shape.opening(USAGE), *shape.events(delta, USAGE)])
 
@@ -89,7 +90,7 @@ def test_the_choices_of_a_prompt_share_the_encoded_ids_of_the_prompt(monkeypatch
     encode = answer_format.encode_ascii
     monkeypatch.setattr(answer_format, "encode_ascii", lambda value: encoded.append(value) or encode(value))
     fields = CompletionRequest(model="m", prompt="a", stream=True, return_token_ids=True)
-    shape = CompletionFormat("m", fields, LogprobsFormat(byte_tokenizer()), [PROMPT], num_choices=3)
+    shape = CompletionFormat("m", fields, LOGPROBS, [PROMPT], num_choices=3)
     deltas = [CompletionDelta(0, "a", (7,), choice=choice) for choice in range(3)]
     events = [event for delta in deltas for event in read_events(shape.events(delta, USAGE))]
     assert [event["choices"][0]["prompt_token_ids"] for event in events] == [PROMPT] * 3

@@ -58,6 +58,7 @@ def expected_texts(oracle: Oracle, prompt: str, adapter: str | None, **settings:
     return [text_of(tokens) for tokens in found]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("fields", "settings"),
     [
@@ -159,6 +160,7 @@ def test_usage_counts_the_prompt_once_and_the_returned_answers(client: openai.Op
     assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (5, 2 * 7)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

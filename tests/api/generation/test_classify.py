@@ -152,6 +152,7 @@ def test_sampling_defaults_cannot_pretend_to_be_a_head(platform: Platform, key: 
     assert answer.status_code == 400 and "has no head" in answer.json()["error"]["message"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("kept", [1, 3, 5, 6, 20])
 def test_pairs_are_truncated_as_whole_texts(platform: Platform, key: str, side: str, kept: int) -> None:

@@ -29,6 +29,7 @@ SYNTAX = AnswerSyntax(
 )
 CALL = '<tool_call>\n{"name": "f", "arguments": {"city": "Köln"}}\n</tool_call>'
 LOGPROBS = ["message.output_text.logprobs"]
+TOKENIZER = byte_tokenizer()
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 # Fields that differ between two answers to one request.
 OWN = ("id", "call_id", "item_id", "created_at", "completed_at")
@@ -46,7 +47,7 @@ TEXTS = {
 
 def make_format(syntax: AnswerSyntax | None = SYNTAX, **fields: Any) -> ResponsesFormat:
     body = ResponsesRequest.model_validate({"model": "m", "input": "hi", "stream": True, **fields})
-    logprobs = LogprobsFormat(byte_tokenizer(), body.num_top_logprobs)
+    logprobs = LogprobsFormat(TOKENIZER, body.num_top_logprobs)
     return ResponsesFormat("m", body, SamplingParams(), logprobs, syntax)
 
 
@@ -101,6 +102,7 @@ def joined(events: Sequence[Json], index: int, kind: str) -> str:
     )
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS.keys())
 @pytest.mark.parametrize("has_syntax", [True, False])
 @pytest.mark.parametrize("reason", FinishReason)

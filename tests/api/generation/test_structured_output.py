@@ -29,6 +29,7 @@ def nest(levels: int) -> dict[str, Any]:
 DEEP = nest(900)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),

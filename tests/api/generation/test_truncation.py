@@ -12,6 +12,7 @@ COMPLETIONS, EMBEDDINGS = "/v1/completions", "/v1/embeddings"
 TEXT = "".join(map(chr, range(32, 127)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prompt", [TEXT, list(TEXT.encode())], ids=["text", "token ids"])
 @pytest.mark.parametrize(
     ("fields", "kept"),

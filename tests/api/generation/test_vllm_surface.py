@@ -266,6 +266,7 @@ def test_log_probabilities_of_chosen_tokens_are_all_listed(
         assert [one["token"] for one in shown["content"][0]["top_logprobs"]] == list("abcde")
 
 
+@pytest.mark.covering(1)
 @BOTH
 @pytest.mark.parametrize(
     ("fields", "param", "words"),

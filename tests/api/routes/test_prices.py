@@ -15,13 +15,7 @@ def test_prices_are_kept_and_every_key_reads_them(tmp_path: Path) -> None:
         key = platform.key("acme")
         assert admin.get("/v1/prices").json() == NONE
         changed = admin.put("/admin/prices", json={"currency": "EUR", "input": 0.25, "output": 2})
-        assert changed.json() == {
-            **NONE,
-            "currency": "EUR",
-            "input": 0.25,
-            "cached_input": 0.25,
-            "output": 2,
-        }
+        assert changed.json() == {**NONE, "currency": "EUR", "input": 0.25, "cached_input": 0.25, "output": 2}
         assert platform.api(key).put("/admin/prices", json={"input": 0}).status_code == 403
     with running_platform(tmp_path, ScriptedEngine()) as platform:
         assert platform.api(key).get("/v1/prices").json() == changed.json()

@@ -69,9 +69,7 @@ def test_many_loads_at_once_wait_for_their_turn(platform: Platform) -> None:
         assert [answer.status_code for answer in answers] == [200] * 6
 
 
-def test_loading_needs_the_admin_key_and_a_tenant_if_there_are_several(
-    platform: Platform,
-) -> None:
+def test_loading_needs_the_admin_key_and_a_tenant_if_there_are_several(platform: Platform) -> None:
     key = platform.key("one")
     assert send(platform, "load", key, lora_name="voice", lora_path="voice").status_code == 403
     assert send(platform, "unload", key, lora_name="voice").status_code == 403

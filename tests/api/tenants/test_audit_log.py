@@ -282,17 +282,13 @@ def test_an_entry_that_cannot_be_written_undoes_its_change(database: Database, t
 def test_no_cache_keeps_the_answer_with_a_new_key(platform: Platform) -> None:
     admin = platform.api(ADMIN_KEY)
     admin.post("/admin/tenants", json={"name": "uncached"})
-    made = [
-        admin.post("/admin/tenants/uncached/keys"),
-        admin.post("/admin/keys", json={"name": "uncached"}),
-    ]
+    made = [admin.post("/admin/tenants/uncached/keys"), admin.post("/admin/keys", json={"name": "uncached"})]
     made += [admin.post(f"/admin/keys/{one.json()['key_id']}/rotate") for one in made]
     assert all(one.status_code == 201 and one.headers["cache-control"] == "no-store" for one in made)
 
 
 def test_a_command_of_a_user_whom_the_machine_does_not_know_names_the_user_id(
-    set_variables: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
+    set_variables: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_variables(LOGNAME=None, USER=None, LNAME=None, USERNAME=None)
     monkeypatch.setattr(os, "getuid", lambda: 54_321)
