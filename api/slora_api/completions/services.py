@@ -64,7 +64,9 @@ class Generator:
         stalled.
         """
         if not self.client.ready:
-            raise Starting("The engine is starting; try again shortly.")
+            raise Starting(
+                "No engine is ready: it is starting, or is being started again. Try again shortly."
+            )
         if self.obstacles.stall is not None:
             raise Starting(f"The server cannot answer now: {self.obstacles.stall}. Try again shortly.")
         return self.client.info

@@ -72,12 +72,20 @@ class _ResponseSender:
 
 class RequestScopeMiddleware:
     """ASGI middleware. observe: called with the route, the status and the seconds of every answer, and with the id of
-    the tenant, if any. tracing: if None, no spans are made.
+    the tenant, if any. find_route: returns the route of a request that was answered before it reached its route. tracing:
+    if None, no spans are made.
     """
 
-    def __init__(self, app: ASGIApp, observe: Observe, tracing: "OtelTracing | None" = None) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        observe: Observe,
+        find_route: Callable[[Scope], str],
+        tracing: "OtelTracing | None" = None,
+    ) -> None:
         self._app = app
         self._observe = observe
+        self._find_route = find_route
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -112,7 +120,7 @@ class RequestScopeMiddleware:
             if sender.status is None:
                 await error_response(error)(scope, receive, sender.send)
         finally:
-            route = getattr(scope.get("route"), "path", "unknown")
+            route = getattr(scope.get("route"), "path", None) or self._find_route(scope)
             self._observe(route, sender.status or 0, sender.seconds, context.tenant_id)
             if context.span is not None:
                 context.span.end(context, route, sender.status or 0)

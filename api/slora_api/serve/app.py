@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.routing import Match
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Scope
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.adapters.model_routes import router as models
@@ -103,6 +103,11 @@ def _allowed_methods(request: Request) -> set[str]:
     }
 
 
+def _find_route(scope: Scope) -> str:
+    """Returns the pattern of the path, for the metrics of requests that were answered before they reached a route."""
+    return next((route.path for route in ROUTES if route.matches(scope)[0] is not Match.NONE), "unknown")
+
+
 def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAPI:
     """Makes the application with the routes, but without the layers that guard them. FastAPI's documentation pages are
     off, because they load scripts from other hosts.
@@ -148,4 +153,4 @@ def make_app(
         find_max_model_len=services.generator.find_max_model_len,
     )
     app = BodyLimitMiddleware(app, body_limits, board)
-    return RequestScopeMiddleware(app, services.generator.metrics.answered, tracing)
+    return RequestScopeMiddleware(app, services.generator.metrics.answered, _find_route, tracing)

@@ -828,6 +828,10 @@ def test_an_adapters_own_template_and_sampling_defaults_are_used(platform: Platf
 def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, key: str) -> None:
     post(platform, key, COMPLETIONS, PROMPT)
     platform.api(key).get("/v1/models/some-name")
+    # These are refused before they reach their routes.
+    platform.api("sk-unknown").get("/v1/models/some-name")
+    platform.api(key).post("/v1/batches", content=bytes(2 << 20))
+    platform.api(key).get("/v1/no-route")
     text = platform.api(ADMIN_KEY).get("/metrics").text
     lines = {line.split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
     for name in (
@@ -853,6 +857,9 @@ def test_metrics_keep_vllms_names_and_show_routes_not_paths(platform: Platform, 
         'vllm:lora_requests_info{max_lora="8",running_lora_adapters="",waiting_lora_adapters=""}',
         'slora_http_requests_total{route="/v1/completions",status="200"}',
         'slora_http_requests_total{route="/v1/models/{model:path}",status="404"}',
+        'slora_http_requests_total{route="/v1/models/{model:path}",status="401"}',
+        'slora_http_requests_total{route="/v1/batches",status="413"}',
+        'slora_http_requests_total{route="unknown",status="404"}',
         'slora_pages{state="free"}',
         'slora_pages_by_owner{owner="free"}',
         "slora_adapter_loads_total",
