@@ -72,8 +72,8 @@ class _ResponseSender:
 
 class RequestScopeMiddleware:
     """ASGI middleware. observe: called with the route, the status and the seconds of every answer, and with the id of
-    the tenant, if any. find_route: returns the route of a request that was answered before it reached its route. tracing:
-    if None, no spans are made.
+    the tenant, if any. find_route: returns the route of a request that was answered before it reached its route.
+    tracing: if None, no spans are made.
     """
 
     def __init__(
