@@ -47,7 +47,6 @@ from slora_kernels.cpu.workers.intrinsics import (
     read_signed_byte_matrix,
     take_item,
     take_thread_index,
-    widen,
 )
 from slora_kernels.cpu.workers.tile_attention import (
     Tiles,
@@ -69,6 +68,7 @@ from slora_kernels.cpu.workers.vectors import (
     multiply_add,
     permute_lanes,
     splat,
+    sum_lanes,
 )
 
 _TILE_BYTES = 1024
@@ -630,6 +630,25 @@ def multiply_coded_panel(
     return types.void(out, x, scratch, bias, *integers, *coded), emit
 
 
+@intrinsic
+def sum_columns(typing: Any, x: Array, first: Int, end: Int) -> Any:
+    """The sum of x from column `first` to `end` - 1, a multiple of 32 columns."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers = Memory(context, builder, x, args[0], I64(0))
+        totals = [cgutils.alloca_once(builder, VECTOR) for _ in range(TERMS // LANES)]
+        for place in totals:
+            builder.store(ir.Constant(VECTOR, None), place)
+        with cgutils.for_range_slice(builder, args[1], args[2], I64(TERMS)) as (column, _):
+            for k, place in enumerate(totals):
+                own = numbers.load(0, builder.add(column, I64(k * LANES)))
+                builder.store(builder.fadd(builder.load(place), own, flags=IN_ORDER), place)
+        total = builder.fadd(*map(builder.load, totals), flags=IN_ORDER)
+        return builder.extract_element(sum_lanes(builder, [total]), I32(0))
+
+    return types.float32(x, types.int64, types.int64), emit
+
+
 @compiled
 def sum_groups(sums: Array, x: Array, width: Int) -> None:
     """sums [T * groups] = the sums of each row of x [T, width] over groups of adjacent columns."""
@@ -638,10 +657,7 @@ def sum_groups(sums: Array, x: Array, width: Int) -> None:
     for t in range(x.shape[0]):
         row = x[t]
         for g in range(num_groups):
-            total = _ZERO
-            for k in range(g * group, (g + 1) * group):
-                total += widen(row[k])
-            sums[t * num_groups + g] = total
+            sums[t * num_groups + g] = sum_columns(row, g * group, (g + 1) * group)
 
 
 @compiled
