@@ -70,14 +70,10 @@ def load_model(
 
     collectives: the group of ranks that this process belongs to. Each rank loads its own part of the model.
     """
+    spec.check_quantization(config.quantization)
     if spec.decoder is not None:
         weights = _open_weights(config, spec.decoder, dtype, device)
         return Decoder(spec.decoder, weights, max_model_len, collectives)
-    if config.quantization != "auto":
-        raise ConfigError(
-            f"quantization is {config.quantization}, but transformers' classes compute this model ({spec.family}), and "
-            "models computed by them are served only without quantization; set quantization to auto"
-        )
     # Imported by name, because importing transformers takes seconds that our own decoder does not need.
     module = importlib.import_module("slora.models.transformers_decoder")
     return cast(Model, module.TransformersDecoder(spec, config.model, dtype, device, collectives))
@@ -94,12 +90,6 @@ def _open_weights(
         raise ConfigError(f"quantization is {name!r}; it must be auto, {', '.join(FORMS)}")
     block = stored.block if stored is not None else None
     by_row = stored.form if stored is not None and block is None else None
-    if by_row is not None and name not in ("auto", by_row):
-        raise ConfigError(
-            f"quantization is {name}, but this checkpoint is stored as {by_row}, and rounding twice "
-            "loses more precision than either; set quantization to auto, or use the unquantized "
-            "checkpoint"
-        )
     if "fp8" in (name, by_row) and device.type == "cuda" and not supports_float8(device):
         raise ConfigError(
             "weights in fp8 need a GPU of compute capability 8.9 or later; choose --quantization int8"

@@ -178,6 +178,22 @@ class ModelSpec:
                 f"max_model_len is {max_model_len}, but {self.describe_limit() or ends}; give at most that"
             )
 
+    def check_quantization(self, requested: str) -> None:
+        """Raises ConfigError if the weights can't be rounded as requested, whatever the device is."""
+        if requested == "auto":
+            return
+        if self.decoder is None:
+            raise ConfigError(
+                f"quantization is {requested}, but transformers' classes compute this model ({self.family}), and "
+                "models computed by them are served only without quantization; set quantization to auto"
+            )
+        stored = self.decoder.quantization
+        if stored is not None and stored.block is None and requested != stored.form:
+            raise ConfigError(
+                f"quantization is {requested}, but this checkpoint is stored as {stored.form}, and rounding twice "
+                "loses more precision than either; set quantization to auto, or use the unquantized checkpoint"
+            )
+
     def resolve_dtype(self, requested: str) -> str:
         """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""
         dtype = self.dtype if requested == "auto" else requested

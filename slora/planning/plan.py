@@ -426,6 +426,7 @@ def _check(question: Question) -> None:
                 f"{name} is {value}; it must be from 1 to the model's {spec.max_positions} positions"
             )
     spec.check_length(config.max_model_len)
+    spec.check_quantization(config.quantization)
     stored = spec.decoder.quantization if spec.decoder is not None else None
     is_stored = stored is not None and stored.form == "int4"
     has_experts = spec.decoder is not None and spec.decoder.experts is not None

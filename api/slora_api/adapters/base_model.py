@@ -113,9 +113,10 @@ class BaseModelFiles:
         self.directory = settings.engine.model
         self.config = read_model_spec(self.directory, settings.engine.model_impl)
         self.dtype = self.config.resolve_dtype(settings.engine.dtype)
-        # The server refuses a length that exceeds the model, and a number of ranks that does not divide it, before it
-        # starts any process.
+        # The server refuses what does not suit the model before it starts any process: the length of sequences,
+        # rounding its weights, and a number of ranks that does not divide it.
         self.config.check_length(settings.engine.max_model_len)
+        self.config.check_quantization(settings.engine.quantization)
         self.shape = self.config.partition(self.dtype, settings.engine.tensor_parallel_size).shape
         self.name = settings.engine.served_name
         self._reference = HubReference.of_model(self.directory)

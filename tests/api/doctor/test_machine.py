@@ -220,3 +220,13 @@ def test_a_length_that_exceeds_the_model_is_refused_before_any_process_starts() 
     longer = replace(SETTINGS, engine=replace(SETTINGS.engine, max_model_len=1 << 20))
     with pytest.raises(ConfigError, match=r"max_model_len is 1048576, but .*; give at most that"):
         find_model(longer)
+
+
+def test_rounding_a_model_of_transformers_classes_is_refused_before_any_process_starts() -> None:
+    engine = replace(SETTINGS.engine, model_impl="transformers", quantization="int4")
+    message = (
+        r"quantization is int4, but transformers' classes compute this model .*; set quantization to auto"
+    )
+    with pytest.raises(ConfigError, match=message):
+        find_model(replace(SETTINGS, engine=engine))
+    find_model(replace(SETTINGS, engine=replace(engine, model_impl="auto")))

@@ -79,6 +79,11 @@ def test_a_plan_counts_the_recurrent_state_of_each_sequence(kits: Kits) -> None:
     )
     assert memory.state_pages == engine.runner.footprint.state_pages > 0
     assert (memory.num_pages, memory.max_model_len) == (engine.info.num_pages, engine.info.max_model_len)
+    rounded = replace(question, config=replace(question.config, quantization="int8"))
+    with pytest.raises(
+        ConfigError, match=r"quantization is int8, but transformers' classes compute this model"
+    ):
+        make_plan(rounded)
 
 
 def test_pages_of_a_gpu_hold_latents(kits: Kits) -> None:
