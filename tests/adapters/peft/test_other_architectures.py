@@ -249,10 +249,7 @@ def describe_other_parts(directory: Path, parts: Collection[str]) -> tuple[str, 
 
 # Model -> its parts beside the decoder, and the names that its modules had in earlier releases of transformers.
 SEEING_MODELS: dict[str, tuple[set[str], dict[str, str]]] = {
-    "qwen2_5_vl": (
-        {"visual"},
-        {"model.language_model.": "model.", "model.visual.": "visual."},
-    ),
+    "qwen2_5_vl": ({"visual"}, {"model.language_model.": "model.", "model.visual.": "visual."}),
     "qwen3_vl": ({"visual"}, {}),
     "smolvlm": ({"vision_model", "connector"}, {}),
     "mistral3": (

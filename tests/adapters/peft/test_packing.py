@@ -4,14 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft.adapter import (
-    Adapter,
-    AdapterExtras,
-    AdapterTensors,
-    LoraPair,
-    ModuleId,
-    Vocabulary,
-)
+from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterTensors, LoraPair, ModuleId, Vocabulary
 from slora_adapters.peft.packing import pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.tensor_file import StoredTensor

@@ -301,10 +301,7 @@ async def test_an_engine_that_is_told_to_stop_hands_its_requests_over_at_once(be
     assert not bench.group.can_stop(left.name)
     other = await bench.wait_for_other_owner(left)
     await wait_until(lambda: left.num_stops == 1 and left.num_aborted == 1)
-    assert bench.group.problems == {
-        left.name: "it stops, and is then started again",
-        other.name: None,
-    }
+    assert bench.group.problems == {left.name: "it stops, and is then started again", other.name: None}
     await left.die()
     await wait_until(lambda: bench.group.problems[left.name] == "it is starting")
     assert not bench.group.can_stop(left.name)

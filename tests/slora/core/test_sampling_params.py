@@ -76,8 +76,7 @@ def test_parameters_that_a_beam_search_cannot_honour_are_refused_by_name(changes
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [{"min_tokens": 3}, {"ignore_eos": True}, {"allowed_token_ids": (1,)}, {"bad_words": ((1,),)}],
+    "changes", [{"min_tokens": 3}, {"ignore_eos": True}, {"allowed_token_ids": (1,)}, {"bad_words": ((1,),)}]
 )
 def test_what_contradicts_a_form_is_refused_by_name(changes: dict[str, Any]) -> None:
     (name,) = changes

@@ -55,10 +55,7 @@ def mix(kit: ModelKit, prompts_each: int, seed: int = 0) -> Work:
 @pytest.mark.parametrize("model", ["llama", "qwen2"])
 @pytest.mark.parametrize(
     ("num_pages", "settings"),
-    [
-        (900, {}),
-        (22, {"max_num_seqs": 9, "max_num_batched_tokens": 11, "max_model_len": 128}),
-    ],
+    [(900, {}), (22, {"max_num_seqs": 9, "max_num_batched_tokens": 11, "max_model_len": 128})],
     ids=["in one batch", "in chunks, preempted and evicted"],
 )
 def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(

@@ -24,10 +24,7 @@ from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
-from tests.support.peft_adapters import (
-    make_adapter,
-    quiet_peft,
-)
+from tests.support.peft_adapters import make_adapter, quiet_peft
 from tests.support.tiny_models import VOCAB_SIZE
 
 # Trained whole matrices, copies that peft saves after a resize, and trained rows beside copies.

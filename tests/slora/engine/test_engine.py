@@ -83,9 +83,7 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
     assert answer.reason is FinishReason.STOP
 
 
-def test_the_end_token_of_the_model_ends_the_answer_unless_ignored(
-    engine: Engine,
-) -> None:
+def test_the_end_token_of_the_model_ends_the_answer_unless_ignored(engine: Engine) -> None:
     free = drive(engine, [[ask([1, 2])]])["r"].token_ids
     engine.info = replace(engine.info, eos_token_ids=(VOCAB_SIZE - 1, free[3]))
     obeyed = drive(engine, [[ask([1, 2], replace(GREEDY, ignore_eos=False))]])["r"]
@@ -137,9 +135,7 @@ def test_a_deleted_adapter_is_freed_from_the_pool(kit: ModelKit) -> None:
     assert isinstance(error, AdapterFetchFailed)
 
 
-def test_a_pinned_adapter_answers_like_a_requested_one_and_sets_its_tenants_share(
-    kit: ModelKit,
-) -> None:
+def test_a_pinned_adapter_answers_like_a_requested_one_and_sets_its_tenants_share(kit: ModelKit) -> None:
     source, versions = make_source(kit)
     request = EngineRequest("r", "local", [1, 2], single_adapter(versions["odd_rank"]), GREEDY)
     asked_for = drive(make_engine(kit, source, 200), [[request]])["r"].token_ids

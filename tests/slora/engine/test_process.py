@@ -499,9 +499,7 @@ def test_an_engine_whose_parent_and_clients_are_gone_records_usage_and_exits(sta
     assert 1 <= read_journal(stack)["a"].usage.generated_tokens < 500
 
 
-def test_an_engine_with_a_lost_device_exits_and_its_clients_may_retry(
-    running_stack: EngineStack,
-) -> None:
+def test_an_engine_with_a_lost_device_exits_and_its_clients_may_retry(running_stack: EngineStack) -> None:
     """Born from a fault: every later step failed, and the engine process went on."""
     if running_stack.engine is not None and running_stack.engine.running:
         running_stack.engine.kill()

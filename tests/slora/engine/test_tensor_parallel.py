@@ -174,11 +174,7 @@ def test_a_divided_class_of_transformers_adds_scales_biases_and_rows_once(tmp_pa
             "bias": "lora_only",
             "target_modules": ["q_proj", "c_fc", "c_proj", "embed_tokens", "lm_head"],
         },
-        "rows": {
-            "r": 3,
-            "target_modules": ["c_proj"],
-            "trainable_token_indices": [90, 3, 17],
-        },
+        "rows": {"r": 3, "target_modules": ["c_proj"], "trainable_token_indices": [90, 3, 17]},
     }
     verdict = judge_divided(make_other_kit(tmp_path, "starcoder2", kinds), 2)
     assert verdict.equal, verdict
@@ -339,10 +335,7 @@ def test_ranks_that_would_cut_a_group_of_4_bit_weights_are_refused(tmp_path: Pat
     kit = make_kit(tmp_path, "llama", {}, num_hidden_layers=1, **CODED_MODELS["llama"])
     stored, _ = write_coded_checkpoint(kit.directory, tmp_path, CODED_FORMS["groups_of_128"])
     said = r"o_proj\.weight has 128 columns, of which this process computes \d+ to \d+.*groups of 128"
-    with (
-        pytest.raises(ConfigError, match=said),
-        divided_engine(replace(kit, directory=stored), 2),
-    ):
+    with pytest.raises(ConfigError, match=said), divided_engine(replace(kit, directory=stored), 2):
         pass
 
 

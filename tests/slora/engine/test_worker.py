@@ -156,9 +156,7 @@ class WatchedSource(ScriptedSource):
         self.asked.put(version)
 
 
-def test_an_idle_worker_retries_the_fetch_of_a_pinned_adapter(
-    kit: ModelKit,
-) -> None:
+def test_an_idle_worker_retries_the_fetch_of_a_pinned_adapter(kit: ModelKit) -> None:
     worker, _ = make_worker()
     version = AdapterVersion("t", "late")
     source = WatchedSource({version: 1})

@@ -69,12 +69,7 @@ def read_back(memory: DeviceMemory, resident: Resident, num_bytes: int) -> torch
 
 
 def tables(memory: DeviceMemory) -> list[torch.Tensor]:
-    return [
-        memory.tables.page_table,
-        memory.tables.groups,
-        memory.tables.modules,
-        memory.tables.scales,
-    ]
+    return [memory.tables.page_table, memory.tables.groups, memory.tables.modules, memory.tables.scales]
 
 
 def test_swapped_pages_come_back_byte_for_byte_wherever_they_go(shape: ModelShape) -> None:

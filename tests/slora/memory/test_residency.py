@@ -382,11 +382,7 @@ def test_an_adapter_that_lost_its_slot_to_a_tenant_above_its_share_is_displaced(
     requester = setup.tenants.find("requester")
     setup.pool.allocate(60, requester)
     assert setup.residency.ensure_free_slot(requester)
-    assert [setup.residency.was_displaced(resident.version) for resident in residents] == [
-        True,
-        False,
-        False,
-    ]
+    assert [setup.residency.was_displaced(resident.version) for resident in residents] == [True, False, False]
 
 
 def test_deleting_an_adapter_clears_its_displacement(setup: Setup) -> None:

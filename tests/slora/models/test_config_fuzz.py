@@ -78,11 +78,7 @@ def other_config(model_type: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def judge_all(
-    directory: Path,
-    configs: list[dict[str, Any]],
-    model_impl: str,
-    title: str,
-    report: Callable[[str], None],
+    directory: Path, configs: list[dict[str, Any]], model_impl: str, title: str, report: Callable[[str], None]
 ) -> Counter[Verdict]:
     counts: Counter[Verdict] = Counter()
     wrong = []

@@ -40,8 +40,7 @@ def test_the_page_names_every_decoder_class_once_and_none_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "heading"),
-    [("qwen3", NATIVE), ("lfm2", OTHER), ("whisper", "Refused")],
+    ("model_type", "heading"), [("qwen3", NATIVE), ("lfm2", OTHER), ("whisper", "Refused")]
 )
 def test_the_page_says_what_the_survey_finds(model_type: str, heading: str) -> None:
     (found,) = survey([model_type])

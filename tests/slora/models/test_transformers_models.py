@@ -70,8 +70,7 @@ SOAKED = (
 
 
 @pytest.mark.parametrize(
-    "model",
-    [pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in OTHER_MODELS],
+    "model", [pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in OTHER_MODELS]
 )
 def test_parity_holds_in_chunks_and_when_pages_are_short(
     tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
@@ -88,8 +87,7 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
 @pytest.mark.parametrize(
-    "model",
-    ["deepseek_v2", *(pytest.param(name, marks=pytest.mark.soak) for name in LATENT_MODELS[1:])],
+    "model", ["deepseek_v2", *(pytest.param(name, marks=pytest.mark.soak) for name in LATENT_MODELS[1:])]
 )
 def test_latents_are_shared_swapped_and_read_again(
     tmp_path: Path, report: Callable[[str], None], model: str, kernels: str

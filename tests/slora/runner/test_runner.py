@@ -94,10 +94,7 @@ def test_an_answer_continues_bit_for_bit_after_a_swap(kits: Kits, kernels: str) 
             engine.runner.memory.pages[engine.scheduler.paging.pool.free_pages] = 0xFF
         rest = drive(engine, [])
         return [
-            (
-                answers[name].token_ids + rest[name].token_ids,
-                answers[name].logprobs + rest[name].logprobs,
-            )
+            (answers[name].token_ids + rest[name].token_ids, answers[name].logprobs + rest[name].logprobs)
             for name in answers
         ]
 

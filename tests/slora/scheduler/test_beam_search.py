@@ -97,12 +97,7 @@ def test_a_search_as_wide_as_there_are_answers_finds_the_best_of_all(
 def test_the_worked_example_of_the_module() -> None:
     """The longer of the two hypotheses has the better score per token."""
     a, b, c, end = 1, 2, 3, 0
-    table = {
-        (): {a: -0.5, c: -0.4},
-        (a,): {b: -0.5},
-        (c,): {end: -0.6},
-        (a, b): {end: -0.2},
-    }
+    table = {(): {a: -0.5, c: -0.4}, (a,): {b: -0.5}, (c,): {end: -0.6}, (a, b): {end: -0.2}}
 
     def model(tokens: tuple[int, ...]) -> list[float]:
         return [table.get(tokens, {}).get(token, -50.0) for token in range(4)]

@@ -541,10 +541,7 @@ def outlive(
     ],
 )
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
-    kits: Kits,
-    plain_answers: Callable[[str], dict[str, Answer]],
-    monkeypatch: pytest.MonkeyPatch,
-    model: str,
+    kits: Kits, plain_answers: Callable[[str], dict[str, Answer]], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     """One step of fifty fails, at random: a request may take more than fifty. Failed requests are sent again until all
     have their answers.

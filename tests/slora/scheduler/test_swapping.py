@@ -106,9 +106,7 @@ def test_a_sequence_is_swapped_if_copying_is_cheaper_unless_the_setting_decides(
     assert bool(setup.give_way(setup.compute(8)).swaps_out) == is_saved
 
 
-def test_host_pages_are_not_reused_before_the_step_that_accesses_them(
-    setup: Setup,
-) -> None:
+def test_host_pages_are_not_reused_before_the_step_that_accesses_them(setup: Setup) -> None:
     sequence = setup.compute(24)
     setup.give_way(sequence)
     setup.swapping.finish_step()

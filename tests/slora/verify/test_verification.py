@@ -95,7 +95,7 @@ def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> No
     write_model(tmp_path / "base", model)
     make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
-        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu"),
+        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu")
     )
     assert found.equal, found.problems
     # All linears except the embedding and the head.
@@ -121,7 +121,7 @@ def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
     write_model(tmp_path / "base", model, **LONGROPES[model])
     make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
     found = verify_adapter(
-        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu"),
+        VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu")
     )
     assert read_model_spec(tmp_path / "base").rope_switch == 48
     lengths = [(check.prompt_tokens, check.prompt_tokens + check.answer_tokens) for check in found.prompts]

@@ -83,10 +83,7 @@ STATES: dict[str, tuple[dict[str, Any], str]] = {
     "no_blocks": ({"blocksize": None}, r"blocksize is None; it must be a multiple of 32"),
     "blocks_of_two_rows": ({"blocksize": 256}, r"a\.weight has 128 columns; .* need a multiple of 256"),
     "dtype_of_scales": ({"nested_dtype": "float16"}, r"nested_dtype is 'float16'; it must be 'float32'"),
-    "nested_blocks": (
-        {"nested_blocksize": 0},
-        r"nested_blocksize is 0; it must be a positive whole number",
-    ),
+    "nested_blocks": ({"nested_blocksize": 0}, r"nested_blocksize is 0; it must be a positive whole number"),
     "offset": ({"nested_offset": "1"}, r"nested_offset is '1'; it must be a number"),
     "no_offset": ({"nested_offset": None}, r"nested_offset is None; it must be a number"),
     "not_a_number": ({"nested_offset": float("nan")}, r"scales \(absmax\) that are not finite"),

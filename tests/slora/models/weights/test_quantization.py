@@ -278,11 +278,7 @@ def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [
-        ("deepseek_v3", "deepseek_fp8"),
-        ("qwen3_vl", "compressed_int8_rows"),
-        ("mistral3", "autofp8"),
-    ],
+    [("deepseek_v3", "deepseek_fp8"), ("qwen3_vl", "compressed_int8_rows"), ("mistral3", "autofp8")],
 )
 def test_transformers_classes_get_weights_of_8_bits_widened(
     tmp_path: Path, report: Callable[[str], None], model: str, name: str

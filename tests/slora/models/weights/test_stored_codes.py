@@ -108,12 +108,7 @@ def judge(
 @pytest.mark.parametrize("model", WIDE)
 @pytest.mark.parametrize("kernels", CPU_KERNELS[::-1])
 def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
-    kits: Kits,
-    tmp_path: Path,
-    report: Callable[[str], None],
-    form: str,
-    model: str,
-    kernels: str,
+    kits: Kits, tmp_path: Path, report: Callable[[str], None], form: str, model: str, kernels: str
 ) -> None:
     kit = kits(model)
     stored, exact = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form], kept="layers.1.mlp")
@@ -132,11 +127,7 @@ def test_triton_kernels_answer_as_the_dequantized_weights(kit: ModelKit, tmp_pat
 
 
 def read_weight(
-    directory: Path,
-    form: CodedForm,
-    parts: list[tuple[str, int]],
-    width: int,
-    columns: range | None = None,
+    directory: Path, form: CodedForm, parts: list[tuple[str, int]], width: int, columns: range | None = None
 ) -> CodedWeight:
     """Reads the weights in the given order as one. columns: those of this rank."""
     codes = StoredCodes(form.method, form.group, has_zero_points=not form.is_symmetric)  # type: ignore[arg-type]
