@@ -287,6 +287,7 @@ def make_latents(
     return KVGeometry(2, *heads, dtype, kv_format, latent_width=width)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("heads", "width"), LATENTS, ids=str)
 @pytest.mark.parametrize(
     ("dtype", "kv_format"),

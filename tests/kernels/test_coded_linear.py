@@ -70,6 +70,7 @@ def test_codes_are_unpacked_in_the_order_of_the_columns() -> None:
     assert torch.equal(weight.rows(1, 2).decode(), codes[1:].float())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("scale_dtype", (torch.float16, torch.float32))
@@ -171,6 +172,7 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(
 
 
 @pytest.mark.invariance
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] != 64])

@@ -8,6 +8,9 @@ import pytest
 from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
 
 ROOT = Path(__file__).parents[2]
+ISAS = list_available_isas()
+# The first, and the best but one. All other tests run with the best.
+QUICK_ISAS = (*ISAS[:1], *ISAS[-2:-1])
 # Quick: the library's products with one set, because compiling our own kernels for another instruction set takes half a
 # minute. These tests need no conftest, which would import transformers.
 QUICK = (
@@ -35,7 +38,7 @@ def run_python(*arguments: str, isa: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.skipif(VARIABLE in os.environ, reason="this run forces an instruction set already")
 def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) -> None:
     # The best set is what all other tests run with.
-    for isa in list_available_isas() if soak else list_available_isas()[:-1][:1]:
+    for isa in ISAS if soak else ISAS[:-1][:1]:
         paths = ("tests",) if soak else QUICK
         chosen = "invariance" if soak else "invariance and not soak"
         run = run_python("-m", "pytest", "-m", chosen, "-p", "no:cacheprovider", *paths, isa=isa)
@@ -65,9 +68,7 @@ print(slora_kernels.cpu_isa.find_cpu_isa(), *(worker.name for worker, _ in worke
 
 
 @pytest.mark.parametrize(
-    "isa",
-    # The best but one differs from it in the tiles only, and from "avx512" in the products of bfloat16.
-    [pytest.param(isa, marks=pytest.mark.soak) if isa == "avx512" else isa for isa in list_available_isas()],
+    "isa", [isa if isa in QUICK_ISAS else pytest.param(isa, marks=pytest.mark.soak) for isa in ISAS]
 )
 def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: str) -> None:
     has_avx512, has_bfloat16 = isa != "avx2", isa in ("avx512_bf16", "amx")

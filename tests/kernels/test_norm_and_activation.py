@@ -6,11 +6,13 @@ from slora_kernels.ops import Kernels
 from slora_kernels.torch import reference
 from tests.kernels.scenes import check_close
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALF = pytest.param(torch.float16, marks=pytest.mark.compiled_late)
+DTYPES = (torch.float32, torch.bfloat16, HALF)
 ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh")
 SHAPES = ((1, 64), (7, 100), (3, 769))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm_matches_its_twin(
@@ -21,6 +23,7 @@ def test_rms_norm_matches_its_twin(
     check_close(kernels.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), units=1)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_add_rms_norm_matches_its_twin_and_updates_the_residual(
@@ -39,7 +42,7 @@ def test_rms_norm_of_a_row_of_zeros_is_zero(kernels: Kernels, device: str) -> No
     assert torch.equal(kernels.rms_norm(x, torch.ones(64, device=device), 1e-6), x)
 
 
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, HALF))
 def test_a_norms_weight_may_be_wider_than_its_rows(kernels: Kernels, device: str, dtype: torch.dtype) -> None:
     x, residual = torch.randn(2, 5, 130, dtype=dtype, device=device)
     weight = 1 + torch.randn(130, device=device) * 0.1
