@@ -394,8 +394,8 @@ class Publisher:
 
         receive: the ASGI channel of the client. If the client hangs up, the inspection is cancelled. After the
         inspection, the upload always runs to its end.
-        await_engine: returns when the engine is ready. It is called after the inspection, which needs no engine. None:
-        the engine must be ready now.
+        await_engine: returns when the engine is ready. It is called after the inspection and the checks of tokens and
+        of the chat template, which need no engine. None: the engine must be ready now.
 
         If the newest version is the same adapter, that version is returned with `new_version` False. So a client that
         lost the answer can repeat the upload. Raises EngineUnavailable, BadRequest, AdapterInvalid with all reasons,
@@ -406,9 +406,13 @@ class Publisher:
             inspection = self._inspector.inspect(tenant, upload.source, scratch)
             adapter = await (inspection if receive is None else unless_disconnected(receive, inspection))
             base = await self._base.identity.compare(upload.base_fingerprint, adapter.certificate.base_name)
+            reasons = await self._check_extras(tenant, adapter)
             if await_engine is not None:
                 await await_engine()
-            await self._check_extras(tenant, adapter)
+            text = adapter.extras.generation_config
+            num_tokens = self._client.info.vocab_size + read_added_rows(text)
+            if reasons := [*find_unsupported_fields(text, num_tokens), *reasons]:
+                raise AdapterInvalid(tuple(reasons))
             # Store one upload of a tenant at a time, so that one tenant never occupies all writers or runs several
             # canaries.
             async with self._locks.setdefault(tenant, asyncio.Lock()):
@@ -458,14 +462,12 @@ class Publisher:
                 "the engine is starting and cannot try the adapter yet; upload it again shortly"
             )
 
-    async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> None:
-        text = adapter.extras.generation_config
-        reasons = find_unsupported_fields(text, self._client.info.vocab_size + read_added_rows(text))
-        reasons += await self._canary.check_tokens(tenant, adapter.extras)
+    async def _check_extras(self, tenant: str, adapter: CheckedAdapter) -> list[Reason]:
+        """Returns reasons to refuse the adapter for its added tokens and its chat template."""
+        reasons = await self._canary.check_tokens(tenant, adapter.extras)
         if adapter.extras.chat_template is not None:
             reasons += await self._templates.check(tenant, adapter.extras.chat_template)
-        if reasons:
-            raise AdapterInvalid(tuple(reasons))
+        return reasons
 
     async def _store_and_commit(
         self, tenant: str, name: str, adapter: CheckedAdapter
