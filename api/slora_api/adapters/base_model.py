@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +104,7 @@ class BaseModelInfo:
 
 
 class BaseModelFiles:
-    """Reads the files of the base model. The constructor raises ConfigError.
+    """Reads the files of the base model. The constructor and `tokenizer` raise ConfigError.
 
     started_at: Unix time of the server's start, which /v1/models shows.
     """
@@ -125,10 +126,18 @@ class BaseModelFiles:
                 f"the base model is named {DEFAULT_MODEL!r}, but that name selects the default adapter of the "
                 "request's API key; set another --model-name"
             )
-        self.tokenizer = Tokenizer.from_directory(self.directory)
-        self.limits = AdapterLimits(
-            max_lora_rank=settings.engine.max_lora_rank,
-            max_tensor_bytes=settings.max_upload_bytes,
+        self._settings = settings
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Read on first use. A server starts its engine before that, because a large tokenizer takes a second."""
+        return Tokenizer.from_directory(self.directory)
+
+    @cached_property
+    def limits(self) -> AdapterLimits:
+        return AdapterLimits(
+            max_lora_rank=self._settings.engine.max_lora_rank,
+            max_tensor_bytes=self._settings.max_upload_bytes,
             served_dtype=self.dtype,
             vocab_size=self.config.vocab_size,
             base_directory=self.directory,

@@ -140,7 +140,8 @@ class Deployment:
         them, one after the other. Raises ConfigError.
         """
         config = self._config
-        BaseModelFiles(config.server)  # Refuses a model that cannot be served with these settings.
+        # Refuses a model or a tokenizer that cannot be served with these settings.
+        _ = BaseModelFiles(config.server).tokenizer
         gpus = self._choose_gpus()
         self._check_fit(gpus)
         self._check_shared(config)

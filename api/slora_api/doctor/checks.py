@@ -207,11 +207,11 @@ def find_model(settings: Settings) -> ModelFacts:
                     f"{reference} has {format_bytes(missing)} and is not in the cache of this machine; its metadata is "
                     "in the file, so a server has to download it before the doctor can check it"
                 )
-            return ModelFacts(BaseModelFiles(settings), 0, missing, missing)
+            return ModelFacts(_open_model(settings), 0, missing, missing)
         if reference.is_gguf:
             directory = prepare_gguf_model(download_gguf(reference, None))
             settings = replace(settings, engine=replace(engine, model=directory))
-    files = BaseModelFiles(settings)
+    files = _open_model(settings)
     checkpoint = Checkpoint(settings.engine.model)
     element_bytes = ELEMENT_BYTES[files.dtype]
     num_tensors = num_bytes = 0
@@ -228,6 +228,13 @@ def find_model(settings: Settings) -> ModelFacts:
         else:
             num_bytes += math.prod(tensor.shape) * element_bytes
     return ModelFacts(files, num_tensors, num_bytes)
+
+
+def _open_model(settings: Settings) -> BaseModelFiles:
+    """Opens the base model as a server does, with its tokenizer. Raises ConfigError."""
+    files = BaseModelFiles(settings)
+    _ = files.tokenizer
+    return files
 
 
 def check_model(model: Future[ModelFacts]) -> Iterator[Finding]:
