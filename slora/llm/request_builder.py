@@ -44,7 +44,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterLimits
-from slora_adapters.peft.added_tokens import AddedToken, read_added_rows, read_added_tokens
+from slora_adapters.peft.extras import AddedToken, read_added_rows, read_added_tokens
 from slora_adapters.peft.hub import download
 from slora_adapters.peft.hub_reference import HubReference
 from slora_adapters.peft.peft_directory import DirectoryState, assemble_adapter, read_adapter

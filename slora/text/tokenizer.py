@@ -21,8 +21,7 @@ from slora.grammar.matcher import TokenSpelling
 from slora.text.chat_template import render_chat
 from slora.text.incremental_decoder import DecoderChain, IncrementalDecoder, TokenWidths
 from slora.text.resolved_tokenizer import SPECIAL_NAMES, resolve_tokenizer
-from slora_adapters.peft.added_tokens import AddedToken, extend_tokenizer
-from slora_adapters.peft.extras import digest_tokenizer
+from slora_adapters.peft.extras import AddedToken, digest_tokenizer, extend_tokenizer
 
 # Each call has one text, which the library encodes on one thread. It would start a thread for each core anyway, and it
 # panics if the machine allows no further threads.

@@ -22,7 +22,7 @@ _context.set_forkserver_preload(
     [
         "slora_adapters.database.database",
         "slora_adapters.loader.loader_process",
-        "slora_adapters.registry.stored_adapters",
+        "slora_adapters.registry.registry",
         "slora_adapters.registry.registry",
         "slora_adapters.store.file_store",
         "slora_adapters.store.object_store",

@@ -1,7 +1,7 @@
 """The registry's tables: SQL statements, and the conversion between rows and values.
 
 Functions with a `connection` argument run inside a transaction that the caller has begun. This module makes no
-decisions: `named_adapter.py` and `registry.py` decide what is written, and when.
+decisions: `record.py` and `registry.py` decide what is written, and when.
 """
 
 import json
@@ -28,23 +28,21 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.sql import Executable
 
 from slora_adapters.database import schema
-from slora_adapters.registry.named_adapter import (
-    Alias,
-    AliasHistory,
-    AliasState,
-    NamedAdapter,
-    decode_states,
-    encode_states,
-    make_rollout,
-)
 from slora_adapters.registry.record import (
     LATEST,
     NO_EXTRAS,
     AdapterDetails,
     AdapterRecord,
+    Alias,
+    AliasHistory,
+    AliasState,
     ExtrasSummary,
+    NamedAdapter,
     Rollout,
     StorageUsage,
+    decode_states,
+    encode_states,
+    make_rollout,
 )
 from slora_adapters.version import AdapterVersion
 

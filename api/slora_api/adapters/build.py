@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.stored_adapters import SHARED_GRACE_S, StoredAdapters
+from slora_adapters.registry.registry import SHARED_GRACE_S, Registry, StoredAdapters
 from slora_adapters.store.store_url import open_store
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.model_catalog import ModelCatalog
@@ -14,8 +13,8 @@ from slora_api.adapters.quarantine import HubAdapters, LocalAdapters, Quarantine
 from slora_api.adapters.routes import AdapterServices
 from slora_api.core.data_dir import store_url
 from slora_api.core.foundation import Foundation
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.request_bounds import ServerBounds
-from slora_api.http.request_limiter import RequestLimiter
 from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 

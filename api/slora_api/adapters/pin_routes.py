@@ -10,14 +10,14 @@ from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
 from slora_adapters.registry.record import Rollout
 from slora_adapters.registry.registry import Registry
-from slora_api.adapters.adapter_json import (
+from slora_api.adapters.model_catalog import (
     AdapterObject,
     AliasObject,
+    ModelCatalog,
     PublishedObject,
     adapter_json,
     alias_json,
 )
-from slora_api.adapters.model_catalog import ModelCatalog
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.routes import UPLOAD_ERRORS, AdapterServices, UploadForm, receive_upload
 from slora_api.core.errors import BadRequest, NotFound, PinsFull

@@ -51,14 +51,13 @@ from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
-from slora_adapters.peft.added_tokens import read_added_rows, read_added_tokens
+from slora_adapters.peft.extras import read_added_rows, read_added_tokens
 from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
-from slora_adapters.registry.registry import RESERVATION_S
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.registry import RESERVATION_S, StoredAdapters
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.adapter_json import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.base_model import DEFAULT_MODEL, BaseModelInfo
+from slora_api.adapters.model_catalog import CertificateObject, PublishedObject, VersionObject, version_json
 from slora_api.adapters.pinning import Pinning
 from slora_api.adapters.quarantine import Quarantine, StagedUpload
 from slora_api.core.errors import BadRequest, InspectionFailed

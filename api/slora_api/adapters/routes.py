@@ -14,8 +14,14 @@ from typing_extensions import TypedDict
 
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound, AliasConflict, DiskFull
-from slora_api.adapters.adapter_json import AdapterObject, AliasObject, PublishedObject, VersionObject
-from slora_api.adapters.model_catalog import ModelCatalog, PrewarmObject
+from slora_api.adapters.model_catalog import (
+    AdapterObject,
+    AliasObject,
+    ModelCatalog,
+    PrewarmObject,
+    PublishedObject,
+    VersionObject,
+)
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import HubAdapters, LocalAdapters, StagedUpload, Uploads
 from slora_api.core.errors import (
@@ -35,8 +41,8 @@ from slora_api.core.threads import control_thread
 from slora_api.http.field_types import STRICT, Limit, Name, Text, make_refusal
 from slora_api.http.multipart_form import FormFile
 from slora_api.http.openapi import errors, form_body
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.request_bounds import ServerBounds
-from slora_api.http.request_limiter import RequestLimiter
 from slora_api.http.sse import unless_disconnected
 from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import AdapterReader, AdapterWriter, InferenceKey, Operator

@@ -8,7 +8,7 @@ from pydantic import AfterValidator
 
 from slora.core.request import MAX_ADAPTER_WEIGHT, WeightedAdapter, compose_adapters
 from slora.text.generation_defaults import Classifier, GenerationDefaults
-from slora_adapters.peft.added_tokens import AddedToken
+from slora_adapters.peft.extras import AddedToken
 from slora_api.core.errors import BadRequest
 from slora_api.http.field_types import Name, RequestModel, make_refusal
 

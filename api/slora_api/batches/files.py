@@ -29,8 +29,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.audit_log import record_change
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import AdapterNotFound, StoreUnavailable, StoreUnfit, TryAgain
-from slora_adapters.registry.registry import RESERVATION_S
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.registry import RESERVATION_S, StoredAdapters
 from slora_adapters.store.store import Blob, Store
 from slora_api.core.errors import BadRequest, InUse, NotFound, QuotaExceeded
 from slora_api.core.settings import Settings

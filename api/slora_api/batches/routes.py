@@ -19,7 +19,7 @@ from slora_api.core.listing import PageObject, list_json
 from slora_api.core.threads import tenant_thread
 from slora_api.http.field_types import STRICT, Text
 from slora_api.http.openapi import errors
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.unsupported import Unsupported
 from slora_api.http.wiring import TenantRoute, Wired
 from slora_api.keys.authentication import InferenceKey

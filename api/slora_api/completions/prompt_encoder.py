@@ -13,7 +13,7 @@ from functools import partial
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
-from slora_adapters.peft.added_tokens import AddedToken
+from slora_adapters.peft.extras import AddedToken
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 

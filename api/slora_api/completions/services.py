@@ -11,8 +11,8 @@ from slora_api.core.errors import Starting
 from slora_api.core.fair_slots import FairSlots
 from slora_api.core.foundation import Foundation
 from slora_api.core.settings import Settings
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.request_bounds import RequestBounds
-from slora_api.http.request_limiter import RequestLimiter
 from slora_api.metrics.metrics import Metrics
 from slora_api.quotas.quota_meter import QuotaMeter
 from slora_api.sandbox.chat_templates import ChatTemplates

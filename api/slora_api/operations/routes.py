@@ -27,7 +27,7 @@ from slora_api.core.listing import DEFAULT_LIMIT, ListObject, PageObject, list_j
 from slora_api.core.package_version import find_package_version
 from slora_api.http.field_types import STRICT, Limit
 from slora_api.http.openapi import errors
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import GATEWAY, MetricsReader, Operator
 from slora_api.keys.running_requests import RunningRequests

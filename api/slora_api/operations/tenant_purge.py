@@ -25,7 +25,7 @@ from slora.client.client import EngineClient
 from slora.core.engine_state import TenantPurge as EnginePurge
 from slora.core.errors import EngineUnavailable
 from slora_adapters.errors import DiskFull
-from slora_adapters.registry.stored_adapters import PurgedBlobs, StoredAdapters
+from slora_adapters.registry.registry import PurgedBlobs, StoredAdapters
 from slora_api.core.errors import BadRequest, NotFound
 from slora_api.core.threads import HOUSEKEEPING, control_thread, tenant_thread
 from slora_api.http.field_types import STRICT

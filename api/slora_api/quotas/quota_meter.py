@@ -35,7 +35,7 @@ from slora.core.request import RequestUsage
 from slora_adapters.errors import StoreUnavailable
 from slora_api.core.errors import ApiError, BadRequest, BudgetExhausted, RateLimited, TenantBusy
 from slora_api.core.threads import control_thread
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.quotas.quota import Quota
 from slora_api.quotas.quota_counters import (
     Charge,

@@ -19,7 +19,7 @@ from slora_api.core.listing import ListObject
 from slora_api.core.threads import control_thread, tenant_thread
 from slora_api.http.field_types import STRICT
 from slora_api.http.openapi import errors
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import Operator, UsageReader
 from slora_api.quotas.host_counters import HostCounters

@@ -18,8 +18,8 @@ from slora_api.batches.routes import build_batches
 from slora_api.completions.services import Generator, Obstacles, build_answers, open_templates
 from slora_api.core.fair_slots import cpu_slots
 from slora_api.core.foundation import Foundation
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.http.request_bounds import ServerBounds
-from slora_api.http.request_limiter import RequestLimiter
 from slora_api.keys.routes import KeyServices, build_keys
 from slora_api.metrics.history import HealthRecorder
 from slora_api.metrics.metrics import Metrics

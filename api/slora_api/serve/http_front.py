@@ -11,7 +11,7 @@ from slora_adapters.process.shortage import Work, run_despite_shortage
 from slora_api.core.settings import Settings
 from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.http.http_server import fit_connections, raise_descriptor_limit
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 
 
 async def run_until_stopped(

@@ -32,7 +32,7 @@ from slora_api.core.settings import Settings
 from slora_api.core.threads import control_thread
 from slora_api.core.tracing import open_tracing
 from slora_api.http.http_server import HttpServer
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import AdminKey, open_admin_key
 from slora_api.metrics.metrics import Metrics, open_metrics_files

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.inspection.archive import read_tar
+from slora_adapters.inspection.inspection_process import read_tar
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 MAX_BYTES = 64 << 20

@@ -427,7 +427,7 @@ def test_a_redis_without_durable_settings_is_an_invalid_config(
 
 def test_the_loader_and_its_client_never_import_torch() -> None:
     code = "import slora_adapters.loader.loader_process, slora_adapters.loader.loader_client;"
-    code += "import slora_adapters.registry.stored_adapters, sys;"
+    code += "import slora_adapters.registry.registry, sys;"
     code += "sys.exit('torch' in sys.modules or 'redis' in sys.modules or 'safetensors' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], env=ENVIRONMENT, check=False).returncode == 0
 

@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from slora.text.chat_template import render_chat
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid
-from slora_adapters.peft import added_tokens
+from slora_adapters.peft import extras as extras_module
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits
-from slora_adapters.peft.added_tokens import extend_tokenizer, list_added_tokens, read_added_tokens
+from slora_adapters.peft.extras import extend_tokenizer, list_added_tokens, read_added_tokens
 from slora_adapters.peft.peft_directory import parse_adapter
 from tests.adapters.hand_made import SHAPE, make_members, reason_codes
 from tests.support.tiny_tokenizers import byte_fallback, byte_level, metaspace, write_tokenizer
@@ -413,12 +413,12 @@ def test_special_and_plain_tokens_in_turn_are_added_in_as_few_calls_as_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Born from a bug: an upload of 250 KB took a minute of CPU time."""
-    monkeypatch.setattr(added_tokens, "FastTokenizer", CountedLibrary)
+    monkeypatch.setattr(extras_module, "FastTokenizer", CountedLibrary)
     fast = byte_level()
     fast.add_tokens(["<tool>"])
     size = fast.get_vocab_size()
     tokens = [
-        added_tokens.AddedToken(
+        extras_module.AddedToken(
             size + number, f"<{number}>", special=number % 2 == 1, normalized=number % 3 == 1
         )
         for number in range(40)

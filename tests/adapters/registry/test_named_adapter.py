@@ -3,21 +3,19 @@ from itertools import pairwise
 import pytest
 
 from slora_adapters.errors import BadAdapterName, BadAlias
-from slora_adapters.registry.named_adapter import (
-    MAX_HISTORY,
-    MAX_TARGETS,
-    AliasHistory,
-    AliasState,
-    check_targets,
-    decode_states,
-    encode_states,
-)
 from slora_adapters.registry.record import (
     LATEST,
+    MAX_HISTORY,
+    MAX_TARGETS,
     AdapterReference,
+    AliasHistory,
+    AliasState,
     Targets,
     check_alias_name,
+    check_targets,
     choose_target,
+    decode_states,
+    encode_states,
     parse_reference,
 )
 

@@ -22,8 +22,15 @@ from hypothesis.stateful import (
 
 from slora_adapters.database.change_feed import Changes
 from slora_adapters.errors import AdapterError, AdapterInUse, AdapterNotFound, AliasConflict, BadAlias
-from slora_adapters.registry.named_adapter import MAX_ALIASES, MAX_HISTORY
-from slora_adapters.registry.record import LATEST, AdapterDetails, Removal, Rollout, StorageUsage
+from slora_adapters.registry.record import (
+    LATEST,
+    MAX_ALIASES,
+    MAX_HISTORY,
+    AdapterDetails,
+    Removal,
+    Rollout,
+    StorageUsage,
+)
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from tests.adapters.registry_places import OpenDatabase

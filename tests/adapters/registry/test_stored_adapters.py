@@ -11,8 +11,7 @@ from slora_adapters.inspection.inspection_process import inspect
 from slora_adapters.peft.adapter import AdapterLimits
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import Publication
-from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.registry import Registry, StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from tests.adapters.blobs import read_members
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory

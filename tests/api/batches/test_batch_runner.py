@@ -19,8 +19,7 @@ from slora_adapters.database import schema
 from slora_adapters.database.database import Database
 from slora_adapters.errors import DiskFull, StoreUnavailable
 from slora_adapters.process.full_disk import DiskReserve
-from slora_adapters.registry.registry import Registry
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.registry import Registry, StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from slora_adapters.store.object_store import ObjectStore
 from slora_adapters.store.store import Store

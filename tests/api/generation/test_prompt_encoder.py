@@ -5,7 +5,7 @@ import pytest
 
 from slora.core.errors import ContextTooLong
 from slora.text.tokenizer import Tokenizer
-from slora_adapters.peft.added_tokens import AddedToken
+from slora_adapters.peft.extras import AddedToken
 from slora_api.completions.prompt_encoder import PromptEncoder
 from slora_api.core.errors import TenantBusy
 from slora_api.core.fair_slots import cpu_slots

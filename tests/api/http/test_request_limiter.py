@@ -5,7 +5,7 @@ from contextlib import ExitStack
 import pytest
 
 from slora_api.core.errors import BadRequest, ServerBusy, TenantBusy, describe_error
-from slora_api.http.request_limiter import RequestLimiter
+from slora_api.http.permit_pool import RequestLimiter
 from tests.support.clock import Clock
 
 

@@ -26,9 +26,8 @@ import pytest
 from sqlalchemy import text
 
 from slora_adapters.database.database import Database
-from slora_adapters.registry.named_adapter import MAX_ALIASES
-from slora_adapters.registry.registry import RESERVATION_S, Registry
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.record import MAX_ALIASES
+from slora_adapters.registry.registry import RESERVATION_S, Registry, StoredAdapters
 from slora_adapters.store.file_store import FileStore
 from tests.api.conftest import Kit
 from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, wait_for

@@ -230,7 +230,7 @@ from pathlib import Path
 from sqlalchemy import event
 from sqlalchemy.engine import Engine
 from slora_adapters.database.database import Database
-from slora_adapters.registry.stored_adapters import StoredAdapters
+from slora_adapters.registry.registry import StoredAdapters
 from slora_adapters.registry.registry import Registry
 from slora_adapters.store.file_store import FileStore
 from slora_api.keys.key_record import Pepper
