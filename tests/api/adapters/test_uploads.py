@@ -349,19 +349,6 @@ def test_an_upload_whose_client_disconnects_leaves_nothing(platform: Platform) -
     assert kept_files(platform) == before
 
 
-def test_413_comes_while_an_archive_is_still_being_sent(platform: Platform) -> None:
-    host, port = platform.url.removeprefix("http://").split(":")
-    request = (
-        f"POST /v1/adapters HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {platform.key('large')}\r\n"
-        "Content-Type: multipart/form-data; boundary=b\r\nTransfer-Encoding: chunked\r\n\r\n"
-    )
-    body = NAME + part("archive", b"x" * (MAX_UPLOAD + 1), "a.zip")
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(request.encode() + b"%x\r\n" % len(body) + body + b"\r\n")
-        # The rest of the body is never sent.
-        assert connection.recv(100).startswith(b"HTTP/1.1 413")
-
-
 def test_slow_uploads_are_aborted_and_release_their_permits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

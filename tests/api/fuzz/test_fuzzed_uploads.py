@@ -4,6 +4,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from tests.api.adapters.hostile_uploads import FIELDS
 from tests.api.conftest import Kit
 from tests.api.fuzz.uploads import CONFIG, WEIGHTS, Upload, uploads
 from tests.api.fuzz.watched_server import WatchedServer, explain_answer
@@ -47,3 +48,14 @@ def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: boo
         watched.begin()
         fuzz(_SOAK if soak else _QUICK)
         watched.check()
+
+
+def test_a_template_with_a_constant_of_12_mb_uses_no_memory_and_blocks_no_renderer(
+    watched: WatchedServer, kit: Kit
+) -> None:
+    files = {FIELDS[file]: (file, (kit.small / file).read_bytes()) for file in (CONFIG, WEIGHTS)}
+    files["chat_template"] = ("chat_template.jinja", b"{{ 'ab' * 6000000 }}")
+    with watched.client() as client:
+        client.post("/v1/adapters", data={"name": "folded"}, files=files).raise_for_status()
+        answer = client.post("/v1/chat/completions", json=_CHAT | {"model": "folded"})
+    assert answer.status_code == 400 and "template" in answer.json()["error"]["message"]
