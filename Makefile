@@ -86,19 +86,25 @@ SOURCES := $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/adapters:$(CURDIR)/api
 FIND_DEMO := from slora_api.serve.demo import find_demo; find_demo(lambda text: print(f'slora: {text}', flush=True))
 DOWNLOAD := $(if $(filter serve,$(MAKECMDGOALS)),PYTHONPATH=$(SOURCES) $(BIN)/python -P -c "$(FIND_DEMO)" 2>/dev/null,true)
 
-# numba compiles the kernels while pip installs the other packages. The wheel ships machine code instead.
+# numba compiles the kernels while pip installs the other packages. The wheel ships machine code instead. What the tests
+# need besides is installed and compiled at the same time if this is done for them.
+EXTRAS := serve,redis,postgresql
+KERNELS := fastest
+$(TEST): EXTRAS := $(EXTRAS),otel,test,lint
+$(TEST): KERNELS := $(WORKERS)
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	@$(DOWNLOAD) & downloading=$$!; \
 	$(PIP) numba || { kill $$downloading; exit 1; }; \
-	PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile fastest & compiling=$$!; \
-	$(PIP) "$(TORCH)" -e ".[serve,redis,postgresql]" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile $(KERNELS) & compiling=$$!; \
+	$(PIP) "$(TORCH)" -e ".[$(EXTRAS)]" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		|| { kill $$compiling $$downloading; exit 1; }; wait $$compiling || exit 1; wait $$downloading || true
-	@touch $@
+	@echo $(EXTRAS) > $@
 
 $(TEST): $(SERVE)
-	@PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile $(WORKERS) & compiling=$$!; \
-	$(PIP) -e ".[serve,redis,postgresql,otel,test,lint]" || { kill $$compiling; exit 1; }; wait $$compiling
+	@grep -qx "$(EXTRAS)" $(SERVE) || { \
+	PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile $(KERNELS) & compiling=$$!; \
+	$(PIP) -e ".[$(EXTRAS)]" || { kill $$compiling; exit 1; }; wait $$compiling; }
 	@touch $@
 
 $(DOCS): $(TEST)
@@ -107,7 +113,7 @@ $(DOCS): $(TEST)
 
 # Compiles again what the tests need from numba after a change. Otherwise each process of the tests would compile it.
 $(COMPILED): $(TEST) $(wildcard kernels/slora_kernels/cpu/*.py)
-	$(BIN)/python -P -m slora_kernels.cpu.precompile $(WORKERS)
+	@test -z "$$(find $(filter %.py,$^) -newer $(TEST))" || $(BIN)/python -P -m slora_kernels.cpu.precompile $(WORKERS)
 	@touch $@
 
 $(CLIENTS)/.installed: tests/clients/requirements.txt
