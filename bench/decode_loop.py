@@ -29,8 +29,8 @@ from bench.workload import SMALL, prompts, write_adapter, write_model
 
 _OUTPUT_TOKENS = 64
 _ROUNDS = 5
-# In the large model, the output head, which is never quantized, has a tenth of the numbers.
-_SIZES = {
+# In the large model, the output head has a tenth of the numbers.
+SIZES = {
     "small": SMALL,
     "large": replace(SMALL, hidden=2048, layers=10, heads=16, kv_heads=16, head_dim=128, intermediate=5632),
 }
@@ -80,7 +80,7 @@ def main() -> None:
         "--quantizations", nargs="+", default=["auto"], choices=["auto", "int8", "fp8", "int4"]
     )
     parser.add_argument("--kinds", nargs="+", default=["lora"], choices=["lora", "dora", "head"])
-    parser.add_argument("--size", default="small", choices=list(_SIZES))
+    parser.add_argument("--size", default="small", choices=list(SIZES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=20.0)
     options = parser.parse_args()
@@ -88,13 +88,13 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     with tempfile.TemporaryDirectory(prefix="slora-bench-") as directory:
         root = Path(directory)
-        write_model(root / "model", dtype, _SIZES[options.size])
+        write_model(root / "model", dtype, SIZES[options.size])
         adapters = {
             kind: [root / f"{kind}-{index}" for index in range(options.adapters)] for kind in options.kinds
         }
         for kind, paths in adapters.items():
             for index, path in enumerate(paths):
-                write_adapter(path, index, dtype, _SIZES[options.size], kind=kind)
+                write_adapter(path, index, dtype, SIZES[options.size], kind=kind)
         settings = {
             "dtype": options.dtype,
             "kv_cache_dtype": options.kv_cache_dtype,

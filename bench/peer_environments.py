@@ -45,8 +45,8 @@ PEERS = {
         Peer(
             "llama.cpp",
             "",
-            reason="no wheel of llama-cpp-python for a CPU on the package index; it needs a compiler, a GGUF "
-            "conversion of each model and adapter, and it does not batch across adapters",
+            reason="it needs a compiler and a GGUF conversion of each model and adapter, and it does not batch across "
+            "adapters; bench.llama_cpp compares one sequence of the base model",
         ),
     )
 }
