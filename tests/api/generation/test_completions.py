@@ -742,8 +742,12 @@ def test_adapter_name_default_and_base_resolve_to_the_right_version(platform: Pl
     assert (version.tenant, f"sha256:{version.digest}") == (platform.tenant_id("picker"), digest)
 
 
-def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platform: Platform) -> None:
-    key = platform.key("mover", "moving")
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(
+    platform: Platform, stream: bool
+) -> None:
+    tenant = f"mover-{stream}".lower()
+    key = platform.key(tenant, "moving")
     platform.upload(key, "moving")
     newer = make_members(tensors=make_tensors(seed=3))
     platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
@@ -754,15 +758,20 @@ def test_a_request_whose_adapter_was_replaced_is_answered_by_the_newer_one(platf
         adapter = parse_adapter({n: memoryview(raw) for n, raw in newer.items()}, SHAPE, AdapterLimits())
         database = Database(platform.directory / "slora.db")
         details = AdapterDetails(2, ("q_proj",), 1)
-        mover, registry = platform.tenant_id("mover"), Registry(database)
+        mover, registry = platform.tenant_id(tenant), Registry(database)
         registry.put("moving", AdapterVersion(mover, adapter.digest), details)
         registry.delete(mover, "moving@1")
         database.close()
 
     platform.engine.on_request = replace
-    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "default"})
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
-    assert answer.headers["x-slora-adapter"] == "moving@2"
+    answer = post(platform, key, COMPLETIONS, PROMPT | {"model": "default", "stream": stream})
+    assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "moving@2"
+    if stream:
+        events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+        assert events.pop() == "[DONE]"
+        assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == "new"
+    else:
+        assert answer.json()["choices"][0]["text"] == "new"
 
 
 def test_a_request_whose_adapter_is_deleted_meanwhile_is_a_404(platform: Platform) -> None:
