@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def write_gguf(path: Path, size: ModelSize) -> None:
-    """A Llama with random weights and no vocabulary."""
+    """A Llama with random weights, and made-up names of tokens."""
     random = np.random.default_rng(0)
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(size.positions)
@@ -48,7 +48,11 @@ def write_gguf(path: Path, size: ModelSize) -> None:
     writer.add_rope_dimension_count(size.head_dim)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_vocab_size(size.vocab)
-    writer.add_tokenizer_model("none")
+    # llama-bench draws the tokens of its prompts from the vocabulary.
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"t{token}" for token in range(3, size.vocab))])
+    writer.add_token_scores([0.0] * size.vocab)
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (size.vocab - 3))
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
 
     def add(name: str, shape: tuple[int, int], form: gguf.GGMLQuantizationType) -> None:
