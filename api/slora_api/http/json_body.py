@@ -101,10 +101,11 @@ class JsonStructure:
         return bare
 
     def _refusal(self, reason: str) -> BadRequest:
-        param, context = self._largest_field(), ""
+        param, context, code = self._largest_field(), "", None
         if param in _PROMPTS and self._bounds.max_model_len is not None:
-            context = f" {describe_context(self._bounds.max_model_len)}"
-        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.{context}", param)
+            # Clients look for this code, and then shorten the prompt.
+            context, code = f" {describe_context(self._bounds.max_model_len)}", "context_length_exceeded"
+        return BadRequest(f"{f'`{param}`' if param else 'The body'} {reason}.{context}", param, code)
 
     def _largest_field(self) -> str | None:
         """Returns the top-level field with the most values in the first `_NAMING_BYTES` of the body."""
