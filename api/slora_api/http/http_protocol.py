@@ -239,10 +239,11 @@ _NO_LINGER = struct.pack("ii", 1, 0)
 # The states of a TCP connection that the client has reset or closed: TCP_CLOSE and TCP_CLOSE_WAIT.
 _LEFT = frozenset({7, 8})
 _READS = (b"GET ", b"HEAD")
+_START_BYTES = 4
 
 
-def has_left(connection: socket.socket, received: bytes) -> bool:
-    """Whether the client has closed the connection, so that the request of which `received` is a part is dropped.
+def has_left(connection: socket.socket, start: bytes) -> bool:
+    """Whether the client has closed the connection, so that the request that begins with `start` is dropped.
 
     A client may close only its writing side and still read. TCP shows no difference. uvicorn ends the request of such a
     client as soon as it reads the end of the stream, and nginx does so for a request that it passes on, because nearly
@@ -250,7 +251,7 @@ def has_left(connection: socket.socket, received: bytes) -> bool:
     the engine, so it is dropped earlier here. A GET or HEAD is answered, because it computes nothing, and because
     health checks such as `printf ... | nc` close their writing side at once.
     """
-    if received.startswith(_READS):
+    if start.startswith(_READS):
         return False
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] in _LEFT
 
@@ -356,12 +357,21 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        is_request = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
-        if is_request and has_left(self.transport.get_extra_info("socket"), data):
+        start = self._find_start(data)
+        if start is not None and has_left(self.transport.get_extra_info("socket"), start):
             self.transport.abort()
             return
         super().data_received(data)
         self._watch_head()
+
+    def _find_start(self, data: bytes) -> bytes | None:
+        """Returns how the request begins of which `data` is the next part; None if it belongs to a later request."""
+        if self.conn.their_state is h11.SEND_BODY:
+            return f"{self.scope['method']} ".encode()
+        if self.conn.their_state is not h11.IDLE:
+            return None
+        received, _ = self.conn.trailing_data
+        return received[:_START_BYTES] + data[:_START_BYTES]
 
     def handle_events(self) -> None:
         """Parses the received bytes. Refuses every head that is too large. h11 would accept such a head if it is

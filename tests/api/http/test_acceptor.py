@@ -8,6 +8,7 @@ import time
 from contextlib import ExitStack
 from functools import partial
 
+import h11
 import httpx
 import pytest
 import uvicorn
@@ -121,12 +122,16 @@ def test_without_descriptors_the_server_does_not_spin_or_flood_its_log(
     assert len(caplog.records) == 1 and "Too many open files" in caplog.text
 
 
-def send_and_leave(connection: socket.socket, method: str) -> None:
+def send_and_leave(connection: socket.socket, request: bytes) -> None:
     """Sends a request and closes the writing side. Returns when the server's kernel has noticed that."""
-    connection.sendall(f"{method} / HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n".encode())
+    connection.sendall(request)
     connection.shutdown(socket.SHUT_WR)
     while connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] != 5:  # TCP_FIN_WAIT2
         pass
+
+
+def encode_request(method: str, content: bytes = b"") -> bytes:
+    return f"{method} / HTTP/1.1\r\nHost: x\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def test_a_request_whose_client_has_left_reaches_no_route_unless_it_only_reads() -> None:
@@ -151,7 +156,7 @@ def test_a_request_whose_client_has_left_reaches_no_route_unless_it_only_reads()
                 return stack.enter_context(socket.create_connection(listener.getsockname()))
 
             for method in ("POST", "GET"):
-                send_and_leave(early := connect_client(), method)
+                send_and_leave(early := connect_client(), encode_request(method))
             acceptor = Acceptor(listener, connections, make)
             acceptor.start()
             early.setblocking(False)
@@ -160,7 +165,7 @@ def test_a_request_whose_client_has_left_reaches_no_route_unless_it_only_reads()
             while len(opened) < 3 or not all(each.idle_since is not None for each in opened):
                 await asyncio.sleep(0.01)
             for client, method in zip(late, ("POST", "GET"), strict=True):
-                send_and_leave(client, method)
+                send_and_leave(client, encode_request(method))
                 client.setblocking(False)
             assert (await loop.sock_recv(late[1], 15)) == b"HTTP/1.1 200 OK"
             assert (await loop.sock_recv(late[0], 15)) == b""
@@ -169,6 +174,36 @@ def test_a_request_whose_client_has_left_reaches_no_route_unless_it_only_reads()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asyncio.run(run(listener))
     assert methods == ["GET", "GET"]
+
+
+@pytest.mark.parametrize("length", [2, 20, len(encode_request("GET", b"a")) - 1])
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_a_request_in_two_parts_is_judged_by_its_method(method: str, length: int) -> None:
+    """Born from a bug: the second part of a GET does not begin with GET, so it was dropped."""
+    request = encode_request(method, b"a")
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await answer_ok(scope, receive, send)
+
+    async def run(listener: socket.socket) -> bytes:
+        loop, connections = asyncio.get_running_loop(), Connections(ConnectionLimits())
+        protocol = HttpProtocol(connections, uvicorn.Config(answer), ServerState())
+        acceptor = Acceptor(listener, connections, lambda: protocol)
+        acceptor.start()
+        with socket.create_connection(listener.getsockname()) as client:
+            client.sendall(request[:length])
+            while protocol.conn.their_state is h11.IDLE and not protocol.conn.trailing_data[0]:
+                await asyncio.sleep(0.01)
+            send_and_leave(client, request[length:])
+            client.setblocking(False)
+            received = await loop.sock_recv(client, 15)
+        acceptor.stop()
+        return received
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert asyncio.run(run(listener)) == (b"HTTP/1.1 200 OK" if method == "GET" else b"")
 
 
 @pytest.mark.parametrize("num_clients", [1, 2, 7, 100])
