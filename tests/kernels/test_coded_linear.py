@@ -1,4 +1,9 @@
+import itertools
+import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -214,6 +219,40 @@ def test_models_of_two_threads_multiply_at_the_same_time() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(is_same, range(2)))
+
+
+def test_callers_with_other_numbers_of_threads_multiply_with_one_weight() -> None:
+    """A second caller comes before a line of the first one, for each line. Born from a bug: some columns were not
+    computed."""
+    weight = pack_bytes_in_tiles(*make_weight(512, 256, torch.int8, "cpu"), torch.bfloat16)
+    if weight is None:
+        pytest.skip("this CPU has no tiles")
+    x, num_threads, num_lines = torch.randn(3, 256).to(torch.bfloat16), torch.get_num_threads(), 0
+    expected, zeros = weight.multiply(x), torch.zeros_like(x)
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> Callable[..., Any] | None:
+        nonlocal num_lines
+        if not frame.f_globals["__name__"].startswith("slora_kernels"):
+            return None
+        num_lines += 1
+        if num_lines == line:
+            pool.submit(weight.multiply, zeros).result()
+        return interrupt
+
+    with ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        torch.set_num_threads(2)
+        try:
+            for line in itertools.count(1):
+                num_lines = 0
+                sys.settrace(interrupt)
+                product = weight.multiply(x)
+                sys.settrace(None)
+                assert torch.equal(product, expected), line
+                if num_lines < line:
+                    break
+        finally:
+            sys.settrace(None)
+            torch.set_num_threads(num_threads)
 
 
 @pytest.mark.parametrize("group", INT4_GROUPS)

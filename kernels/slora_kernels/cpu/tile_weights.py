@@ -137,20 +137,19 @@ class _TileLinear:
             *words,
         )
 
-    def _run(self, x: Tensor, job: JobWords, bias: Tensor | None, num_items: int) -> Tensor:
-        """job: a copy of `_words`."""
+    def _run(self, x: Tensor, job: JobWords, bias: Tensor | None) -> Tensor:
+        """job: a copy of `_words`, with the number of its items."""
         num_rows = x.shape[0]
         out = torch.empty(num_rows, self.shape[0], dtype=x.dtype)
         if num_rows == 0:
             return out
         rows = x if x.stride(1) == 1 else x.contiguous()
-        job[NUM_ITEMS] = num_items
         job[_X], job[_X + 1], job[_X + 2] = rows.data_ptr(), num_rows, rows.stride(0)
         job[_OUT], job[_OUT + 1] = out.data_ptr(), num_rows
         if bias is not None:
             offsets = bias.float()
             job[_BIAS] = offsets.data_ptr()
-        threads = 1 if self._is_small else min(torch.get_num_threads(), num_items)
+        threads = 1 if self._is_small else min(torch.get_num_threads(), job[NUM_ITEMS])
         _make_team().run(self._address, job.buffer_info()[0], threads)
         return out
 
@@ -162,16 +161,20 @@ class _NarrowTileLinear(_TileLinear):
         """words: those of the fields behind ITEM_SIZE."""
         super().__init__(shape, worker, 0, 0, 0, *words)
         self._largest_item = max(1, _ITEM_BYTES // (PANEL_COLUMNS * shape[1] * bits // 8))
-        self._num_items = self._num_threads = 0
+        # The number of threads, and the size and the number of the items for it. They are one value, because callers
+        # on two threads may have other numbers of threads.
+        self._items = 0, 0, 0
 
     def _copy_words(self, scratch_elements: int, num_sums: int = 0) -> JobWords:
-        """A job with the field PANELS. Behind the scratch of all threads, there is memory for float32 sums of each."""
+        """A job with its items and the field PANELS. Behind the scratch of all threads is memory for sums of each."""
         threads = torch.get_num_threads()
-        if threads != self._num_threads:
+        for_threads, size, num_items = self._items
+        if threads != for_threads:
             size = min(max(1, self._num_panels // (_ITEMS_EACH * threads)), self._largest_item)
-            self._words[_ITEM_SIZE] = size
-            self._num_items, self._num_threads = -(-self._num_panels // size), threads
+            num_items = -(-self._num_panels // size)
+            self._items = threads, size, num_items
         job = self._words[:]
+        job[NUM_ITEMS], job[_ITEM_SIZE] = num_items, size
         job[_PANELS] = _scratch.reserve(2 * threads * (scratch_elements + 2 * num_sums))
         job[_PANELS + 1], job[_PANELS + 2] = threads, scratch_elements
         return job
@@ -196,8 +199,9 @@ class TileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        num_items = -(-x.shape[0] // self._item_rows) * self._num_panels
-        return self._run(x, self._words[:], bias, num_items)
+        job = self._words[:]
+        job[NUM_ITEMS] = -(-x.shape[0] // self._item_rows) * self._num_panels
+        return self._run(x, job, bias)
 
     def unpack(self) -> Tensor:
         """Returns the weight [out, in]."""
@@ -223,7 +227,7 @@ class ByteTileWeight(_NarrowTileLinear):
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         job = self._copy_words(PANEL_COLUMNS * max(self.shape[1], 2 * WIDENED_STEPS * TERMS))
-        return self._run(x, job, bias, self._num_items)
+        return self._run(x, job, bias)
 
 
 def _split_table(table: Tensor) -> Tensor:
@@ -285,7 +289,7 @@ class CodedTileWeight(_NarrowTileLinear):
         threads = job[_PANELS + 1]
         job[_GROUP_SUMS] = job[_PANELS] + 2 * threads * self._num_decoded
         job[_GROUP_SUMS + 1], job[_GROUP_SUMS + 2] = threads, num_sums
-        return self._run(x, job, bias, self._num_items)
+        return self._run(x, job, bias)
 
 
 def _by_column(numbers: Tensor, num_panels: int) -> Tensor:
