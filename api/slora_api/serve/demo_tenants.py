@@ -17,7 +17,7 @@ from slora.core.errors import EngineUnavailable
 from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
-from slora_api.core.errors import Conflict
+from slora_api.core.errors import Conflict, ServerBusy
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import make_key
@@ -98,13 +98,16 @@ async def _publish(
     publisher: Publisher,
     await_engine: Callable[[], Awaitable[None]],
 ) -> None:
-    """Publishes one adapter. If the engine dies during the upload, retries until a new engine accepts the adapter."""
+    """Publishes one adapter. Retries while the engine is away, or no process can be started that compiles its template.
+
+    Both may only be for a moment, and an error would end the server.
+    """
     has_warned = False
     while True:
         try:
             upload = StagedUpload(path.name, path, base_fingerprint)
             await publisher.publish(tenant, upload, await_engine=await_engine)
-        except EngineUnavailable as error:
+        except (EngineUnavailable, ServerBusy) as error:
             if not has_warned:
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
             has_warned = True

@@ -15,6 +15,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -25,11 +26,13 @@ from demo.toy.tasks import ADAPTERS, TASKS, unseen_sentences
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
+from slora_api.completions.services import AnswerServices
+from slora_api.sandbox import sandbox_pool
 from slora_api.serve.demo import Demo, DemoAdapter, find_demo
 from slora_api.serve.demo_tenants import DemoTenant, describe_demo, set_up_demo
 from tests.adapters.hand_made import make_members, write_directory
 from tests.api.command import Ended, run_command
-from tests.api.platform import running_platform
+from tests.api.platform import Platform, running_platform
 from tests.api.scripted_engine import ScriptedEngine
 from tests.api.served import SLORA, Served, environment, running, wait_for
 from tests.support.oracle import Oracle, Verdict
@@ -126,6 +129,33 @@ def test_the_demos_keys_are_kept_for_the_next_start(tmp_path: Path) -> None:
     assert json.loads(keys_path.read_text(encoding="utf-8")) == {tenant.name: tenant.key for tenant in first}
     assert stat.S_IMODE(keys_path.stat().st_mode) == 0o600
     assert start() == first
+
+
+def test_the_demo_waits_for_the_process_that_compiles_its_templates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Born from a bug: the server ended if that process could not be started at once."""
+    members = make_members(chat_template_dot_jinja="{{ messages[0].content }}")
+    loud = Demo.read(write_directory(tmp_path / "adapters" / "loud", members).parents[1])
+
+    async def set_up(platform: Platform) -> list[DemoTenant]:
+        services = platform.services
+        stores = services.tenant_store, services.keys.admin, services.publisher
+        task = asyncio.create_task(
+            set_up_demo(loud, *stores, tmp_path / "keys.json", partial(asyncio.sleep, 0))
+        )
+        with monkeypatch.context() as broken:
+            broken.setattr(sandbox_pool, "START_TIMEOUT_S", 0.0)
+            while "cannot be published yet" not in caplog.text and not task.done():
+                await asyncio.sleep(0.01)
+        tenants = await task
+        await platform.find(AnswerServices).templates.close()  # Its processes belong to this event loop.
+        return tenants
+
+    with running_platform(tmp_path, ScriptedEngine()) as platform:
+        tenants = asyncio.run(set_up(platform))
+    assert [tenant.name for tenant in tenants] == ["base", "loud"]
+    assert "No process for chat templates could be started" in caplog.text
 
 
 def test_the_first_screen_is_a_table_and_one_command() -> None:
