@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from slora_adapters.errors import Reason, abbreviate
+from slora_adapters.errors import Reason, abbreviate, spell_json
 from slora_adapters.peft.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"
@@ -173,6 +173,15 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
         fields = parse_object(raw, source=CONFIG_NAME, max_bytes=MAX_CONFIG_BYTES)
     except ValueError as error:
         return None, [Reason("config_malformed", str(error))]
+    kind = fields.get("peft_type")
+    if kind != "LORA":  # Other kinds have other fields, so a word about each of them would hide this reason.
+        return None, [
+            Reason(
+                "peft_type",
+                f"peft_type is {abbreviate(kind)}; this server serves only LORA: train the adapter with LoraConfig, "
+                "or, for the kinds that PEFT can convert, approximate it with peft.save_as_lora",
+            )
+        ]
     reasons = [*_refuse_variants(fields), *_refuse_unknown(fields)]
     reader = _FieldReader(fields, reasons)
     config = PeftConfig(
@@ -199,9 +208,6 @@ def parse_peft_config(raw: bytes | memoryview) -> tuple[PeftConfig | None, list[
 
 
 def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
-    kind = fields.get("peft_type")
-    if kind != "LORA":
-        yield Reason("peft_type", f"peft_type is {kind!r}; this server serves only LORA")
     for key, why in _VARIANTS.items():
         if fields.get(key):
             yield Reason(key, f"{key} is set: {why}, which this server does not compute")
@@ -211,6 +217,8 @@ def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
     init = fields.get("init_lora_weights")
     if isinstance(init, str) and init.lower() not in _HARMLESS_INITS:
         yield _refuse_init(init.lower())
+    elif init is not None and not isinstance(init, str | bool):
+        yield _refuse_init(spell_json(init))
 
 
 def _refuse_init(init: str) -> Reason:
@@ -222,9 +230,7 @@ def _refuse_init(init: str) -> Reason:
             "with `slora adapter convert`, or else with save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     known = ", ".join(sorted(_HARMLESS_INITS))
-    return Reason(
-        "init_lora_weights", f"init_lora_weights is {init[:80]!r}; accepted are true, false, {known}"
-    )
+    return Reason("init_lora_weights", f"init_lora_weights is {init[:80]}; accepted are true, false, {known}")
 
 
 def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:

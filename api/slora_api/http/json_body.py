@@ -81,9 +81,10 @@ class JsonStructure:
             )
         tail = self._tail + bare
         if self._long_number.search(tail):
-            raise self._refusal(
-                f"contains a number of more than {self._bounds.number_chars} characters, this "
-                "server's limit. Round the number"
+            # The field with the most values need not be the one that holds the number.
+            raise BadRequest(
+                f"The body contains a number of more than {self._bounds.number_chars} characters, this server's "
+                "limit. Round the number."
             )
         self._tail = b"" if self._in_string else tail[-self._bounds.number_chars :]
 

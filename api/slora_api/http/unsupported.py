@@ -75,8 +75,9 @@ class Unsupported:
         return {"enum": accepted, "description": text}
 
     def _check(self, value: Any) -> Any:
-        is_unset = value is None or (not self._refuses_empty and is_empty(value))
-        if is_unset or any(_is_equal(value, one) for one in self._neutral):
+        if value is None or (not self._refuses_empty and is_empty(value)):
+            return None  # Code that reads a field of this name must not meet an empty value of another type.
+        if any(_is_equal(value, one) for one in self._neutral):
             return value
         accepted = " or ".join([*map(spell_json, self._neutral), "null"])
         # pydantic fills the placeholders in this order. The value comes last, because it may contain the name of a

@@ -26,15 +26,23 @@ def test_each_variant_is_refused_by_its_own_name(key: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "init", ["pissa", "pissa_niter_16", "corda", "olora", "OLoRA", "loftq", "lora_ga", "news"]
+    "init",
+    ["pissa", "pissa_niter_16", "corda", "olora", "OLoRA", "loftq", "lora_ga", "news", ["pissa"], 7, {}],
 )
-def test_initialisations_that_change_the_base_are_refused(init: str) -> None:
+def test_initialisations_that_change_the_base_or_are_unknown_are_refused(init: object) -> None:
     assert reason_codes(make_members(make_config(init_lora_weights=init))) == ["init_lora_weights"]
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
 def test_initialisations_that_leave_the_base_alone_are_accepted(init: object) -> None:
     assert reason_codes(make_members(make_config(init_lora_weights=init))) == []
+
+
+@pytest.mark.parametrize("fields", [{"feedforward_modules": ["down_proj"]}, {"r": None, "alpha": 8}])
+def test_another_kind_of_adapter_is_refused_with_one_reason_and_the_remedy(fields: dict[str, object]) -> None:
+    config, reasons = parse_peft_config(json.dumps(make_config(peft_type="LOKR") | fields).encode())
+    assert config is None and [reason.code for reason in reasons] == ["peft_type"]
+    assert "'LOKR'" in reasons[0].message and "LoraConfig" in reasons[0].message
 
 
 def test_every_field_of_this_version_of_peft_is_known_here() -> None:

@@ -257,6 +257,12 @@ def test_refusals_name_the_fields_of_this_route(
     assert not platform.engine.requests
 
 
+@pytest.mark.parametrize("n", ["", [], {}])
+def test_an_empty_value_of_a_field_of_chats_has_no_effect(platform: Platform, key: str, n: Any) -> None:
+    answer = post(platform, key, PATH, BODY | {"n": n})
+    assert answer.status_code == 200, answer.text
+
+
 def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="nothing", input="hi")
