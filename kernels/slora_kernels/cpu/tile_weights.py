@@ -147,7 +147,7 @@ class _TileLinear:
         job[_X], job[_X + 1], job[_X + 2] = rows.data_ptr(), num_rows, rows.stride(0)
         job[_OUT], job[_OUT + 1] = out.data_ptr(), num_rows
         if bias is not None:
-            offsets = bias.float()
+            offsets = bias.float().contiguous()
             job[_BIAS] = offsets.data_ptr()
         threads = 1 if self._is_small else min(torch.get_num_threads(), job[NUM_ITEMS])
         _make_team().run(self._address, job.buffer_info()[0], threads)
