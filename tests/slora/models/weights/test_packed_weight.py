@@ -94,6 +94,8 @@ def test_rows_of_a_wider_tensor_are_read_in_place() -> None:
 def test_a_bias_with_gaps_between_its_numbers_is_added_as_it_is() -> None:
     packed, bias = pack_weight(torch.randn(96, 64).bfloat16()), torch.randn(192)[::2]
     x = torch.randn(5, 64).bfloat16()
-    assert torch.equal(multiply(x, packed, bias.bfloat16()), multiply(x, packed, bias.bfloat16().contiguous()))
+    assert torch.equal(
+        multiply(x, packed, bias.bfloat16()), multiply(x, packed, bias.bfloat16().contiguous())
+    )
     if isinstance(packed, PackedWeight) and packed.tiles is not None:  # Only these take a bias in float32.
         assert torch.equal(multiply(x, packed, bias), multiply(x, packed, bias.contiguous()))
