@@ -4,6 +4,7 @@ uvicorn limits only the pause between two requests. This protocol also ends a co
 
 - It has had no request for `idle_s` after it was opened. It is closed without an answer.
 - Its request head is not complete `head_s` after its first byte (408), or is larger than 32 KiB (431).
+- Its request's body has many tiny chunks (400). Parsing a chunk takes 10 us, whatever its size.
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
@@ -24,6 +25,7 @@ import struct
 from collections import Counter
 from dataclasses import dataclass
 from heapq import nsmallest
+from typing import Any
 
 import h11
 from uvicorn.config import Config
@@ -45,6 +47,12 @@ _BATCHES = 64
 _FAIR_MARGIN = 8
 # A home network usually has its own /64 prefix of IPv6, so all addresses of a /64 count as one client.
 _IPV6_PREFIX = 64
+
+
+# A body may have this many chunks of any size. Behind them, chunks need so many bytes on average.
+_FREE_CHUNKS, _MIN_CHUNK_BYTES = 1024, 64
+# Seconds for which the rest of such a body is read and dropped.
+_DROPPED_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,9 +314,30 @@ class _Connection(h11.Connection):
     sends both.
 
     ASGI asks servers to send the head only with the first message of the body.
+
+    fault: why the rest of the body is not parsed.
     """
 
+    fault: str | None = None
     _head: list[bytes] | None = None
+    _num_chunks = _num_bytes = 0
+
+    def next_event(self) -> Any:
+        """Raises RemoteProtocolError if the body has too many tiny chunks."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._num_chunks = self._num_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_bytes += len(event.data)
+            if self._num_chunks > _FREE_CHUNKS + self._num_bytes // _MIN_CHUNK_BYTES:
+                self.fault = (
+                    f"The body has {self._num_chunks} chunks with {self._num_bytes} bytes in all. After {_FREE_CHUNKS} "
+                    f"chunks, they must have {_MIN_CHUNK_BYTES} bytes on average. Send larger chunks, or the body with "
+                    "a Content-Length."
+                )
+                raise h11.RemoteProtocolError(self.fault)
+        return event
 
     def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
         """Returns the parts to send. The caller, `send`, joins them."""
@@ -357,6 +386,8 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        if self.conn.fault is not None:
+            return
         start = self._find_start(data)
         if start is not None and has_left(self.transport.get_extra_info("socket"), start):
             self.transport.abort()
@@ -398,6 +429,20 @@ class HttpProtocol(H11Protocol):
             # follows may not be a request of the same client.
             self.cycle.keep_alive = False
             self.headers.append((b"connection", b"close"))
+
+    def send_400_response(self, msg: str) -> None:
+        """Says what is wrong with the body, unless its answer has begun, and ends the request. The rest is dropped for
+        a moment, because a client that is still sending would not read the answer on a closed connection.
+        """
+        if self.conn.fault is None or self.cycle is None:
+            super().send_400_response(msg)
+            return
+        if not self.cycle.response_started:
+            self.transport.write(encode_answer(describe_error(BadRequest(self.conn.fault))))
+        self.cycle.disconnected = True
+        self.cycle.message_event.set()
+        self.flow.resume_reading()
+        self.loop.call_later(_DROPPED_S, self.transport.abort)
 
     def _head(self) -> bytes:
         """The received part of the next request's head."""

@@ -246,3 +246,13 @@ def test_a_connection_ends_after_a_request_with_two_lengths(url: str, lengths: s
     next_request = "GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     answer = exchange(url, f"POST / HTTP/1.1\r\nHost: x\r\n{lengths}\r\n\r\n0\r\n\r\n{next_request}")
     assert answer.count(b"HTTP/1.1 200 ") == 1 and b"connection: close" in answer.lower()
+
+
+def test_a_body_of_many_tiny_chunks_is_refused_and_one_of_larger_or_fewer_chunks_is_not(url: str) -> None:
+    """Born from 60,000 chunks of one byte, which held the event loop for half a second."""
+    head = "POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    for count, size, status in ((60_000, 1, 400), (1000, 1, 200), (2000, 70, 200)):
+        body = f"{size:x}\r\n{'x' * size}\r\n" * count + "0\r\n\r\n"
+        answer = exchange(url, head + body)
+        assert answer.startswith(b"HTTP/1.1 %d " % status)
+        assert (b"64 bytes on average. Send larger chunks" in answer) == (status == 400)
