@@ -356,7 +356,7 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, connections: Connections, config: Config, server_state: ServerState) -> None:
         super().__init__(config, server_state, app_state={})
-        self.conn = _Connection(h11.SERVER)
+        self.conn = self._connection = _Connection(h11.SERVER)
         self._all = connections
         self._limits = connections.limits
         self._quiet_at = self.loop.time()
@@ -386,7 +386,7 @@ class HttpProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.conn.fault is not None:
+        if self._connection.fault is not None:
             return
         start = self._find_start(data)
         if start is not None and has_left(self.transport.get_extra_info("socket"), start):
@@ -434,11 +434,11 @@ class HttpProtocol(H11Protocol):
         """Says what is wrong with the body, unless its answer has begun, and ends the request. The rest is dropped for
         a moment, because a client that is still sending would not read the answer on a closed connection.
         """
-        if self.conn.fault is None or self.cycle is None:
+        if self._connection.fault is None or self.cycle is None:
             super().send_400_response(msg)
             return
         if not self.cycle.response_started:
-            self.transport.write(encode_answer(describe_error(BadRequest(self.conn.fault))))
+            self.transport.write(encode_answer(describe_error(BadRequest(self._connection.fault))))
         self.cycle.disconnected = True
         self.cycle.message_event.set()
         self.flow.resume_reading()
