@@ -94,7 +94,7 @@ def run_llama_bench(
         "-o",
         "json",
     ]
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
+    done = subprocess.run([*map(str, command)], capture_output=True, encoding="utf-8", check=True)
     rows = {(row["n_prompt"], row["n_gen"]): row["avg_ts"] for row in json.loads(done.stdout)}
     return rows[input_tokens, 0], rows[0, output_tokens]
 

@@ -158,8 +158,6 @@ class Linear:
 
     def _multiply(self, x: Tensor, kernels: Kernels, bias: Tensor | None) -> Tensor:
         weight = self.weight
-        if isinstance(weight, PackedWeight):
-            return weight.multiply(x, bias)
         if isinstance(weight, QuantizedWeight):
             return kernels.quantized_linear(x, weight.values, weight.scales, bias)
         if isinstance(weight, CodedWeight):

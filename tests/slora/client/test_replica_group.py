@@ -168,7 +168,7 @@ def test_streams_of_killed_engines_equal_undisturbed_streams(
                 assert usage is not None and usage_before is not None
                 assert usage.generated_tokens == usage_before.generated_tokens, case
                 assert usage.prompt_tokens == usage_before.prompt_tokens, case
-            assert "another engine continues it" in caplog.text
+            assert "it is sent to another one" in caplog.text
 
     asyncio.run(main())
 
@@ -195,7 +195,7 @@ def test_an_engine_that_is_told_to_stop_hands_its_streams_over(
                 usage, usage_before = log.usage[f"{case} moved"], log.usage[f"{case} before"]
                 assert usage is not None and usage_before is not None
                 assert usage.generated_tokens == usage_before.generated_tokens, case
-            assert "another engine continues it" in caplog.text
+            assert "it is sent to another one" in caplog.text
         records = [record for segment in closed_segments(stack.usage_directory) for record in segment.records]
         assert not [record for record in records if record.request_id.endswith("moved")]
 
