@@ -4,7 +4,7 @@ uvicorn limits only the pause between two requests. This protocol also ends a co
 
 - It has had no request for `idle_s` after it was opened. It is closed without an answer.
 - Its request head is not complete `head_s` after its first byte (408), or is larger than 32 KiB (431).
-- Its request's body has many tiny chunks (400). Parsing a chunk takes 10 us, whatever its size.
+- The body of its request has too many tiny chunks (400). Parsing a chunk takes 10 us, whatever its size.
 - Its client does not read what the server writes. The limit applies while the transport holds more than 64 KiB, or the
 rest of a complete answer. The client must then read `min_read_bytes_per_s` on average, with a grace of `write_grace_s`.
 `close` would wait for a client that never reads, so the transport is aborted. The application sees a disconnect,
@@ -49,7 +49,7 @@ _FAIR_MARGIN = 8
 _IPV6_PREFIX = 64
 
 
-# A body may have this many chunks of any size. Behind them, chunks need so many bytes on average.
+# A body may have this many chunks of any size, and one more for each so many bytes.
 _FREE_CHUNKS, _MIN_CHUNK_BYTES = 1024, 64
 # Seconds for which the rest of such a body is read and dropped.
 _DROPPED_S = 2.0
