@@ -1,4 +1,4 @@
-"""What one step may compute and load: prompt tokens of each tenant, background work, and adapter pages.
+"""What one step may compute and load: prompt tokens and decode rows of each tenant, background work, adapter pages.
 
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
 tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
@@ -11,11 +11,16 @@ tenant. A prompt that gets no tokens in a step waits for the next step. Two rule
 A tenant that is alone in the engine may use the whole step.
 """
 
-from collections.abc import Set
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Set
+from itertools import groupby
+from operator import attrgetter
 
 from slora.core.cost_model import CostModel, StepWork
 from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
+from slora.scheduler.step_plan import Chunk
 
 # The prefills of a step may take this many times the step's fixed cost. With 2, a flood of prompts makes the steps of
 # other tenants at most three times as long. The flood reaches two thirds of the throughput that it would have alone.
@@ -29,6 +34,8 @@ _MIN_TOKENS = 64
 _UNNOTICED_S = 0.01
 # The most that waiting tenants can lengthen the prefills of a step.
 _MAX_WAITING_PER_DECODING = 8
+# Sums of seconds that should be equal may differ by this much.
+_ROUNDING = 1e-6
 
 
 def short_prefill_s(costs: CostModel) -> float:
@@ -91,6 +98,116 @@ class PrefillBudget:
         return len(self._decoding) > (tenant in self._decoding)
 
 
+# How many decode rows of each tenant one step computes.
+#
+# Each row makes the step longer, so a tenant with many rows delays every token of the others: on two cores, 256 beams
+# made a step ten times as long. If two tenants each get half of the machine, an answer takes twice as long as alone.
+# So beside another tenant, the rows of a tenant take at most the fixed cost of a step, or the time of the other
+# tenant's work in this step if that is more. Tenants with equally many rows do not limit each other, and a tenant that
+# is alone in a step has no limit. On a GPU, all rows of a batch usually take less time than the fixed cost of a step.
+#
+# The next request of a tenant often comes soon after the last one. So a tenant that has just computed still counts for
+# `ABSENT_STEPS` steps. Otherwise each of its requests would first wait for the end of a step with all rows of another
+# tenant, which took 0.7 s with 256 rows on two cores.
+
+ABSENT_STEPS = 8
+
+
+class RowBudget:
+    """The decode rows of one step. Those above the limit are held back until the other work of the step is known.
+
+    A row that the step does not compute keeps its place and its pages. Rows that more steps left out go first.
+
+    held_back: the sequences of the rows that are held back.
+    """
+
+    def __init__(self, costs: CostModel, decoding: Iterable[Sequence] = ()) -> None:
+        """decoding: the sequences with decode rows, or none if only one tenant has work: no row is limited then."""
+        self._costs = costs
+        self._fixed_s = max(costs.step_s, _UNNOTICED_S)
+        self.held_back: list[Sequence] = []
+        by_tenant: defaultdict[TenantAccount, list[Sequence]] = defaultdict(list)
+        for sequence in decoding:
+            by_tenant[sequence.tenant].append(sequence)
+        for rows in by_tenant.values():
+            if sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
+                self._hold_back(rows)
+
+    def _hold_back(self, rows: list[Sequence]) -> None:
+        rows.sort(key=attrgetter("num_left_out"), reverse=True)
+        left_s = self._fixed_s
+        for place, sequence in enumerate(rows):
+            left_s -= _row_s(sequence, self._costs)
+            if place and left_s < 0:
+                self.held_back.append(sequence)
+            else:
+                sequence.num_left_out = 0
+
+    def release(self, chunks: Collection[Chunk], num_steps_alone: int) -> list[Sequence]:
+        """Returns the sequences of `held_back` that fit into the step.
+
+        chunks: what the step computes so far. num_steps_alone: the number of steps, this one included, since the last
+        step with work of several tenants.
+
+        Other tenants' work is weighed by their weights. Work of later priority classes limits no tenant.
+
+        Worked example: a step costs 38 ms and a row 1.5 ms. Of 100 rows, a tenant computes 25 beside a tenant with 10
+        rows, 40 beside a tenant with 40 rows, and all of them beside none.
+        """
+        row_s: defaultdict[TenantAccount, float] = defaultdict(float)
+        wanted_s: defaultdict[TenantAccount, float] = defaultdict(float)
+        for chunk in chunks:
+            if chunk.is_decode_row:
+                row_s[chunk.sequence.tenant] += _row_s(chunk.sequence, self._costs)
+            else:
+                wanted_s[chunk.sequence.tenant] += self._costs.prefill_s(chunk.num_tokens)
+        planned = {chunk.sequence for chunk in chunks}
+        # A sequence that was held back may have been preempted since, and even resumed.
+        held_back = [
+            sequence
+            for sequence in self.held_back
+            if sequence.is_running and sequence.num_uncomputed == 1 and sequence not in planned
+        ]
+        for tenant, seconds in row_s.items():
+            wanted_s[tenant] += seconds
+        for sequence in held_back:
+            wanted_s[sequence.tenant] += _row_s(sequence, self._costs)
+        is_absent = num_steps_alone > ABSENT_STEPS
+        limits = self._find_limits(wanted_s, math.inf if is_absent or not num_steps_alone else 0.0)
+        left_s = {tenant: limit_s * (1 + _ROUNDING) - row_s[tenant] for tenant, limit_s in limits.items()}
+        released = []
+        for sequence in held_back:
+            left_s[sequence.tenant] -= _row_s(sequence, self._costs)
+            if left_s[sequence.tenant] >= 0:
+                sequence.num_left_out = 0
+                released.append(sequence)
+            else:
+                sequence.num_left_out += 1
+        return released
+
+    def _find_limits(
+        self, wanted_s: dict[TenantAccount, float], least_s: float
+    ) -> dict[TenantAccount, float]:
+        """Returns how many seconds the rows of each tenant may take.
+
+        wanted_s: the seconds of all work that each tenant has. least_s: the work of a tenant that has none in this step
+        and still counts, 0; without such a tenant, infinity.
+
+        A tenant's own work is among the work that limits it, because it never limits the tenant itself.
+        """
+        limits = {}
+        for _, group in groupby(sorted(wanted_s, key=_priority), _priority):
+            tenants = list(group)
+            least_s = min(least_s, *(wanted_s[tenant] / tenant.share.weight for tenant in tenants))
+            for tenant in tenants:
+                limits[tenant] = max(self._fixed_s, least_s * tenant.share.weight)
+        return limits
+
+
+def _priority(tenant: TenantAccount) -> int:
+    return tenant.share.priority
+
+
 # How much background work one step may compute.
 #
 # In a step with interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated
@@ -138,7 +255,7 @@ class BackgroundBudget:
         """How many of the sequence's next `num_tokens` tokens fit; 0 if none does."""
         num_tokens = min(num_tokens, self._num_tokens)
         if num_tokens > 0 and _decodes(sequence):
-            return int(self._must_fit or self._row_s(sequence) <= self._seconds)
+            return int(self._must_fit or _row_s(sequence, self._costs) <= self._seconds)
         # A prefill chunk can have any length. Without the 1e-6, rounding errors could lose a token: 0.03 s at 0.001 s
         # per token are 30 tokens, not 29.
         return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
@@ -148,13 +265,14 @@ class BackgroundBudget:
         self._num_tokens -= num_tokens
         self._must_fit = self._must_fit and not num_tokens
         if num_tokens and _decodes(sequence):
-            self._seconds -= self._row_s(sequence)
+            self._seconds -= _row_s(sequence, self._costs)
         else:
             self._seconds -= self._costs.prefill_s(num_tokens)
 
-    def _row_s(self, sequence: Sequence) -> float:
-        """Seconds of a decode row, including the mask for structured output."""
-        return self._costs.row_s(len(sequence.token_ids)) + sequence.mask_s
+
+def _row_s(sequence: Sequence, costs: CostModel) -> float:
+    """Seconds of a decode row, including the mask for structured output."""
+    return costs.row_s(len(sequence.token_ids)) + sequence.mask_s
 
 
 def _decodes(sequence: Sequence) -> bool:

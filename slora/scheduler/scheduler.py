@@ -36,6 +36,9 @@ Places: if all places of the batch are taken, tenants with more than their share
 in the queue. Their sequences are preempted (`FairQueue.choose_displaced`). So no tenant waits for the ends of another
 tenant's answers.
 
+Rows: beside work of other tenants, a step computes only some of a tenant's decode rows (`RowBudget`). The others keep
+their places and pages.
+
 Beams: the beams of a search fork after each token. A beam that has proposed its continuations waits for the other beams
 and keeps its pages (`beams`). If every running sequence is a waiting beam, no sequence can continue. The scheduler then
 preempts a beam to make room for the next sequence in the queue. It never preempts a beam of that sequence's own search.
@@ -62,7 +65,14 @@ from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
-from slora.scheduler.budgets import QUIET_STEPS, BackgroundBudget, PrefillBudget, tokens_beside_others
+from slora.scheduler.budgets import (
+    ABSENT_STEPS,
+    QUIET_STEPS,
+    BackgroundBudget,
+    PrefillBudget,
+    RowBudget,
+    tokens_beside_others,
+)
 from slora.scheduler.charges import charge_mask, charge_output, charge_prompt, estimate_backlog
 from slora.scheduler.deadlines import Deadlines
 from slora.scheduler.drafting import Drafting
@@ -135,6 +145,8 @@ class Scheduler:
         # Number of steps that are launched and not postprocessed.
         self._num_running_steps = 0
         self._num_quiet_steps = QUIET_STEPS
+        # Number of steps since the last one with interactive work of several tenants.
+        self._num_steps_alone = ABSENT_STEPS
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self.unfinished = self._lifecycle.unfinished
         self._deadlines = Deadlines(costs, self.unfinished)
@@ -307,8 +319,9 @@ class Scheduler:
         if self.adapters.is_short_of_room:
             self._lifecycle.release_background_copies()
         self.adapters.begin_step(plan, self.batch)
-        budget = self._continue_running(plan)
+        budget, rows = self._continue_running(plan)
         self._admission.admit(plan, budget)
+        self._continue_held_back(plan, budget, rows)
         self._plan_background(plan, budget.num_tokens)
         while self._is_stuck_on_beams(plan) and self._preemption.preempt_for_stuck_beams(plan):
             self._admission.admit(plan, budget)
@@ -529,10 +542,11 @@ class Scheduler:
         work = plan.measure_work(self._config.full_page_bytes) if self._runs_interactive else None
         return BackgroundBudget(self._costs, num_tokens, work, self._num_quiet_steps)
 
-    def _continue_running(self, plan: StepPlan) -> PrefillBudget:
+    def _continue_running(self, plan: StepPlan) -> tuple[PrefillBudget, RowBudget]:
         """Plans the next tokens of the running interactive sequences, oldest first.
 
-        Returns the number of tokens that the step can still spend on prompts of waiting sequences.
+        Returns the number of tokens that the step can still spend on prompts of waiting sequences, and the decode rows
+        that are held back until these prompts are known.
         """
         if self._config.rope_switch is not None or self.paging.footprint.state_pages:
             for sequence in self.batch:
@@ -543,8 +557,15 @@ class Scheduler:
             for sequence in self.batch
             if not (sequence.is_background or self._awaits_result(sequence))
         ]
+        rows = self._row_budget(running)
         budget = self._prefill_budget(running)
+        if rows.held_back:
+            # If every token of the step is a decode row, a row that is held back leaves its token to a prompt.
+            budget.num_tokens = max(1, budget.num_tokens)
+        held_back = set(rows.held_back)
         for sequence in running:
+            if sequence in held_back:
+                continue
             if sequence.num_uncomputed == 1:
                 self._continue_sequence(sequence, 1, plan)
                 continue
@@ -552,7 +573,29 @@ class Scheduler:
             num_tokens = self.prefixes.limit_chunk(sequence, sequence.num_computed, num_tokens)
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
                 budget.spend(sequence.tenant, num_tokens)
-        return budget
+        return budget, rows
+
+    def _row_budget(self, running: list[Sequence]) -> RowBudget:
+        """The step's budget for decode rows. Only rows of tenants that are not alone are limited."""
+        if self._config.scheduling == "fcfs":
+            return RowBudget(self._costs)
+        tenants = {sequence.tenant for sequence in running}
+        is_alone = len(tenants) == 1 and not self._lifecycle.queue.count_tenants(tenants)
+        if is_alone and self._num_steps_alone >= ABSENT_STEPS:
+            return RowBudget(self._costs)
+        return RowBudget(self._costs, [sequence for sequence in running if sequence.num_uncomputed == 1])
+
+    def _continue_held_back(self, plan: StepPlan, budget: PrefillBudget, rows: RowBudget) -> None:
+        """Plans the decode rows that were held back and fit beside the work of other tenants."""
+        tenants = {chunk.sequence.tenant for chunk in plan.chunks}
+        if tenants:
+            self._num_steps_alone = self._num_steps_alone + 1 if len(tenants) == 1 else 0
+        if not rows.held_back:
+            return
+        num_left = self._config.max_num_batched_tokens - plan.num_tokens
+        for sequence in rows.release(plan.chunks, self._num_steps_alone)[:num_left]:
+            self._continue_sequence(sequence, 1, plan)
+        budget.num_tokens = self._config.max_num_batched_tokens - plan.num_tokens
 
     def _awaits_result(self, sequence: Sequence) -> bool:
         """Whether the sequence is left out of this plan, because it depends on a token that a running step samples."""

@@ -209,6 +209,7 @@ class Sequence:
         "num_failed_steps",
         "num_inserted",
         "num_kept",
+        "num_left_out",
         "num_matched",
         "num_pending",
         "num_places",
@@ -286,6 +287,7 @@ class Sequence:
         self.mask_s = 0.0  # CPU seconds of the last mask.
         # Number of steps since the last token that deferred the sequence; see `token_masks`.
         self.num_deferrals = 0
+        self.num_left_out = 0  # Number of steps since its last decode row that left it out; see `RowBudget`.
         self.draft_state: DraftState | None = None  # None before the first draft.
         self.search = BeamSearch(request.sampling, stop_ids) if request.sampling.use_beam_search else None
         self.row = 0

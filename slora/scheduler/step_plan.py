@@ -34,6 +34,11 @@ class Chunk(NamedTuple):
     drafts: tuple[int, ...] = ()
 
     @property
+    def is_decode_row(self) -> bool:
+        """Whether the chunk, without drafts, computes only the last token of an answer."""
+        return self.num_tokens == 1 and self.start >= self.sequence.num_prompt
+
+    @property
     def completes_embedding(self) -> bool:
         """Whether the chunk reaches the last token of a prompt to embed."""
         return self.sequence.pooled is not None and self.start + self.num_tokens == self.sequence.num_prompt
@@ -90,7 +95,7 @@ class StepPlan:
             if chunk.drafts:
                 decode_rows += chunk.num_tokens
                 context_tokens += chunk.num_tokens * (chunk.start + 1) + sum(range(chunk.num_tokens))
-            elif chunk.num_tokens == 1 and chunk.start >= chunk.sequence.num_prompt:
+            elif chunk.is_decode_row:
                 decode_rows += 1
                 context_tokens += chunk.start + 1
             else:

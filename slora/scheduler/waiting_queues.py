@@ -229,9 +229,9 @@ class FairQueue:
 
         - It then still holds at least as many places per unit of weight as the waiting tenant. So the exchange is never
           reversed.
-        - It has received more service, by more than the waiting tenant receives in `_PATIENCE` steps. So tenants whose
-          shares are nearly equal wait for the ends of answers, and few tokens are computed twice. A tenant without a
-          place does not have to wait.
+        - It has received at least as much service as the waiting tenant will have in `_PATIENCE` steps. So tenants
+          whose shares are nearly equal wait for the ends of answers, and few tokens are computed twice. A tenant
+          without a place does not have to wait, even if its counter was just lifted to that of the other tenant.
 
         Worked example: a tenant holds 256 places with long answers. A waiting tenant of the same weight gets its first
         place at once, and more of them within a few steps, up to 128.
@@ -250,7 +250,7 @@ class FairQueue:
         def yields(tenant: TenantAccount) -> bool:
             if tenant.share.priority != waiting.share.priority:
                 return tenant.share.priority > waiting.share.priority
-            return tenant.service > least_service and places(tenant, -1) >= places(waiting, 1)
+            return tenant.service >= least_service and places(tenant, -1) >= places(waiting, 1)
 
         tenant = max(
             filter(yields, held), key=lambda tenant: (tenant.share.priority, places(tenant)), default=None

@@ -1,4 +1,4 @@
-"""Prefills of one tenant delay the tokens and the prompts of other tenants only a little."""
+"""Prefills and decode rows of one tenant delay the tokens and the prompts of other tenants only a little."""
 
 from collections import Counter
 from collections.abc import Collection
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from slora.core.request import TenantShare
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
-from slora.scheduler.budgets import PrefillBudget, short_prefill_s
+from slora.scheduler.budgets import ABSENT_STEPS, PrefillBudget, short_prefill_s
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.waiting_queues import FairQueue
 from tests.support.scheduler_bench import COSTS, SchedulerBench
@@ -17,9 +18,8 @@ SLOW_STEPS = replace(COSTS, step_s=0.2, token_s=0.001)
 
 
 def make_bench(**options: object) -> SchedulerBench:
-    return SchedulerBench(
-        {}, num_pages=3000, **{"max_num_batched_tokens": 1000, "costs": SLOW_STEPS} | options
-    )
+    sizes = {"num_pages": 3000, "max_num_batched_tokens": 1000}
+    return SchedulerBench({}, **sizes | {"costs": SLOW_STEPS} | options)
 
 
 def test_a_long_prompt_is_computed_in_short_steps_beside_rows_of_another_tenant() -> None:
@@ -142,3 +142,125 @@ def test_what_is_not_computed_stays_in_the_budget() -> None:
     assert (budget.fit(second), budget.fit(third), budget.num_tokens) == (15, 20, 20)
     budget.spend(second, 15)
     assert (budget.fit(second), budget.fit(third), budget.num_tokens) == (0, 5, 5)
+
+
+# -- decode rows --------------------------------------------------------------------------------------------------
+
+
+def make_row_bench(**options: object) -> SchedulerBench:
+    """A step's fixed cost is the time of 20 rows."""
+    costs = replace(COSTS, step_s=0.02, decode_s=0.001, context_token_s=0.0)
+    return make_bench(**{"max_num_seqs": 128, "costs": costs} | options)
+
+
+def count_rows(bench: SchedulerBench) -> Counter[str]:
+    """The decode rows of each tenant in the last step."""
+    return Counter(chunk.sequence.tenant.name for chunk in bench.last_plan.chunks if chunk.is_decode_row)
+
+
+def add_rows(bench: SchedulerBench, tenant: str, count: int, **fields: object) -> list[Sequence]:
+    return [
+        bench.add(f"{tenant} {number}", tenant=tenant, max_tokens=60, **fields) for number in range(count)
+    ]
+
+
+def test_many_rows_of_a_tenant_make_a_step_at_most_twice_as_long_for_another() -> None:
+    """Born from a bug: each step of an honest chat computed all 256 beams of another tenant."""
+    bench = make_row_bench()
+    bench.add("choices", tenant="greedy", n=100, max_tokens=60)
+    bench.run_steps(2)
+    assert count_rows(bench) == {"greedy": 100}
+    chat = bench.add("chat", tenant="honest", prompt=5, max_tokens=8)
+    bench.step()
+    assert bench.planned["chat"] == 5 and count_rows(bench) == {"greedy": 20}
+    for _ in range(7):
+        bench.step()
+        assert count_rows(bench) == {"greedy": 20, "honest": 1}
+    assert chat.is_finished
+
+
+def test_the_next_request_of_a_tenant_does_not_wait_for_a_step_with_all_rows_of_another() -> None:
+    bench = make_row_bench()
+    add_rows(bench, "greedy", 100)
+    bench.step()
+    for number in range(3):
+        bench.add(f"chat {number}", tenant="honest", max_tokens=3)
+        for _ in range(3 + ABSENT_STEPS):
+            bench.step()
+            assert count_rows(bench)["greedy"] == 20
+    bench.step()
+    assert count_rows(bench) == {"greedy": 100}
+
+
+def test_beams_of_a_tenant_are_limited_like_other_rows() -> None:
+    bench = make_row_bench()
+    for number in range(20):
+        bench.add(f"search {number}", tenant="greedy", beams=4, max_tokens=12)
+    bench.run_steps(4)
+    assert count_rows(bench)["greedy"] > 50
+    chat, outputs = bench.add("chat", tenant="honest", max_tokens=30), []
+    while not chat.is_finished:
+        outputs += bench.step()
+        assert count_rows(bench)["greedy"] <= 20
+    outputs += bench.run_to_end(30)
+    assert len({output.request_id for output in outputs}) == 21
+
+
+def test_a_row_that_is_left_out_is_computed_before_those_that_were_not() -> None:
+    bench = make_row_bench()
+    rows = add_rows(bench, "greedy", 100)
+    bench.step()
+    bench.add("chat", tenant="honest", max_tokens=60)
+    for _ in range(2):
+        before = [row.num_generated for row in rows]
+        bench.run_steps(5)
+        assert [row.num_generated - old for row, old in zip(rows, before, strict=True)] == [1] * 100
+
+
+@pytest.mark.parametrize(
+    ("share", "count", "computed"),
+    [
+        (TenantShare(), 40, 40),
+        (TenantShare(weight=2), 60, 30),
+        (TenantShare(weight=2), 10, 20),
+        (TenantShare(priority=-1), 10, 20),
+        (TenantShare(priority=1), 10, 50),
+    ],
+)
+def test_rows_are_limited_by_the_work_of_other_tenants(share: TenantShare, count: int, computed: int) -> None:
+    """share, count: of the other tenant. computed: the rows of a tenant of weight 1 that has 50."""
+    bench = make_row_bench()
+    add_rows(bench, "greedy", 50)
+    bench.step()
+    add_rows(bench, "other", count, share=share)
+    bench.run_steps(2)
+    assert count_rows(bench) == {"greedy": computed, "other": count}
+
+
+def test_all_rows_are_computed_while_another_tenant_waits_in_vain() -> None:
+    """It has no pages, so fewer rows would only keep it waiting for longer."""
+    bench = make_row_bench(num_pages=64)
+    add_rows(bench, "greedy", 50)
+    bench.step()
+    bench.add("large", tenant="other", prompt=200)
+    bench.step()
+    assert bench.scheduler.num_waiting == 1 and count_rows(bench) == {"greedy": 50}
+
+
+def test_under_fcfs_no_row_is_left_out() -> None:
+    bench = make_row_bench(scheduling="fcfs")
+    add_rows(bench, "greedy", 50)
+    bench.step()
+    bench.add("chat", tenant="honest", max_tokens=60)
+    bench.run_steps(2)
+    assert count_rows(bench) == {"greedy": 50, "honest": 1}
+
+
+def test_a_row_that_is_held_back_leaves_its_token_to_a_prompt() -> None:
+    """Otherwise a tenant whose rows fill the steps keeps the prompts of others out."""
+    bench = make_row_bench(max_num_seqs=100, max_num_batched_tokens=50)
+    add_rows(bench, "greedy", 50)
+    bench.step()
+    chat = bench.add("chat", tenant="honest", prompt=5, max_tokens=5)
+    bench.step()
+    assert chat.num_computed > 0 and count_rows(bench) == {"greedy": 20}

@@ -322,6 +322,18 @@ def test_a_request_starts_at_once_although_long_answers_of_another_tenant_hold_a
     assert quick.is_finished
 
 
+def test_each_of_several_requests_starts_at_once_although_another_tenant_holds_all_places() -> None:
+    """Born from a bug: its counter was lifted to that of the other tenant, which then had no more service than it, so
+    it waited for a step. The first request had a lower counter."""
+    bench = fill_places()
+    for number in range(5):
+        quick = bench.add(f"quick {number}", max_tokens=2, tenant="other")
+        bench.step()
+        assert quick.num_generated == 1
+        bench.step()
+        assert quick.is_finished
+
+
 @pytest.mark.parametrize("way", ["swap", "recompute"])
 @pytest.mark.parametrize("overlap", [False, True])
 def test_answers_that_yield_their_places_are_complete_and_charged_once(way: str, *, overlap: bool) -> None:
