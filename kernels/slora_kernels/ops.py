@@ -1,5 +1,6 @@
 """The protocol between a model and its kernels. `kernel_selector` chooses the implementation at start."""
 
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -56,6 +57,9 @@ class Kernels(Protocol):
 
         Returns the seconds that this took.
         """
+
+    def collecting_jobs(self) -> AbstractContextManager[None]:
+        """Within it, kernels and weights in tiles may wait until its end. Nothing else may read what they return."""
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         """Computes the data that the attention of all layers shares. Called once per step."""

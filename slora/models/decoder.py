@@ -6,6 +6,7 @@ tokens of the step. Sequences, adapters and pages appear only as the batch's tab
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -30,6 +31,8 @@ from slora_kernels.torch.lora_matmuls import add_delta
 # The largest embedding, in numbers, of which a copy in 8 bits is made for a head with the same weight. The copy of a
 # larger one would take too much memory.
 _LARGE_COPY = 512 << 20
+# The most rows, of all layers together, whose kernels wait for each other: what they write is kept until they have run.
+_COLLECTED_ROWS = 64
 
 
 class Decoder:
@@ -81,6 +84,8 @@ class Decoder:
             head, tied = quantize_copy(self._embedding, form), False
         self._head = Linear(head, None, self._head_site).packed(self.dtype, is_tied=tied)
         self._embedding_squares: Tensor | None = None
+        # Only kernels and weights in tiles read what the layers compute, unless adapters have norms of their own.
+        self._can_collect = collectives.size == 1 and all(layer.is_in_tiles for layer in self._layers)
 
     def warm_up(self, kernels: Kernels) -> None:
         """Multiplies a row with each linear of a layer, and the head: each form of weights has code of its own."""
@@ -100,7 +105,8 @@ class Decoder:
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
         forward = _Forward(self.config, self._shape, batch, memory, kernels, deltas, self._collectives)
-        return forward.run(self._layers, hidden, self._norm)
+        can_collect = self._can_collect and not deltas.norm_runs
+        return forward.run(self._layers, hidden, self._norm, can_collect=can_collect)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """See `Model.logits`."""
@@ -186,22 +192,30 @@ class _Forward:
         # The tokens that have q and k norms of their own, as batches of their own.
         self._own_steps: dict[int, AttentionStep] = {}
 
-    def run(self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor) -> Tensor:
+    def run(
+        self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor, *, can_collect: bool
+    ) -> Tensor:
         """Runs all layers. residual [T, H] is overwritten.
 
+        can_collect: whether kernels may wait, see `Kernels.collecting_jobs`.
         Returns normalized hidden states [B', H] of the rows in `output_rows`.
         """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         self._replace_norm(hidden, residual, 0, "input_layernorm")
-        for index, layer in enumerate(layers):
-            attended, delta = self._attend(hidden, layer, index)
-            hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps, delta)
-            self._replace_norm(hidden, residual, index, self._mlp_norm)
-            output, delta = self._transform(hidden, layer, index)
-            if index + 1 < len(layers):
-                hidden = kernels.add_rms_norm(output, residual, layers[index + 1].attention_norm, eps, delta)
-                self._replace_norm(hidden, residual, index + 1, "input_layernorm")
+        num_collected = _COLLECTED_ROWS // len(residual) if can_collect else 0
+        num_together = num_collected or len(layers)
+        for first in range(0, len(layers), num_together):
+            with kernels.collecting_jobs() if num_collected else nullcontext():
+                for index, layer in enumerate(layers[first : first + num_together], first):
+                    attended, delta = self._attend(hidden, layer, index)
+                    hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps, delta)
+                    self._replace_norm(hidden, residual, index, self._mlp_norm)
+                    output, delta = self._transform(hidden, layer, index)
+                    if index + 1 < len(layers):
+                        norm = layers[index + 1].attention_norm
+                        hidden = kernels.add_rms_norm(output, residual, norm, eps, delta)
+                        self._replace_norm(hidden, residual, index + 1, "input_layernorm")
         rows = self._batch.output_rows
         delta, last = None if delta is None else delta[rows], residual[rows]
         hidden = kernels.add_rms_norm(output[rows], last, last_norm, eps, delta)

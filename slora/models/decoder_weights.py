@@ -16,6 +16,7 @@ from torch import Tensor
 from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.rotary import cos_sin_tables
 from slora.models.weights.linear import ExpertLinear, Linear, QuantizedWeight
+from slora.models.weights.packed_weight import PackedWeight
 from slora.models.weights.weight_reader import LinearPart, WeightReader
 from slora_kernels.batch import AttentionRule, QueryKeyNorm
 from slora_kernels.layout import LoraSite
@@ -95,6 +96,13 @@ class DecoderLayer:
     def linears(self) -> tuple[Linear, ...]:
         """The linears that compute all tokens."""
         return self.qkv, self.output, *self.mlp.linears
+
+    @property
+    def is_in_tiles(self) -> bool:
+        """Whether all products are those of weights in tiles."""
+        weights = (linear.weight for linear in self.linears)
+        in_tiles = (isinstance(weight, PackedWeight) and weight.tiles is not None for weight in weights)
+        return isinstance(self.mlp, DenseMlp) and all(in_tiles)
 
     def packed(self, dtype: torch.dtype) -> "DecoderLayer":
         return replace(

@@ -95,7 +95,8 @@ class AttentionPlan:
         self._attend_words = self._rotate_words = pack_fields()
         # The words hold addresses of these tensors, so the plan keeps the tensors alive.
         self._tiles = self._scratch = self._no_sinks = torch.empty(0)
-        self._norms: tuple[Tensor, Tensor] | None = None
+        # The norm weights that the last rotate job points to. The plan does not keep those of the jobs before it.
+        self.norms: tuple[Tensor, ...] = ()
 
     def make_rotate_job(
         self,
@@ -106,18 +107,15 @@ class AttentionPlan:
         layer: int,
         norms: QueryKeyNorm | None,
     ) -> JobWords:
-        """Returns the job that rotates q and k and writes KV.
-
-        Run the job before you make the next one. Making another job may free the norm weights that this job points to.
-        """
+        """Returns the job that rotates q and k and writes KV. It points to `norms`, which the next job replaces."""
         place = self._find_layer(pages, geometry, layer)
         turns = NO_TENSOR if cos_sin is None else pack_rows(cos_sin)
         job = begin_job(len(qkv), *pack_rows(qkv), *turns, *place)
         if norms is None:
             job.extend((0, 0, 0, *NO_TENSOR, *NO_TENSOR, 0, 0, 0))
         else:
-            self._norms = norms.query.float(), norms.key.float()
-            job.extend(pack_fields(1, *self._norms, norms.eps))
+            self.norms = norms.query.float(), norms.key.float()
+            job.extend(pack_fields(1, *self.norms, norms.eps))
         job.extend(self._rotate_words)
         return job
 

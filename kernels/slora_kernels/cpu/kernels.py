@@ -5,6 +5,7 @@ each call from scratch took 2 ms of a decode step of 40 ms.
 """
 
 import time
+from contextlib import AbstractContextManager
 from functools import cache
 
 import torch
@@ -54,7 +55,7 @@ from slora_kernels.cpu.machine_code import (
     find_worker,
     list_model_workers,
 )
-from slora_kernels.cpu.thread_team import ThreadTeam, load_workers
+from slora_kernels.cpu.thread_team import ThreadTeam, collecting_jobs, load_workers
 from slora_kernels.cpu.worker_sizes import (
     ACTIVATIONS,
     CODE_COLUMNS,
@@ -110,11 +111,17 @@ class CpuKernels:
         load_workers(list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim))
         return time.perf_counter() - start
 
-    def _run(self, worker: Worker, dtype: torch.dtype, job: JobWords, *, num_elements: int) -> None:
+    def collecting_jobs(self) -> AbstractContextManager[None]:
+        return collecting_jobs()
+
+    def _run(
+        self, worker: Worker, dtype: torch.dtype, job: JobWords, *operands: object, num_elements: int
+    ) -> None:
+        """operands: see `ThreadTeam.run`."""
         items = job[NUM_ITEMS]
         if items:
             threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
-            self._team.run(_find(worker, dtype), job.buffer_info()[0], threads)
+            self._team.run(_find(worker, dtype), job, threads, *operands)
 
     def _reserve(self, num_elements: int) -> Tensor:
         """Returns float32 scratch memory for all threads, [threads, num_elements]. Later calls reuse the memory."""
@@ -152,7 +159,7 @@ class CpuKernels:
             *(adds, 0, 0),
             *(weight.dtype is torch.float32, 0, 0),
         )
-        self._run(RMS_NORM, x.dtype, job, num_elements=x.numel())
+        self._run(RMS_NORM, x.dtype, job, x, residual, weight, out, num_elements=x.numel())
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
@@ -160,7 +167,7 @@ class CpuKernels:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         kind = ACTIVATIONS.index(activation)
         job = begin_job(gate_up.shape[0], *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
-        self._run(ACT_MUL, gate_up.dtype, job, num_elements=gate_up.numel())
+        self._run(ACT_MUL, gate_up.dtype, job, gate_up, out, num_elements=gate_up.numel())
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -230,7 +237,7 @@ class CpuKernels:
         assert isinstance(plan, AttentionPlan)
         job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
         worker = find_rotate_worker(geometry.kv_format)
-        self._run(worker, geometry.dtype, job, num_elements=qkv.numel())
+        self._run(worker, geometry.dtype, job, qkv, *plan.norms, num_elements=qkv.numel())
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(
@@ -248,7 +255,7 @@ class CpuKernels:
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
         worker = find_attend_worker(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim)
-        self._run(worker, geometry.dtype, job, num_elements=num_elements)
+        self._run(worker, geometry.dtype, job, q, out, num_elements=num_elements)
         return out
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
@@ -288,7 +295,7 @@ class CpuKernels:
     def apply_affine(self, out: Tensor, pages: Tensor, site: LoraSite, step: LoraStep) -> None:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
-        self._run(AFFINE, out.dtype, plan.make_affine_job(out, pages, site), num_elements=out.numel())
+        self._run(AFFINE, out.dtype, plan.make_affine_job(out, pages, site), out, num_elements=out.numel())
 
     def token_logits(self, hidden: Tensor, rows: TokenRows) -> Tensor:
         out = torch.empty(len(hidden), rows.count, dtype=hidden.dtype)
@@ -310,4 +317,6 @@ class CpuKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         job, num_elements = plan.make_job(out, shrunk, pages, site)
-        self._run(find_lora_worker(name_dtype(out.dtype)), out.dtype, job, num_elements=num_elements)
+        self._run(
+            find_lora_worker(name_dtype(out.dtype)), out.dtype, job, out, shrunk, num_elements=num_elements
+        )

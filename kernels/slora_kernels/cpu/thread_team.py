@@ -14,8 +14,11 @@ This module depends on neither numba nor tensors.
 import ctypes
 import os
 import re
-from collections.abc import Callable, Iterable
+import threading
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 from tqdm import tqdm
@@ -80,12 +83,46 @@ class ThreadTeam:
         self.openmp = bound is not None
         self._enter = bound or _bind_python_threads()
 
-    def run(self, worker: int, job: int, threads: int) -> None:
-        """Runs a job and returns when all of its items are done.
+    def run(self, worker: int, job: "array[int]", threads: int, *operands: object) -> None:
+        """Runs a job and returns when all of its items are done. Within `collecting_jobs`, the job waits instead.
 
-        worker: address of `void worker(void *job)`. job: address of the job. threads: number of threads.
+        worker: address of `void worker(void *job)`. threads: number of threads. operands: the tensors whose addresses
+        are in the job and that the caller may drop.
         """
-        if threads == 1:
-            _WORKER(worker)(job)
+        if _queue.jobs is None:
+            self._run(worker, job, threads)
         else:
-            self._enter(worker, job, threads)
+            _queue.jobs.append((self, worker, job, threads, operands))
+
+    def _run(self, worker: int, job: "array[int]", threads: int) -> None:
+        address = job.buffer_info()[0]
+        if threads == 1:
+            _WORKER(worker)(address)
+        else:
+            self._enter(worker, address, threads)
+
+
+class _Queue(threading.local):
+    """The jobs of one thread that wait. None: jobs run at once."""
+
+    jobs: "list[tuple[ThreadTeam, int, array[int], int, tuple[object, ...]]] | None" = None
+
+
+_queue = _Queue()
+
+
+@contextmanager
+def collecting_jobs() -> Iterator[None]:
+    """Runs the jobs that this thread makes in the context at its end, in order. An error in the context drops them.
+
+    Until then, only further jobs may read what a job writes. A job that reads weights evicts Python's data from the
+    CPU caches, and making the next job then takes twice as long: 3 ms of a step of 23 ms (0.65B in int4, one token).
+    """
+    assert _queue.jobs is None, "jobs are already collected"
+    jobs = _queue.jobs = []
+    try:
+        yield
+    finally:
+        _queue.jobs = None
+    for team, worker, job, threads, _ in jobs:
+        team._run(worker, job, threads)

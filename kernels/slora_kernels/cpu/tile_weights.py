@@ -146,11 +146,10 @@ class _TileLinear:
         rows = x if x.stride(1) == 1 else x.contiguous()
         job[_X], job[_X + 1], job[_X + 2] = rows.data_ptr(), num_rows, rows.stride(0)
         job[_OUT], job[_OUT + 1] = out.data_ptr(), num_rows
-        if bias is not None:
-            offsets = bias.float().contiguous()
-            job[_BIAS] = offsets.data_ptr()
+        offsets = self._no_bias if bias is None else bias.float().contiguous()
+        job[_BIAS] = offsets.data_ptr()
         threads = 1 if self._is_small else min(torch.get_num_threads(), job[NUM_ITEMS])
-        _make_team().run(self._address, job.buffer_info()[0], threads)
+        _make_team().run(self._address, job, threads, rows, out, offsets, _scratch.memory)
         return out
 
 
@@ -308,12 +307,13 @@ class _Scratch(threading.local):
 
     def __init__(self) -> None:
         self._num_bytes = self._address = 0
+        self.memory = torch.empty(0)
 
     def reserve(self, num_bytes: int) -> int:
         """Returns the address of memory that begins at a cache line."""
         if self._num_bytes < num_bytes:
-            self._memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
-            self._address = -(-self._memory.data_ptr() // _LINE_BYTES) * _LINE_BYTES
+            self.memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
+            self._address = -(-self.memory.data_ptr() // _LINE_BYTES) * _LINE_BYTES
             self._num_bytes = num_bytes
         return self._address
 

@@ -30,7 +30,7 @@ def _run(worker: Worker, dtype: torch.dtype, items: int, num_elements: int, *fie
     job = begin_job(items, *(word for field in fields for word in field))
     threads = 1 if num_elements < _SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
     if items:
-        _make_team().run(find_worker(worker, name_dtype(dtype)), job.buffer_info()[0], threads)
+        _make_team().run(find_worker(worker, name_dtype(dtype)), job, threads)
 
 
 def warm_up(functions: Iterable[str], dtypes: Sequence[torch.dtype]) -> None:

@@ -7,6 +7,7 @@ bound by arithmetic, and the extra launches matter little.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -82,6 +83,9 @@ class TritonKernels:
     def warm_up(self, geometry: KVGeometry) -> float:
         """Returns 0 without compiling: Triton compiles at the first launch, which needs real tensors."""
         return 0.0
+
+    def collecting_jobs(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         return AttentionStep(batch, None)

@@ -10,6 +10,7 @@ On a CPU, the bits of a token's attention do not depend on its tile or on the ba
 
 import itertools
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -334,6 +335,9 @@ class TorchKernels:
     def warm_up(self, geometry: KVGeometry) -> float:
         """Returns 0: there is nothing to compile."""
         return 0.0
+
+    def collecting_jobs(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         return AttentionStep(batch, AttentionPlan({}))

@@ -26,6 +26,28 @@ def test_without_openmp_python_threads_give_the_same_bits() -> None:
     assert torch.equal(plain.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5))
 
 
+def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error() -> None:
+    kernels, weight = CpuKernels(), torch.randn(512)
+    x, residual = torch.randn(300, 512), torch.randn(300, 512)
+
+    def compute(sums: torch.Tensor) -> torch.Tensor:
+        hidden = kernels.add_rms_norm(x, sums, weight, 1e-5)
+        for _ in range(4):  # The function drops what later jobs read.
+            hidden = kernels.act_mul(hidden, "silu")
+        return hidden
+
+    expected_sums = residual.clone()
+    expected, sums, dropped = compute(expected_sums), residual.clone(), residual.clone()
+    with kernels.collecting_jobs():
+        result = compute(sums)
+    with pytest.raises(ZeroDivisionError), kernels.collecting_jobs():
+        compute(dropped)
+        _ = 1 / 0
+    assert torch.equal(result, expected) and torch.equal(sums, expected_sums)
+    assert torch.equal(dropped, residual)
+    assert torch.equal(compute(dropped), expected)
+
+
 def test_torchs_own_threads_are_found() -> None:
     assert ThreadTeam().openmp
 

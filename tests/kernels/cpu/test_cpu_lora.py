@@ -40,13 +40,13 @@ def test_expand_waits_for_the_shrink_of_other_threads() -> None:
         find_worker(LORA, "float32"),
         ThreadTeam(),
     )
-    thread = Thread(target=team.run, args=(worker, job.buffer_info()[0], 1))
+    thread = Thread(target=team.run, args=(worker, job, 1))
     thread.start()
     while thread.is_alive() and job[NEXT_ITEM] <= num_shrinks:
         time.sleep(0.001)
     time.sleep(0.05)
     assert job[NEXT_ITEM] == num_shrinks + 1 and not out.any()
-    team.run(worker, missing.buffer_info()[0], 1)
+    team.run(worker, missing, 1)
     thread.join()
     expected = torch.zeros_like(out)
     shrunk = reference.shrink(x, scene.pages, scene.tables, site, tiles)
