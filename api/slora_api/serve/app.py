@@ -31,7 +31,7 @@ from slora_api.http.body_limit import BodyLimitMiddleware, BodyLimits
 from slora_api.http.openapi import OpenApiDocument
 from slora_api.http.openapi import router as openapi
 from slora_api.http.request_scope import RequestScopeMiddleware
-from slora_api.http.wiring import wire
+from slora_api.http.wiring import DirectApp, wire
 from slora_api.keys.authentication import AuthenticationMiddleware, check_routes, is_operator, required_scopes
 from slora_api.keys.key_record import AdminKey
 from slora_api.keys.routes import own_router as me
@@ -79,9 +79,8 @@ _ROUTERS = (
     *(health, openapi, console),
 )
 ROUTES = tuple(route for router in _ROUTERS for route in router.routes if isinstance(route, APIRoute))
-# Starlette selects a handler by the error's class. The handler of Exception answers bugs, which RequestScopeMiddleware
-# logs.
-_ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect, Exception)
+# All other errors are bugs, which RequestScopeMiddleware logs.
+_ERRORS = (SloraError, HTTPException, RequestValidationError, ClientDisconnect)
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
@@ -114,12 +113,12 @@ def make_router(services: Services, *, has_bootstrap_key: bool = True) -> FastAP
     """
     check_routes(ROUTES)
     # `include_router` would build each route a second time, at the first request.
-    app = FastAPI(title="slora", docs_url=None, redoc_url=None, openapi_url=None, routes=[*ROUTES])
+    app = DirectApp(
+        ROUTES, _ERRORS, _answer_error, title="slora", docs_url=None, redoc_url=None, openapi_url=None
+    )
     wire(app, services.for_routes)
     app.state.has_bootstrap_key = has_bootstrap_key
     app.state.openapi_document = OpenApiDocument(ROUTES, required_scopes)
-    for kind in _ERRORS:
-        app.add_exception_handler(kind, _answer_error)
     return app
 
 
