@@ -309,6 +309,10 @@ class _Reader:
             self._since, self._rested_at = None, now_s
 
 
+# The headers of an answer from which h11 derives how its body ends.
+_FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+
+
 class _Connection(h11.Connection):
     """h11's connection. It holds back the head of an answer until the first bytes of the body, so that one system call
     sends both.
@@ -319,7 +323,8 @@ class _Connection(h11.Connection):
     """
 
     fault: str | None = None
-    _head: list[bytes] | None = None
+    _head = b""
+    _is_chunked = False  # Whether the body of the present answer is sent in chunks.
     _num_chunks = _num_bytes = 0
 
     def next_event(self) -> Any:
@@ -339,16 +344,28 @@ class _Connection(h11.Connection):
                 raise h11.RemoteProtocolError(self.fault)
         return event
 
-    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
-        """Returns the parts to send. The caller, `send`, joins them."""
-        parts = super().send_with_data_passthrough(event)
-        if isinstance(event, h11.Response):
-            self._head = parts
-            return []
-        if parts is None or self._head is None:
-            return parts
-        head, self._head = self._head, None
-        return head + parts
+    def send(self, event: Any) -> Any:
+        """Returns the bytes to send. Writes the chunks of a body, and the headers of an answer that has none of
+        `_FRAMING`, in place of h11, which takes five times as long.
+        """
+        head, self._head = self._head, b""
+        if type(event) is h11.Data and self._is_chunked and self.our_state is h11.SEND_BODY:
+            return b"%b%x\r\n%b\r\n" % (head, len(event.data), event.data) if event.data else head
+        if type(event) is not h11.Response:
+            sent = super().send(event)
+            return head + sent if head and sent is not None else sent
+        self._head = self._write_head(event)
+        self._is_chunked = b"\r\nTransfer-Encoding: chunked\r\n" in self._head
+        return b""
+
+    def _write_head(self, event: h11.Response) -> bytes:
+        headers = event.headers.raw_items()
+        if any(name.lower() in _FRAMING for name, _ in headers):
+            return super().send(event)
+        # h11 checks all other headers again for each header that it adds.
+        bare = h11.Response(status_code=event.status_code, headers=[], reason=event.reason)
+        status, _, framing = super().send(bare).partition(b"\r\n")
+        return b"%b\r\n%b%b" % (status, b"".join([b"%b: %b\r\n" % header for header in headers]), framing)
 
 
 class HttpProtocol(H11Protocol):
