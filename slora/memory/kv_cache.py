@@ -399,8 +399,9 @@ class BlockTable:
 
     def pages_missing(self, num_tokens: int) -> int:
         """Number of pages to allocate before the sequence can hold `num_tokens` tokens."""
-        num_blocks = max(0, -(-num_tokens // self.block_tokens) - self.num_pages)
-        return num_blocks + self.num_state_pages - len(self.state_pages)
+        num_blocks = -(-num_tokens // self.block_tokens) - self.num_pages
+        num_state_pages = self.num_state_pages - len(self.state_pages)
+        return num_blocks + num_state_pages if num_blocks > 0 else num_state_pages
 
     def allocate(self, count: int, tenant: TenantAccount, kv: KVCache) -> None:
         """Appends `count` new pages that `tenant` owns. The caller has made room."""
@@ -460,7 +461,7 @@ class BlockTable:
 
     def count_shared(self, token: int, kv: KVCache) -> int:
         """Number of shared pages that must be copied before the KV of `token` and the state after it are written."""
-        count = len(self.state_pages) if self._shares_state(kv) else 0
+        count = len(self.state_pages) if self.state_pages and self._shares_state(kv) else 0
         return count + self._shares_block(token, kv)
 
     def claim_state(self, kv: KVCache) -> bool:

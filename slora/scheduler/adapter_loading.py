@@ -171,7 +171,7 @@ class AdapterLoading:
         interactive = [sequence for sequence in batch if not sequence.is_background]
         waiting = [
             sequence
-            for sequence in interactive or batch
+            for sequence in (interactive or batch if self._loading else ())
             if any(not resident.is_loaded for resident in sequence.residents)
         ]
         num_running = len(interactive) or len(batch)
@@ -237,10 +237,10 @@ class AdapterLoading:
         """Whether this step may compute with the adapters. Each of them must be loaded, or its last slice must be
         planned. The step copies the slice before it computes.
         """
-        return all(
-            resident.is_loaded or self._count_usable(resident) == len(resident.pages)
-            for resident in residents
-        )
+        for resident in residents:  # A loop, because a generator for each sequence of a step takes longer.
+            if not resident.is_loaded and self._count_usable(resident) != len(resident.pages):
+                return False
+        return True
 
     def _count_usable(self, resident: Resident) -> int:
         """Number of pages of a load that this step may use."""

@@ -39,7 +39,7 @@ class Beams:
             return []
         beams = {beam.index: beam for beam in self._lifecycle.unfinished.find(sequence.request.request_id)}
         for beam in beams.values():
-            charge_output(beam)
+            charge_output(beam, 1)
         next_beams = search.advance(min(beam.max_tokens for beam in beams.values()))
         if next_beams is None:
             return self._finish(beams, search)

@@ -26,10 +26,10 @@ def charge_prompt(sequence: Sequence, num_tokens: int) -> None:
         sequence.num_charged = end
 
 
-def charge_output(sequence: Sequence) -> None:
-    """Charges one sampled token."""
-    sequence.usage.generated_tokens += 1
-    sequence.tenant.charge(OUTPUT_PRICE)
+def charge_output(sequence: Sequence, num_tokens: int) -> None:
+    """Charges sampled tokens."""
+    sequence.usage.generated_tokens += num_tokens
+    sequence.tenant.charge(OUTPUT_PRICE * num_tokens)
 
 
 def charge_rejected(sequence: Sequence, num_tokens: int) -> None:

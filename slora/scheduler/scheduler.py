@@ -51,7 +51,6 @@ Plain Python without tensors or sockets. The same inputs, which include the time
 import math
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import chain
 
 from slora.core.cost_model import CostModel
@@ -366,29 +365,29 @@ class Scheduler:
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
         outputs = self._lifecycle.pop_refused()
-        tokens = iter(sampled)
+        first = 0
         for chunk in plan.chunks:
             sequence, choices = chunk.sequence, chunk.sampled_sequences
-            found = [next(tokens) for _ in choices]
+            found = sampled[first : (first := first + len(choices))]
             if sequence.is_finished and not chunk.forks:
                 continue
             if chunk.drafts:
                 outputs.extend(self._apply_drafts(chunk, found))
                 continue
-            for choice, token in zip(choices, found, strict=True):
+            for number, choice in enumerate(choices):
                 choice.num_pending -= 1
-                if token.is_deferred:
+                if found[number].is_deferred:
                     self._uncompute_last(choice)
             if found and sequence.is_running:
                 self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
             if sequence.scores and not sequence.is_finished:
                 outputs.append(self._report_prompt_logprobs(sequence))
-            if chunk.completes_embedding and not sequence.is_finished:
+            if sequence.pooled is not None and chunk.completes_embedding and not sequence.is_finished:
                 outputs.append(self._finish_embedding(sequence))
-            for choice, token in zip(choices, found, strict=True):
+            for number, choice in enumerate(choices):
                 # Another choice of the request may just have failed.
-                if not (choice.is_finished or token.is_deferred):
-                    outputs.extend(self._apply_sampled(choice, token))
+                if not (choice.is_finished or found[number].is_deferred):
+                    outputs.extend(self._apply_sampled(choice, found[number]))
         return outputs
 
     def _uncompute_last(self, sequence: Sequence) -> None:
@@ -553,9 +552,9 @@ class Scheduler:
                 if not sequence.num_pending:
                     self._lifecycle.restart_if_needed(sequence)
         running = [
-            sequence
+            (sequence, sequence.num_uncomputed)
             for sequence in self.batch
-            if not (sequence.is_background or self._awaits_result(sequence))
+            if not (sequence.tenant.is_background or (sequence.num_pending and self._awaits_result(sequence)))
         ]
         rows = self._row_budget(running)
         budget = self._prefill_budget(running)
@@ -563,27 +562,30 @@ class Scheduler:
             # If every token of the step is a decode row, a row that is held back leaves its token to a prompt.
             budget.num_tokens = max(1, budget.num_tokens)
         held_back = set(rows.held_back)
-        for sequence in running:
+        for sequence, num_uncomputed in running:
             if sequence in held_back:
                 continue
-            if sequence.num_uncomputed == 1:
+            if num_uncomputed == 1:
                 self._continue_sequence(sequence, 1, plan)
                 continue
-            num_tokens = min(sequence.num_uncomputed, sequence.max_chunk_tokens, budget.fit(sequence.tenant))
+            num_tokens = min(num_uncomputed, sequence.max_chunk_tokens, budget.fit(sequence.tenant))
             num_tokens = self.prefixes.limit_chunk(sequence, sequence.num_computed, num_tokens)
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
                 budget.spend(sequence.tenant, num_tokens)
         return budget, rows
 
-    def _row_budget(self, running: list[Sequence]) -> RowBudget:
-        """The step's budget for decode rows. Only rows of tenants that are not alone are limited."""
+    def _row_budget(self, running: list[tuple[Sequence, int]]) -> RowBudget:
+        """The step's budget for decode rows. Only rows of tenants that are not alone are limited.
+
+        running: see `_prefill_budget`.
+        """
         if self._config.scheduling == "fcfs":
             return RowBudget(self._costs)
-        tenants = {sequence.tenant for sequence in running}
+        tenants = {sequence.tenant for sequence, _ in running}
         is_alone = len(tenants) == 1 and not self._lifecycle.queue.count_tenants(tenants)
         if is_alone and self._num_steps_alone >= ABSENT_STEPS:
             return RowBudget(self._costs)
-        return RowBudget(self._costs, [sequence for sequence in running if sequence.num_uncomputed == 1])
+        return RowBudget(self._costs, [sequence for sequence, num_uncomputed in running if num_uncomputed == 1])
 
     def _continue_held_back(self, plan: StepPlan, budget: PrefillBudget, rows: RowBudget) -> None:
         """Plans the decode rows that were held back and fit beside the work of other tenants."""
@@ -607,15 +609,17 @@ class Scheduler:
         # With the pending token, the sequence restarts with the long factors.
         return sequence.num_pending > 0 and len(sequence.token_ids) + sequence.num_pending > switch
 
-    def _prefill_budget(self, running: list[Sequence]) -> PrefillBudget:
+    def _prefill_budget(self, running: list[tuple[Sequence, int]]) -> PrefillBudget:
         """The step's budget for prompt tokens. The budget excludes one token for each decode row, so that a long prompt
         never stalls decoding.
+
+        running: the running interactive sequences, and how many tokens of each are not computed.
         """
-        decoding = [sequence.tenant for sequence in running if sequence.num_uncomputed == 1]
+        decoding = [sequence.tenant for sequence, num_uncomputed in running if num_uncomputed == 1]
         num_tokens = self._config.max_num_batched_tokens - len(decoding)
         if self._config.scheduling == "fcfs":
             return PrefillBudget(num_tokens, num_tokens)
-        prompts = (sequence for sequence in running if sequence.num_uncomputed > 1)
+        prompts = (sequence for sequence, num_uncomputed in running if num_uncomputed > 1)
         prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
         rows, queue = set(decoding), self._lifecycle.queue
         num_startable = min(self.batch.free_capacity, queue.count_tenants(rows | prefilling))
@@ -637,7 +641,8 @@ class Scheduler:
         plan.add(sequence, num_tokens)
         if sequence.times.computed_at is None:
             sequence.times.computed_at = self.paging.pool.now
-        charge_prompt(sequence, num_tokens)
+        if sequence.num_charged < sequence.num_prompt:
+            charge_prompt(sequence, num_tokens)
         return True
 
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
@@ -649,7 +654,7 @@ class Scheduler:
         blocks, start, kv = sequence.blocks, sequence.num_computed, self.paging.kv
         self._preemption.free_behind_window(sequence)
         missing, copied = blocks.pages_missing(start + num_tokens), blocks.count_shared(start, kv)
-        if not missing and not copied:  # The common case: a decoding sequence whose last block has room.
+        if not (missing or copied):  # The common case: a decoding sequence whose last block has room.
             return True
         while not self._preemption.make_room(missing + copied, sequence):
             if blocks.claim_state(kv):
@@ -691,9 +696,10 @@ class Scheduler:
         return [self._report(sequence, kept)]
 
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
-        charge_mask(sequence, self._costs)
-        if sequence.matcher is not None and sequence.matcher.error is not None:
-            return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
+        if sequence.matcher is not None:
+            charge_mask(sequence, self._costs)
+            if sequence.matcher.error is not None:
+                return [self._lifecycle.fail(sequence, _cannot_continue(sequence, sequence.matcher.error))]
         if sampled.token_id is None:
             return [self._fail_not_finite(sequence, "logits")]
         if sequence.search is not None:
@@ -740,7 +746,7 @@ class Scheduler:
         for token in sampled:
             assert token.token_id is not None, "a token whose logits were not finite is not appended"
             sequence.append(token.token_id)
-            charge_output(sequence)
+        charge_output(sequence, len(sampled))
         now = self.paging.pool.now
         if sequence.last_token_at is not None:
             self._last_tokens[sequence.last_token_at] += 1
@@ -750,18 +756,18 @@ class Scheduler:
 
     def _report(self, sequence: Sequence, sampled: list[SampledToken]) -> StepOutput:
         """Reports sampled tokens that were just appended. Ends the sequence if the last token ends it."""
-        reason = None
+        reason, num_generated = None, sequence.num_generated
         if sequence.token_ids[-1] in sequence.stop_ids:
             reason = FinishReason.STOP
-        elif sequence.num_generated >= sequence.max_tokens:
+        elif num_generated >= sequence.max_tokens:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._lifecycle.finish(sequence)
-        entries = tuple(token.logprobs for token in sampled if token.logprobs is not None)
-        token_ids = tuple(sequence.token_ids[-len(sampled) :])
-        delta = TokenDelta(token_ids, reason, entries or None, sequence.index)
-        if sequence.num_cached and sequence.index == 0 and sequence.num_generated == 1:
-            delta = replace(delta, num_cached=sequence.num_cached)
+        delta = TokenDelta(tuple(sequence.token_ids[-len(sampled) :]), reason, None, sequence.index)
+        if sampled[0].logprobs is not None:
+            delta.logprobs = tuple([token.logprobs for token in sampled if token.logprobs is not None])
+        if num_generated == 1 and sequence.index == 0:
+            delta.num_cached = sequence.num_cached
         return StepOutput(sequence.request.request_id, delta)
 
 

@@ -1,7 +1,7 @@
 """The waiting sequences and their order of admission: first come, first served, or fair between tenants."""
 
 import heapq
-from collections import Counter
+import math
 from collections.abc import Collection, Iterable
 from itertools import islice
 from operator import attrgetter
@@ -236,27 +236,24 @@ class FairQueue:
         Worked example: a tenant holds 256 places with long answers. A waiting tenant of the same weight gets its first
         place at once, and more of them within a few steps, up to 128.
         """
-        candidates = list(running)
-        held = Counter({sequence.tenant: num_free})
+        candidates, waiting = list(running), sequence.tenant
+        held = {waiting: num_free}
         for other in candidates:
-            held[other.tenant] += other.num_places
-
-        def places(tenant: TenantAccount, change: int = 0) -> float:
-            return (held[tenant] + change) / tenant.share.weight
-
-        waiting = sequence.tenant
-        least_service = waiting.service + _PATIENCE * OUTPUT_PRICE * places(waiting)
-
-        def yields(tenant: TenantAccount) -> bool:
-            if tenant.share.priority != waiting.share.priority:
-                return tenant.share.priority > waiting.share.priority
-            return tenant.service >= least_service and places(tenant, -1) >= places(waiting, 1)
-
-        tenant = max(
-            filter(yields, held), key=lambda tenant: (tenant.share.priority, places(tenant)), default=None
-        )
+            held[other.tenant] = held.get(other.tenant, 0) + other.num_places
+        priority, weight = waiting.share.priority, waiting.share.weight
+        least_service = waiting.service + _PATIENCE * OUTPUT_PRICE * (held[waiting] / weight)
+        least_places = (held[waiting] + 1) / weight
+        chosen, most = None, (priority, -math.inf)
+        for tenant, num_places in held.items():
+            share = tenant.share
+            if share.priority == priority:
+                yields = tenant.service >= least_service and (num_places - 1) / share.weight >= least_places
+            else:
+                yields = share.priority > priority
+            if yields and (share.priority, num_places / share.weight) > most:
+                chosen, most = tenant, (share.priority, num_places / share.weight)
         return max(
-            (other for other in candidates if other.tenant is tenant),
+            (other for other in candidates if other.tenant is chosen),
             key=lambda other: (other.num_places > 1, _preemption_order(other)),
             default=None,
         )

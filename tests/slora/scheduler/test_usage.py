@@ -277,7 +277,7 @@ def test_a_prompt_token_costs_1_and_a_generated_token_2_divided_by_weight(weight
     sequence = make_sequence(tenant, prompt=10)
     charge_prompt(sequence, 10)
     assert tenant.service == 10 / weight
-    charge_output(sequence)
+    charge_output(sequence, 1)
     assert tenant.service == 12 / weight
 
 
