@@ -58,8 +58,12 @@ class Verdict:
 
     @property
     def equal(self) -> bool:
+        return self.is_within(LOGPROB_TOLERANCE)
+
+    def is_within(self, tolerance: float) -> bool:
+        """tolerance: of the log-probabilities."""
         few_excused = self.excused <= MOST_EXCUSED * self.positions
-        return self.wrong == 0 and few_excused and (self.logprob_error or 0.0) < LOGPROB_TOLERANCE
+        return self.wrong == 0 and few_excused and (self.logprob_error or 0.0) < tolerance
 
 
 class Oracle:

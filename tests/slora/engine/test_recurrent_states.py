@@ -55,6 +55,9 @@ def count_few_pages(kit: ModelKit) -> int:
     return sum(-(-count // page_bytes) for count in num_bytes) + sequence_pages * 2
 
 
+# In transformers, the log-probabilities of qwen3_next differ by up to 9.9e-5 between a forward pass of the whole text
+# and one of each token after the prompt. The oracle takes the first, and ours differ by up to 3.1e-5 from the second.
+_TOLERANCE = 2e-4
 # In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text, and
 # bamba, whose recurrence is that of granitemoehybrid.
 _SLOW = ("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "glm5_next", "bamba")
@@ -81,9 +84,9 @@ def test_parity_holds_alone_mixed_in_chunks_and_preempted(
         num_pages = count_few_pages(kit) if is_short else 2000
         verdict, stats = judge_engine(kit, work, PARAMS, num_pages, **ways[way])
         report(f"{model} {way}, {stats.preemptions} preemptions: {verdict}")
-        # A sequence without KV takes no more pages than at its beginning.
-        assert (stats.preemptions > 0) == (is_short and model != "mamba2"), stats.preemptions
-        assert verdict.equal, (way, verdict)
+        # A sequence without KV takes no more pages than at its beginning, so it may not be preempted.
+        assert model == "mamba2" or (stats.preemptions > 0) == is_short, stats.preemptions
+        assert verdict.is_within(_TOLERANCE), (way, verdict)
 
 
 @pytest.mark.parametrize(
@@ -109,6 +112,10 @@ def test_choices_have_states_of_their_own_and_no_free_page_is_read(
     assert stats.preemptions > 0 and stats.pages_held == 0
 
 
+# The experts of these models have the names of an MLP's linears, and peft refuses DoRA on experts.
+_DORA_REFUSED = ("qwen3_next", "minimax")
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -121,7 +128,8 @@ def test_choices_have_states_of_their_own_and_no_free_page_is_read(
 def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
     tmp_path: Path, report: Callable[[str], None], model: str
 ) -> None:
-    linears = {"target_modules": r".*\.(in_proj\w*|out_proj|q_proj|gate_proj|up_proj|w1|w3|input_linear)"}
+    mlp = "" if model in _DORA_REFUSED else "|gate_proj|up_proj|w1|w3|input_linear"
+    linears = {"target_modules": rf".*\.(in_proj\w*|out_proj|q_proj{mlp})"}
     kinds = {
         "dora": {"r": 4, "lora_alpha": 6, "use_dora": True, **linears},
         "biased": {"r": 3, "lora_alpha": 6, "lora_bias": True, **linears},
