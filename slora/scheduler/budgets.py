@@ -130,7 +130,8 @@ class RowBudget:
         for sequence in decoding:
             by_tenant[sequence.tenant].append(sequence)
         for rows in by_tenant.values():
-            if sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
+            # A step computes at least one row of each tenant.
+            if len(rows) > 1 and sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
                 self._hold_back(rows)
 
     def _hold_back(self, rows: list[Sequence]) -> None:

@@ -585,7 +585,9 @@ class Scheduler:
         is_alone = len(tenants) == 1 and not self._lifecycle.queue.count_tenants(tenants)
         if is_alone and self._num_steps_alone >= ABSENT_STEPS:
             return RowBudget(self._costs)
-        return RowBudget(self._costs, [sequence for sequence, num_uncomputed in running if num_uncomputed == 1])
+        return RowBudget(
+            self._costs, [sequence for sequence, num_uncomputed in running if num_uncomputed == 1]
+        )
 
     def _continue_held_back(self, plan: StepPlan, budget: PrefillBudget, rows: RowBudget) -> None:
         """Plans the decode rows that were held back and fit beside the work of other tenants."""
