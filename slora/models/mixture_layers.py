@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from slora.core.errors import ConfigError
@@ -51,6 +52,7 @@ _CASTS = (Tensor.float, Tensor.to, Tensor.type)
 _SIGMOIDS = (torch.sigmoid, Tensor.sigmoid)
 # A stack of matrices has this many dimensions.
 _STACK_DIMS = 3
+_GROUPED_ROW_BYTES = 16
 
 # What a step passes to the modules of the model; None outside a step.
 FindStep = Callable[[], tuple[LoraDeltas, Kernels] | None]
@@ -151,6 +153,20 @@ def describe_experts(module: nn.Module) -> ExpertForm | None:
         has_norm=bool(flags["has_post_expert_norm"]),
         takes_scaled=takes_scaled,
     )
+
+
+def avoid_grouped_products(model: PreTrainedModel) -> None:
+    """Lets the model multiply its experts one after the other if PyTorch's grouped product refuses their rows.
+
+    It wants rows of a multiple of 16 bytes, also after a division among ranks. transformers does not check this.
+    """
+    for module in model.modules():
+        form = describe_experts(module)
+        if form is not None:
+            itemsize = module.get_parameter(_DOWN).itemsize
+            if any(width * itemsize % _GROUPED_ROW_BYTES for width in form.widths):
+                model.set_experts_implementation("eager")
+                return
 
 
 @torch.inference_mode()

@@ -41,7 +41,7 @@ from slora.models.early_attention import (
 from slora.models.fused_modules import FusedMlp, MlpForm, find_mlp_form, fuse_norms
 from slora.models.latent_attention import LatentLayer
 from slora.models.lora_deltas import LoraDeltas, OwnLogits, hide_absent, widen_logits
-from slora.models.mixture_layers import ExpertLayer, MixtureBlock
+from slora.models.mixture_layers import ExpertLayer, MixtureBlock, avoid_grouped_products
 from slora.models.model_spec import ModelSpec
 from slora.models.model_structure import (
     MXFP4,
@@ -942,6 +942,7 @@ def _load(
     install_attention(model, _ATTENTION, spec.max_positions)
     install_selection(model)
     divide_modules(model, partition, rank)
+    avoid_grouped_products(model)
     return model.to(device).eval()
 
 

@@ -8,9 +8,10 @@ from safetensors.torch import load_file
 
 from slora import LLM, SamplingParams
 from slora.models.decoder import ExpertChoice
+from slora.models.mixture_layers import avoid_grouped_products
 from slora.models.model_config import ExpertConfig
 from tests.support.cpu_kernels import KERNELS
-from tests.support.tiny_models import write_model
+from tests.support.tiny_models import make_model, write_model
 
 
 def make_experts(count: int, chosen: int, *, normalizes: bool) -> ExpertConfig:
@@ -46,6 +47,20 @@ def test_a_token_has_the_same_bits_in_any_order_of_the_tokens() -> None:
     straight, shuffled = (ExpertChoice.of(logits[rows], config) for rows in (torch.arange(30), order))
     mixed = straight.combine(straight.spread(x).square())
     assert torch.equal(shuffled.combine(shuffled.spread(x[order]).square()), mixed[order])
+
+
+@torch.inference_mode()
+def test_experts_whose_rows_the_grouped_product_refuses_are_multiplied_one_after_the_other() -> None:
+    """Rows of 88 bytes. In `test_a_divided_model_answers_as_peft_does`, a division among ranks makes such rows."""
+    model = make_model("gpt_oss", intermediate_size=22, num_hidden_layers=2).eval()
+    tokens = torch.arange(3, 20)[None]
+    model.set_experts_implementation("batched_mm")
+    expected = model(tokens).logits
+    model.set_experts_implementation("grouped_mm")
+    with pytest.raises(RuntimeError, match="16 bytes"):
+        model(tokens)
+    avoid_grouped_products(model)
+    torch.testing.assert_close(model(tokens).logits, expected)
 
 
 @pytest.mark.parametrize("model", ["mixtral", "qwen2_moe"])
