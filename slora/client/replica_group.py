@@ -200,16 +200,16 @@ class ReplicaGroup:
             answer.settlement.close()
 
     def _open_answer(self, request: EngineRequest) -> OpenAnswer:
-        def report(usage: RequestUsage | None, timing: RequestTiming | None) -> None:
-            self._on_usage(request.request_id, usage, timing)
-
-        def forget() -> None:
-            # A line of a batch may have been sent again with the same id.
-            if self.answers.get(request.request_id) is answer:
-                del self.answers[request.request_id]
-
-        answer = self.answers[request.request_id] = OpenAnswer(request, Settlement(report, forget))
+        # Neither function holds the answer, which holds both: the collector of cycles then finds nothing to free.
+        settlement = Settlement(partial(self._on_usage, request.request_id), partial(self._forget, request))
+        answer = self.answers[request.request_id] = OpenAnswer(request, settlement)
         return answer
+
+    def _forget(self, request: EngineRequest) -> None:
+        answer = self.answers.get(request.request_id)
+        # A line of a batch may have been sent again with the same id.
+        if answer is not None and answer.request is request:
+            del self.answers[request.request_id]
 
     def end_choice(self, request_id: str, index: int) -> None:
         answer = self.answers.get(request_id)

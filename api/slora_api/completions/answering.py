@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import aclosing
+from functools import partial
 from itertools import chain
 from typing import Any, Self
 
@@ -54,26 +55,37 @@ async def answer_call(
     Raises ClientGone and the errors of `compute_answers`.
     """
 
-    async def answer() -> AnswerResponse:
-        shape = await call.until_gone(prepare())
-        is_read = call.syntax is not None and not call.answers[0].request.sampling.use_beam_search
-        usage = AnswerUsage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
-        deltas = compute_answers(call)
-        if not body.stream:
-            completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
-            writing = write_answer(shape, completions, usage, call.tenant, call.services.cpu_slots)
-            parts = await call.until_gone(writing)
-            return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
-        events = write_events(deltas, shape, usage, call.answers, call.echoes)
-        return EventStream(events, shape.failure, call.model.headers, shape.keep_alive, answer_again)
+    return await call.answer_with(body, partial(_answer, call, body, prepare))
 
-    async def answer_again(error: Exception) -> EventStream:
-        await call.find_model_again(body, error)
-        again = await answer()
-        assert isinstance(again, EventStream), "the request has not changed"
-        return again
 
-    return await call.answer_with(body, answer)
+async def _answer(
+    call: InferenceCall, body: AnswerFields, prepare: Callable[[], Coroutine[Any, Any, AnswerFormat]]
+) -> AnswerResponse:
+    shape = await call.until_gone(prepare())
+    is_read = call.syntax is not None and not call.answers[0].request.sampling.use_beam_search
+    usage = AnswerUsage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
+    deltas = compute_answers(call)
+    if not body.stream:
+        completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
+        writing = write_answer(shape, completions, usage, call.tenant, call.services.cpu_slots)
+        parts = await call.until_gone(writing)
+        return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
+    events = write_events(deltas, shape, usage, call.answers, call.echoes)
+    # Not a function in this one, because the two would hold each other, and the request, until a collection.
+    again = partial(_answer_again, call, body, prepare)
+    return EventStream(events, shape.failure, call.model.headers, shape.keep_alive, again)
+
+
+async def _answer_again(
+    call: InferenceCall,
+    body: AnswerFields,
+    prepare: Callable[[], Coroutine[Any, Any, AnswerFormat]],
+    error: Exception,
+) -> EventStream:
+    await call.find_model_again(body, error)
+    again = await _answer(call, body, prepare)
+    assert isinstance(again, EventStream), "the request has not changed"
+    return again
 
 
 async def count_chat_tokens(call: InferenceCall, body: ConversationFields) -> int:

@@ -29,6 +29,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from types import TracebackType
+from typing import Self
 
 from slora.core.errors import DeadlineMissed
 from slora.core.request import RequestUsage
@@ -158,37 +159,6 @@ class QuotaMeter:
         await self.counters.seed(subject, *used)
 
 
-class Spending:
-    """The use of one request, as the engine reports it. settle: called once with the used tokens, after the request has
-    ended and the engine has reported all its parts.
-    """
-
-    def __init__(self, settle: Callable[[int], None]) -> None:
-        self.tokens = 0
-        self._settle = settle
-        self._num_open = 0
-        self._has_ended = False
-
-    def open(self) -> Callable[[RequestUsage], None]:
-        """Adds an engine request. Returns the function to call with the usage of this engine request."""
-        self._num_open += 1
-        return self._report
-
-    def end(self) -> None:
-        """Marks the request as ended for its client. The engine may still report usage."""
-        self._has_ended = True
-        self._settle_if_known()
-
-    def _report(self, usage: RequestUsage) -> None:
-        self.tokens += usage.prompt_tokens + usage.generated_tokens
-        self._num_open -= 1
-        self._settle_if_known()
-
-    def _settle_if_known(self) -> None:
-        if self._has_ended and not self._num_open:
-            self._settle(self.tokens)
-
-
 class RequestMeter:
     """Admits and charges one request. subjects: the tenant and the key whose quotas limit it. counts_answers: whether
     its answers count as answers in progress.
@@ -258,7 +228,7 @@ class RequestMeter:
         num_prompts: int,
         answers_each: int = 1,
         param: str = "n",
-    ) -> "_Hold":
+    ) -> "Spending":
         """Admits a request, and holds its reservation and its permits while it is answered: `async with meter.hold(...)
         as spending`. Lines of batches need no permits, because the batch runner limits how many are in progress. So all
         permits are left to interactive requests.
@@ -277,7 +247,7 @@ class RequestMeter:
         permits: AbstractContextManager[None] = nullcontext()
         if self._counts_answers:
             permits = self._quotas.limiter.admit_generation(self._tenant, num_prompts, answers_each, param)
-        return _Hold(self, charge, permits, param)
+        return Spending(self, charge, permits, param)
 
     async def headers(self) -> dict[str, str]:
         """Returns the headers `x-ratelimit-*`. If both the tenant and the key have a limit, the headers show the limit
@@ -370,40 +340,58 @@ class RequestMeter:
         )
 
 
-class _Hold:
-    """The context of `RequestMeter.hold`."""
+class Spending:
+    """The use of one request, as the engine reports it, and the context of `RequestMeter.hold`. The reservation is
+    settled once, when the request has ended for its client and the engine has reported all its parts.
+    """
 
     def __init__(
         self, meter: RequestMeter, charge: Charge, permits: AbstractContextManager[None], param: str
     ) -> None:
+        self.tokens = 0
         self._meter = meter
         self._charge = charge
         self._permits = permits
         self._param = param
         self._reservation: Reservation | None = None
-        self._spending = Spending(self._settle)
+        self._num_open = 0
+        self._has_ended = False
         self._is_served = True
 
-    async def __aenter__(self) -> Spending:
+    async def __aenter__(self) -> Self:
         self._reservation = await self._meter.reserve(self._charge, self._param)
         try:
             self._permits.__enter__()
         except BaseException:
-            self._is_served = False
-            self._spending.end()
+            self._end(is_served=False)
             raise
-        return self._spending
+        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._permits.__exit__(None, None, None)
-        self._is_served = kind is None or issubclass(kind, _ENDED_BY_CLIENT)
-        self._spending.end()
+        self._end(is_served=kind is None or issubclass(kind, _ENDED_BY_CLIENT))
 
-    def _settle(self, used_tokens: int) -> None:
-        assert self._reservation is not None
-        self._meter.settle(self._reservation, used_tokens, counts=self._is_served or used_tokens > 0)
+    def open(self) -> Callable[[RequestUsage], None]:
+        """Adds an engine request. Returns the function to call with the usage of this engine request."""
+        self._num_open += 1
+        return self._report
+
+    def _report(self, usage: RequestUsage) -> None:
+        self.tokens += usage.prompt_tokens + usage.generated_tokens
+        self._num_open -= 1
+        self._settle_if_known()
+
+    def _end(self, *, is_served: bool) -> None:
+        """Marks the request as ended for its client. The engine may still report usage."""
+        self._has_ended, self._is_served = True, is_served
+        self._settle_if_known()
+
+    def _settle_if_known(self) -> None:
+        if self._has_ended and not self._num_open:
+            assert self._reservation is not None
+            self._meter.settle(self._reservation, self.tokens, counts=self._is_served or self.tokens > 0)
 
 
 def format_duration(ms: int) -> str:

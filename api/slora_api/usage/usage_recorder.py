@@ -190,13 +190,14 @@ class UsageRecorder:
         # The journal writes records in order, so the last one ends the batch.
         written[-1].add_done_callback(end_batch)
 
-    def _end_batch(self, batch: "Sequence[_Waiting]", written: "Sequence[Future[None]]") -> None:
+    def _end_batch(self, batch: "Sequence[_Waiting]", written: "list[Future[None]]") -> None:
         for (opened, record), done in zip(batch, written, strict=True):
             opened.failure = done.exception()
             if opened.failure is None:
                 self._client.acknowledge_usage(record.request_id)
             opened.ended.set()
         self._num_waiting -= len(batch)
+        written.clear()  # The last of them holds this list, through its callback.
         if self._batch:
             asyncio.get_running_loop().call_soon(self._write)
 

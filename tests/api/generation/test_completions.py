@@ -1,6 +1,7 @@
 """The exact bytes of the completion routes' answers, over an engine whose tokens the test chooses."""
 
 import asyncio
+import gc
 import json
 import socket
 from collections.abc import Callable
@@ -1045,6 +1046,26 @@ def test_the_end_token_alone_is_an_empty_answer(platform: Platform, key: str) ->
     assert post(platform, key, COMPLETIONS, PROMPT).json()["choices"][0]["text"] == ""
     chunks = events(post(platform, key, CHAT, MESSAGES | {"stream": True}))
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks] == [None, "stop"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])
+def test_a_request_leaves_nothing_to_the_collector_of_cycles(
+    platform: Platform, key: str, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    """A collection blocks the event loop, and a prompt would stay in memory until then."""
+    post(platform, key, path, body | {"stream": stream})  # The first request fills caches.
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        for _ in range(3):
+            assert post(platform, key, path, body | {"stream": stream}).status_code == 200
+        gc.collect()
+        kinds = {f"{type(each).__module__}.{type(each).__name__}" for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert not [kind for kind in kinds if kind.startswith("slora")]
 
 
 def test_metrics_show_the_names_of_tenants() -> None:
