@@ -296,6 +296,24 @@ def multiply_add_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
     return builder.call(function, [c, builder.bitcast(a, kind), builder.bitcast(b, kind)])
 
 
+def multiply_integer_pairs(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """Adds products of pairs of int16: lane i of the result is c[i] + a[2i] * b[2i] + a[2i + 1] * b[2i + 1]."""
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(c.type, [c.type] * 3), "llvm.x86.avx512.vpdpwssd.512"
+    )
+    return builder.call(function, [c, a, b])
+
+
+def round_to_integers(builder: Any, value: Any) -> Any:
+    """Rounds 16 float32 to int32: to nearest, ties to even. NaN and what is too large become -2^31."""
+    kind = ir.VectorType(I32, LANES)
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(kind, [VECTOR, kind, _I16, I32]), "llvm.x86.avx512.mask.cvtps2dq.512"
+    )
+    current_rounding = I32(4)
+    return builder.call(function, [value, ir.Constant(kind, None), _I16(-1), current_rounding])
+
+
 def join_bfloat16(builder: Any, low: Any, high: Any) -> Any:
     """Rounds two vectors of 16 float32 to one of 32 bfloat16, in order, as 16-bit integers."""
     kind = ir.VectorType(_Bfloat16(), 2 * LANES)
