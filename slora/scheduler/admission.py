@@ -56,6 +56,17 @@ class Admission:
             return True
         return self._queue.choose_displaced(self._batch, sequence, 0) is not None
 
+    def count_tokens(self, sequence: Sequence, num_tokens: int) -> int | None:
+        """Returns how many of `num_tokens` tokens a waiting sequence that has a place would compute in this step. None
+        if it can't be admitted now.
+        """
+        if sequence.num_pending or self._adapters.find_missing(sequence):
+            return None
+        needs = self._measure_needs(sequence, num_tokens)
+        if sequence.tenant.would_exceed_ceiling(needs.num_more_held) or not self._has_room(sequence, needs):
+            return None
+        return needs.num_tokens
+
     def admit(self, plan: StepPlan, budget: PrefillBudget) -> None:
         """Admits interactive sequences in the queue's order until a sequence does not fit. All later sequences then
         wait, so that they do not take the pages that this sequence needs.

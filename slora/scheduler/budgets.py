@@ -1,21 +1,23 @@
 """What one step may compute and load: prompt tokens and decode rows of each tenant, background work, adapter pages.
 
 A step ends for all its sequences at the same time. So a long prefill of one tenant delays the next token of every other
-tenant. A prompt that gets no tokens in a step waits for the next step. Two rules limit both delays:
+tenant. A prompt that gets no tokens in a step waits for the next step. These rules limit both delays:
 
 - Beside decode rows of other tenants, the prefills of a step take at most `short_prefill_s`. If more
   tenants wait for a first token (W) than decode (D), the limit grows by W / D, because delaying few then helps many.
 - While another tenant also has a prompt to compute, a tenant takes at most half of the tokens that are left. Equal
-  parts would be fairer, but every prompt would then complete as late as the last one.
+  parts would be fairer, but every prompt would then complete as late as the last one. It also takes at most
+  `short_prefill_s`, or as many tokens as the other tenant has to compute if these take longer.
 
 A tenant that is alone in the engine may use the whole step.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from itertools import groupby
-from operator import attrgetter
+from operator import attrgetter, itemgetter
+from types import MappingProxyType
 
 from slora.core.cost_model import CostModel, StepWork
 from slora.memory.tenant_account import TenantAccount
@@ -27,8 +29,9 @@ from slora.scheduler.step_plan import Chunk
 # With 4, the steps would be up to five times as long, and the flood would reach four fifths. Ordinary workloads
 # complete as many requests with 4 as with 2 (bench.simulate).
 _STEP_COSTS = 2
-# A step may always prefill this many tokens, even if its fixed cost is tiny.
-_MIN_TOKENS = 64
+# A step may always prefill this many tokens, even if its fixed cost is tiny. With 64, prompts of 7,000 tokens made the
+# steps of another tenant six times as long on a CPU, because the attention of each token to them takes 2 ms.
+_MIN_TOKENS = 32
 # Prefills may always take this long, because a reader does not notice it. A decode step on a GPU takes 5 to 10 ms.
 # Without this rule, S-LoRA's load with five adapters filled only 75 of 256 places on an H200.
 _UNNOTICED_S = 0.01
@@ -60,6 +63,8 @@ class PrefillBudget:
     num_beside_others: how many of these tokens may be prefilled beside decode rows of other tenants.
     decoding: the tenants with decode rows in the step.
     prefilling: the tenants with prompts to compute.
+    wanted: how many tokens those have to compute whose prompts the step can certainly compute.
+    short_tokens: the tokens that a step may always prefill beside those of others.
     """
 
     def __init__(
@@ -68,15 +73,20 @@ class PrefillBudget:
         num_beside_others: int,
         decoding: Set[TenantAccount] = frozenset(),
         prefilling: Set[TenantAccount] = frozenset(),
+        wanted: Mapping[TenantAccount, int] = MappingProxyType({}),
+        short_tokens: int = 0,
     ) -> None:
         self.num_tokens = num_tokens
+        # The two tenants that want the least.
+        self._least_wanted = sorted(wanted.items(), key=itemgetter(1))[:2]
+        self._short_tokens = short_tokens
         self._num_beside_others = num_beside_others
         self._decoding = decoding
         self._without_part = set(prefilling)
         self._parts: dict[TenantAccount, int] = {}
 
     def left(self, tenant: TenantAccount) -> int:
-        """Returns how many prompt tokens the step has left for the tenant, ignoring the limit of one half."""
+        """Returns how many prompt tokens the step has left for the tenant, whatever part of them it may take."""
         return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
 
     def fit(self, tenant: TenantAccount) -> int:
@@ -85,6 +95,9 @@ class PrefillBudget:
         if tenant not in self._parts:
             self._without_part.discard(tenant)
             self._parts[tenant] = -(-left // 2) if self._without_part else left
+            others = [count for other, count in self._least_wanted if other is not tenant]
+            if others:
+                self._parts[tenant] = min(self._parts[tenant], max(self._short_tokens, others[0]))
         return min(left, self._parts[tenant])
 
     def spend(self, tenant: TenantAccount, num_tokens: int) -> None:
@@ -111,6 +124,9 @@ class PrefillBudget:
 # tenant, which took 0.7 s with 256 rows on two cores.
 
 ABSENT_STEPS = 8
+# A step may always compute this many rows of a tenant. While all steps have one row, `LearnedCosts` cannot tell the
+# cost of a row from that of a step. With few rows in a step, it would not learn that further rows cost little.
+_MIN_ROWS = 8
 
 
 class RowBudget:
@@ -130,8 +146,7 @@ class RowBudget:
         for sequence in decoding:
             by_tenant[sequence.tenant].append(sequence)
         for rows in by_tenant.values():
-            # A step computes at least one row of each tenant.
-            if len(rows) > 1 and sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
+            if len(rows) > _MIN_ROWS and sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
                 self._hold_back(rows)
 
     def _hold_back(self, rows: list[Sequence]) -> None:
@@ -139,7 +154,7 @@ class RowBudget:
         left_s = self._fixed_s
         for place, sequence in enumerate(rows):
             left_s -= _row_s(sequence, self._costs)
-            if place and left_s < 0:
+            if place >= _MIN_ROWS and left_s < 0:
                 self.held_back.append(sequence)
             else:
                 sequence.num_left_out = 0
@@ -225,6 +240,7 @@ def _priority(tenant: TenantAccount) -> int:
 MAX_GROWTH = 0.03
 QUIET_STEPS = 100
 _STEP_COSTS_BETWEEN, _MIN_TOKENS_BETWEEN = 0.5, 8
+_MIN_TOKENS_QUIET = 64
 
 
 class BackgroundBudget:
@@ -249,7 +265,7 @@ class BackgroundBudget:
         elif num_quiet_steps < QUIET_STEPS:
             self._seconds = max(_STEP_COSTS_BETWEEN * costs.step_s, costs.prefill_s(_MIN_TOKENS_BETWEEN))
         else:
-            self._seconds = short_prefill_s(costs)
+            self._seconds = max(short_prefill_s(costs), costs.prefill_s(_MIN_TOKENS_QUIET))
         self._must_fit = interactive is None
 
     def fit(self, sequence: Sequence, num_tokens: int) -> int:

@@ -60,6 +60,7 @@ from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
 from slora.core.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.swap_space import SwapSpace
+from slora.memory.tenant_account import TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_loading import AdapterLoading
 from slora.scheduler.admission import Admission
@@ -621,16 +622,24 @@ class Scheduler:
         num_tokens = self._config.max_num_batched_tokens - len(decoding)
         if self._config.scheduling == "fcfs":
             return PrefillBudget(num_tokens, num_tokens)
-        prompts = (sequence for sequence, num_uncomputed in running if num_uncomputed > 1)
-        prefilling = {sequence.tenant for sequence in prompts if self.adapters.are_ready(sequence.residents)}
+        wanted: Counter[TenantAccount] = Counter()
+        for sequence, num_uncomputed in running:
+            if num_uncomputed > 1 and self.adapters.are_ready(sequence.residents):
+                wanted[sequence.tenant] += num_uncomputed
+        prefilling = set(wanted)
         rows, queue = set(decoding), self._lifecycle.queue
         num_startable = min(self.batch.free_capacity, queue.count_tenants(rows | prefilling))
         num_waiting = len(prefilling - rows) + num_startable
         following = queue.peek(prefilling)
         if following is not None and not following.is_background and self._admission.has_place(following):
+            # Only the limits of other tenants depend on it.
+            count = self._admission.count_tokens(following, max(1, num_tokens)) if prefilling else None
+            if count is not None:
+                wanted[following.tenant] = count
             prefilling.add(following.tenant)
         num_beside_others = tokens_beside_others(self._costs, num_waiting, len(rows))
-        return PrefillBudget(num_tokens, num_beside_others, rows, prefilling)
+        short_tokens = tokens_beside_others(self._costs, 0, 0)
+        return PrefillBudget(num_tokens, num_beside_others, rows, prefilling, wanted, short_tokens)
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""

@@ -55,6 +55,40 @@ def test_a_short_prompt_does_not_wait_for_the_end_of_a_long_one() -> None:
     assert bench.planned == {"long": 50, "short": 30}
 
 
+def test_a_short_prompt_waits_for_as_little_of_a_long_one_as_a_decode_row_does() -> None:
+    """Born from a bug: it shared its first step with half of the token budget."""
+    bench = make_bench()
+    bench.add("long", tenant="other", prompt=2900, max_tokens=2)
+    bench.step()
+    assert bench.planned == {"long": 1000}
+    bench.add("short", tenant="honest", prompt=30, max_tokens=2)
+    bench.add("also long", tenant="other", prompt=900, max_tokens=2)
+    bench.step()
+    assert bench.planned == {"long": 400, "short": 30}
+    bench.step()
+    assert bench.planned == {"long": 400, "short": 1}
+
+
+def test_beside_a_prompt_of_another_tenant_a_long_one_takes_as_long_but_at_most_half_of_the_step() -> None:
+    for length, taken in ((30, 200), (300, 300), (450, 450), (900, 500)):
+        bench = make_bench(costs=replace(SLOW_STEPS, step_s=0.1))
+        bench.add("long", tenant="other", prompt=2900, max_tokens=2)
+        bench.step()
+        bench.add("short", tenant="honest", prompt=length, max_tokens=2)
+        bench.step()
+        assert bench.planned == {"long": taken, "short": min(length, 1000 - taken)}
+
+
+def test_short_prompts_of_many_tenants_start_in_one_step() -> None:
+    bench = make_bench(max_num_seqs=30)
+    bench.add("long", tenant="other", prompt=2900, max_tokens=2)
+    bench.step()
+    for number in range(8):
+        bench.add(f"short {number}", tenant=f"tenant {number}", prompt=60, max_tokens=2)
+    bench.step()
+    assert bench.planned == {"long": 400} | {f"short {number}": 60 for number in range(8)}
+
+
 def test_under_fcfs_a_long_prompt_is_computed_first() -> None:
     bench = make_bench(max_num_batched_tokens=100, scheduling="fcfs")
     bench.add("long", tenant="other", prompt=900, max_tokens=2)
@@ -128,7 +162,7 @@ def test_many_tenants_that_wait_make_a_step_longer_for_the_few_that_decode() -> 
     assert sum(bench.planned.values()) == 2 + 2.5 * 400
 
 
-@pytest.mark.parametrize(("token_s", "seconds"), [(0.0001, 0.4), (0.001, 0.4), (0.01, 0.64)])
+@pytest.mark.parametrize(("token_s", "seconds"), [(0.0001, 0.4), (0.001, 0.4), (0.02, 0.64)])
 def test_a_short_prefill_pays_for_the_fixed_cost_of_its_step(token_s: float, seconds: float) -> None:
     assert short_prefill_s(replace(SLOW_STEPS, token_s=token_s)) == pytest.approx(seconds)
 
@@ -233,7 +267,7 @@ def test_rows_are_limited_by_the_work_of_other_tenants(share: TenantShare, count
     add_rows(bench, "greedy", 50)
     bench.step()
     add_rows(bench, "other", count, share=share)
-    bench.run_steps(2)
+    bench.run_steps(3)
     assert count_rows(bench) == {"greedy": computed, "other": count}
 
 
@@ -245,6 +279,16 @@ def test_all_rows_are_computed_while_another_tenant_waits_in_vain() -> None:
     bench.add("large", tenant="other", prompt=200)
     bench.step()
     assert bench.scheduler.num_waiting == 1 and count_rows(bench) == {"greedy": 50}
+
+
+def test_a_few_rows_are_always_computed_whatever_a_row_seems_to_cost() -> None:
+    """The learned costs had taken the cost of a step for that of a row, and a step with two rows did not correct it."""
+    bench = make_row_bench(costs=replace(COSTS, step_s=0.0001, decode_s=0.04))
+    add_rows(bench, "greedy", 50)
+    bench.step()
+    bench.add("chat", tenant="honest", max_tokens=60)
+    bench.run_steps(2)
+    assert count_rows(bench) == {"greedy": 8, "honest": 1}
 
 
 def test_under_fcfs_no_row_is_left_out() -> None:
