@@ -12,6 +12,8 @@ layers  a closed loop to `slora serve` with an engine that computes nothing (`be
         route to the whole server: what the API, IPC, the usage journal, quotas and tokenizing cost. TTFT is measured
         with one stream at a time. With 64 streams and no computation it would only be 64 times the CPU time of a
         request.
+        The row without IPC writes each chunk by itself, as the bare route does. With IPC, the chunks that wait for a
+        stream share a write, so that row may be faster.
 
 The client shares the cores with the server, so absolute figures hold only for this machine and this client.
 """

@@ -16,6 +16,7 @@ import json
 import re
 from collections.abc import Callable
 from email.message import Message
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -205,6 +206,7 @@ def _parse(text: str) -> Any:
         raise _invalid("json_invalid", "JSON decode error", {"error": error.msg}) from None
 
 
+@lru_cache(maxsize=16)
 def _is_json(content_type: str) -> bool:
     message = Message()
     message["content-type"] = content_type or "none/none"
