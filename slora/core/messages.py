@@ -12,8 +12,9 @@ engine to API:  hello (once), Status, Report (about ten times a second), Begun, 
 The hello is a plain map, so that every version of this module can read the version of the other end.
 """
 
+import hashlib
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
 from enum import Enum
 from functools import cache
@@ -39,7 +40,8 @@ from slora.core.request import EndedRequest, EngineRequest, StepOutput, TenantSh
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import ModelShape
 
-PROTOCOL_VERSION = 28
+# It grows if a field that exists already gets another meaning. `find_protocol` adds the fields themselves.
+_PROTOCOL_VERSION = 28
 
 _Result = TypeVar("_Result")
 _Decode = Callable[[Any], Any]
@@ -250,17 +252,54 @@ class Reply(Message):
     result: Any
 
 
+@cache
+def find_protocol() -> str:
+    """Returns the version of the protocol: a number, and a digest of the fields that travel.
+
+    A frame is a list of fields without names, so two ends whose classes differ in a field do not understand each other.
+    """
+    messages = (kind for kind in _by_name.values() if kind.__module__ == __name__)
+    return f"{_PROTOCOL_VERSION}.{digest_fields([EngineInfo, *messages])}"
+
+
+def digest_fields(kinds: Iterable[type]) -> str:
+    """Returns a digest of the names and types of all fields of the classes, and of the classes that they hold."""
+    found: dict[str, str] = {}
+    for kind in kinds:
+        _find_fields(kind, found)
+    return hashlib.sha256("\n".join(sorted(found.values())).encode()).hexdigest()[:8]
+
+
+def _find_fields(kind: Any, found: dict[str, str]) -> None:
+    """Adds the fields of a type, and those of the types that they hold, to `found`: name of the type -> its fields."""
+    for held in typing.get_args(kind):
+        _find_fields(held, found)
+    name = getattr(kind, "__qualname__", "")
+    if not isinstance(kind, type) or kind.__module__ == "builtins" or name in found:
+        return
+    if issubclass(kind, Enum):
+        found[name] = f"{name}: {[member.value for member in kind]}"
+        return
+    for base in getattr(kind, "__orig_bases__", ()):  # The result of a `Call`.
+        _find_fields(base, found)
+    names: Any = getattr(kind, "_fields", None) or getattr(kind, "__dataclass_fields__", ())
+    hints = typing.get_type_hints(kind)
+    found[name] = f"{name}: {[(field, str(hints[field])) for field in names]}"
+    for field in names:
+        _find_fields(hints[field], found)
+
+
 def encode_info(info: EngineInfo) -> dict[str, Any]:
     """Returns the hello, as plain values that JSON also has."""
-    return {"op": "hello", "protocol": PROTOCOL_VERSION, "info": asdict(info)}
+    return {"op": "hello", "protocol": find_protocol(), "info": asdict(info)}
 
 
 def decode_info(message: Mapping[str, Any]) -> EngineInfo:
     """Decodes the hello. Raises EngineUnavailable if the engine uses another version of the protocol."""
-    if message.get("protocol") != PROTOCOL_VERSION:
+    if message.get("protocol") != find_protocol():
         raise EngineUnavailable(
             f"the engine has protocol version {message.get('protocol')}, but this process has "
-            f"{PROTOCOL_VERSION}: restart both from the same installation"
+            f"{find_protocol()}: restart both from the same installation"
         )
     info = dict(message["info"])
     info["shape"] = ModelShape.from_plain(info["shape"])

@@ -6,9 +6,9 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from slora.core.errors import RequestRefused
 
@@ -122,27 +122,8 @@ MAX_BAD_WORD_TOKENS = 1 + 4 * MAX_BAD_WORD_CHARS
 MAX_BAD_SEQUENCES = 2 * MAX_BAD_WORDS
 MAX_CHOICES = 128
 MAX_LOGPROB_TOKEN_IDS = 128
-# Field -> the maximum number of items, and the unit of the items in error messages.
-_MAX_ITEMS = {
-    "stop": (MAX_STOP_STRINGS, "strings"),
-    "stop_token_ids": (MAX_STOP_TOKEN_IDS, "ids"),
-    "logit_bias": (MAX_LOGIT_BIAS, "tokens"),
-    "allowed_token_ids": (MAX_ALLOWED_TOKEN_IDS, "ids"),
-    "bad_words": (MAX_BAD_SEQUENCES, "token sequences"),
-    "logprob_token_ids": (MAX_LOGPROB_TOKEN_IDS, "ids"),
-}
 # Limit of length_penalty. Any length raised to this power still fits into a float.
 _MAX_LENGTH_PENALTY = 10
-# Settings that beam search does not support -> their neutral values.
-_NOT_SEARCHED = {
-    "temperature": 0.0,
-    "top_p": 1.0,
-    "top_k": 0,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-}
 _MAX_SEED = 2**63
 # The limit of counts and token ids. No context and no vocabulary exceeds this size. Without a limit, an integer might
 # exceed the 64 bits of the messages to the engine process.
@@ -150,38 +131,84 @@ _MAX_COUNT = 2**31 - 1
 _MASK = 2**64 - 1
 
 
+_Limit = TypeVar("_Limit")
+
+
+class _Range(NamedTuple):
+    """The accepted values of a number. remark: the end of the error message."""
+
+    least: float
+    most: float
+    remark: str = ""
+
+
+class _Beams(NamedTuple):
+    """A field that beam search does not support. neutral: the only value that it accepts.
+
+    is_chance: whether the field only controls the drawing of tokens. Beam search then ignores a model's default.
+    """
+
+    neutral: float
+    is_chance: bool = False
+
+
+class _Items(NamedTuple):
+    """most: the maximum number of items. unit: what error messages call them. are_ids: whether they are token ids."""
+
+    most: int
+    unit: str = "ids"
+    are_ids: bool = False
+
+
+def _field(default: Any, *limits: _Range | _Beams | _Items) -> Any:
+    """Declares a field with the limits that `SamplingParams` checks."""
+    made: Mapping[str, Any] = {type(limit).__name__: limit for limit in limits}
+    if callable(default):
+        return field(default_factory=default, metadata=made)
+    return field(default=default, metadata=made)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range."""
+    """The sampling parameters of a request. Raises RequestRefused, which names the field, for a value out of range.
 
-    max_tokens: int | None = 16  # None means as many as the context and the pool allow.
-    temperature: float = 1.0  # 0 is greedy; then top_p, top_k, min_p and seed have no effect.
-    top_p: float = 1.0  # 1 is off, and 0 keeps only the most likely token.
-    top_k: int = 0  # 0 is off.
-    min_p: float = 0.0  # Minimum probability of a token relative to the most probable token; 0 is off.
+    A request body that has a field with the name of one of these sets it (`slora_api.completions.prompts`).
+    """
+
+    # None means as many as the context and the pool allow.
+    max_tokens: int | None = _field(16, _Range(1, _MAX_COUNT))
+    # 0 is greedy; then top_p, top_k, min_p and seed have no effect.
+    temperature: float = _field(1.0, _Range(0, 2), _Beams(0.0, is_chance=True))
+    # 1 is off, and 0 keeps only the most likely token.
+    top_p: float = _field(1.0, _Range(0, 1), _Beams(1.0, is_chance=True))
+    top_k: int = _field(0, _Range(0, _MAX_COUNT, "; 0 is off"), _Beams(0, is_chance=True))
+    # Minimum probability of a token relative to the most probable token; 0 is off.
+    min_p: float = _field(0.0, _Range(0, 1), _Beams(0.0, is_chance=True))
     # OpenAI's, over the tokens generated so far; 0 is off.
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0  # transformers', over the tokens of prompt and answer; 1 is off.
+    presence_penalty: float = _field(0.0, _Range(-2, 2), _Beams(0.0))
+    frequency_penalty: float = _field(0.0, _Range(-2, 2), _Beams(0.0))
+    # transformers', over the tokens of prompt and answer; 1 is off. Beyond the limits, logits could overflow float32.
+    repetition_penalty: float = _field(1.0, _Range(0.01, 100), _Beams(1.0))
     # Token id -> value added to the token's logit.
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = _field(dict, _Items(MAX_LOGIT_BIAS, "tokens"))
     # The only tokens that may be sampled, stop tokens included; None allows all.
-    allowed_token_ids: tuple[int, ...] | None = None
+    allowed_token_ids: tuple[int, ...] | None = _field(None, _Items(MAX_ALLOWED_TOKEN_IDS, are_ids=True))
     # Token sequences that never occur in an answer. Tokens of the prompt do not count.
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = _field((), _Items(MAX_BAD_SEQUENCES, "token sequences"))
     # Before this many tokens are generated, no stop token is sampled and no stop string ends the answer.
-    min_tokens: int = 0
+    min_tokens: int = _field(0, _Range(0, _MAX_COUNT))
     seed: int | None = None  # The same seed gives the same tokens in any batch.
-    stop: tuple[str, ...] = ()  # Strings that end the text; matched on decoded text, outside the engine.
-    stop_token_ids: tuple[int, ...] = ()
+    # Strings that end the text; matched on decoded text, outside the engine.
+    stop: tuple[str, ...] = _field((), _Items(MAX_STOP_STRINGS, "strings"))
+    stop_token_ids: tuple[int, ...] = _field((), _Items(MAX_STOP_TOKEN_IDS, are_ids=True))
     ignore_eos: bool = False
     # The number k of most probable tokens whose log-probabilities are returned, and the chosen token's; None is off.
-    logprobs: int | None = None
+    logprobs: int | None = _field(None, _Range(0, MAX_LOGPROBS))
     # vLLM's; with `logprobs`, the log-probabilities of the chosen token and of these tokens are returned, instead of
     # those of the most probable tokens.
-    logprob_token_ids: tuple[int, ...] = ()
+    logprob_token_ids: tuple[int, ...] = _field((), _Items(MAX_LOGPROB_TOKEN_IDS, are_ids=True))
     # Like `logprobs`, for each prompt token except the first, which has no preceding token.
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _field(None, _Range(0, MAX_LOGPROBS))
     # Number of answers; each is sampled with its own seed (`choice_seed`). The prompt is computed once.
     n: int = 1
     # Number of answers to sample; the n most probable by the sum of their log-probabilities are returned. None means
@@ -191,7 +218,7 @@ class SamplingParams:
     # token is reported before the search is over.
     use_beam_search: bool = False
     # A hypothesis' sum of log-probabilities is divided by its length to this power.
-    length_penalty: float = 1.0
+    length_penalty: float = _field(1.0, _Range(-_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY))
     early_stopping: bool = False  # Whether the search ends as soon as there are best_of hypotheses.
     # Whether the text includes the stop string or stop token that ended it.
     include_stop_str_in_output: bool = False
@@ -203,26 +230,22 @@ class SamplingParams:
     prompt_lookup: bool = True
 
     def __post_init__(self) -> None:
-        self._check_between("max_tokens", 1, _MAX_COUNT)
-        self._check_between("temperature", 0, 2)
-        self._check_between("top_p", 0, 1)
-        self._check_between("top_k", 0, _MAX_COUNT, "; 0 is off")
-        self._check_between("min_p", 0, 1)
-        self._check_between("presence_penalty", -2, 2)
-        self._check_between("frequency_penalty", -2, 2)
-        # Beyond these limits, logits could overflow float32.
-        self._check_between("repetition_penalty", 0.01, 100)
+        for name, limits in _RANGES.items():
+            self._check_between(name, limits)
+        for name in _ITEMS:
+            if items := getattr(self, name):
+                check_num_items(name, len(items))
+        for name in _IDS:
+            if token_ids := getattr(self, name):
+                self._check_ids(name, token_ids)
         if self.seed is not None and not -_MAX_SEED <= self.seed < _MAX_SEED:
             raise RequestRefused(f"seed is {_shown(self.seed)}; it must fit in 64 bits", "seed")
         self._check_stops()
         self._check_bias()
         self._check_filter()
-        self._check_between("logprobs", 0, MAX_LOGPROBS)
         self._check_logprob_token_ids()
-        self._check_between("prompt_logprobs", 0, MAX_LOGPROBS)
         self._check_choices()
         self._check_structured_output()
-        self._check_between("length_penalty", -_MAX_LENGTH_PENALTY, _MAX_LENGTH_PENALTY)
         if self.use_beam_search:
             self._check_beam_search()
         elif self.length_penalty != 1 or self.early_stopping:
@@ -239,7 +262,7 @@ class SamplingParams:
         for name in self.__slots__:  # `copy` takes five times as long.
             object.__setattr__(made, name, getattr(self, name))
         object.__setattr__(made, "max_tokens", max_tokens)
-        made._check_between("max_tokens", 1, _MAX_COUNT)
+        made._check_between("max_tokens", _RANGES["max_tokens"])
         made._check_min_tokens()
         return made
 
@@ -290,12 +313,12 @@ class SamplingParams:
                 )
 
     def _check_beam_search(self) -> None:
-        for name, neutral in _NOT_SEARCHED.items():
+        for name, beams in _NOT_SEARCHED.items():
             value = getattr(self, name)
-            if value != neutral:
+            if value != beams.neutral:
                 raise RequestRefused(
                     f"{name} is {value}; beam search does not sample and has no penalties; set it to "
-                    f"{neutral}",
+                    f"{beams.neutral}",
                     name,
                 )
         if self.stop:
@@ -314,15 +337,15 @@ class SamplingParams:
                 "best_of",
             )
 
-    def _check_between(self, name: str, least: float, most: float, remark: str = "") -> None:
+    def _check_between(self, name: str, limits: _Range) -> None:
         value = getattr(self, name)
-        if value is not None and not least <= value <= most:  # NaN also fails
+        if value is not None and not limits.least <= value <= limits.most:  # NaN also fails
             raise RequestRefused(
-                f"{name} is {_shown(value)}; it must be between {least} and {most}{remark}", name
+                f"{name} is {_shown(value)}; it must be between {limits.least} and {limits.most}{limits.remark}",
+                name,
             )
 
     def _check_stops(self) -> None:
-        check_num_items("stop", len(self.stop))
         if any(not text for text in self.stop):
             raise RequestRefused(
                 "stop has an empty string; a stop string needs at least one character", "stop"
@@ -335,19 +358,15 @@ class SamplingParams:
             )
         for index, text in enumerate(self.stop):
             refuse_surrogate(text, f"stop[{index}]", "stop")
-        check_num_items("stop_token_ids", len(self.stop_token_ids))
-        self._check_ids("stop_token_ids", self.stop_token_ids)
         self._check_min_tokens()
 
     def _check_min_tokens(self) -> None:
-        self._check_between("min_tokens", 0, _MAX_COUNT)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestRefused(
                 f"min_tokens is {self.min_tokens}, above max_tokens {self.max_tokens}", "min_tokens"
             )
 
     def _check_bias(self) -> None:
-        check_num_items("logit_bias", len(self.logit_bias))
         for token, bias in self.logit_bias.items():
             if not 0 <= token <= _MAX_COUNT:
                 raise RequestRefused(
@@ -360,14 +379,10 @@ class SamplingParams:
                 )
 
     def _check_filter(self) -> None:
-        if self.allowed_token_ids is not None:
-            check_num_items("allowed_token_ids", len(self.allowed_token_ids))
-            if not self.allowed_token_ids:
-                raise RequestRefused(
-                    "allowed_token_ids is empty; it needs at least one token, or omit it", "allowed_token_ids"
-                )
-            self._check_ids("allowed_token_ids", self.allowed_token_ids)
-        check_num_items("bad_words", len(self.bad_words))
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise RequestRefused(
+                "allowed_token_ids is empty; it needs at least one token, or omit it", "allowed_token_ids"
+            )
         for tokens in self.bad_words:
             if not 1 <= len(tokens) <= MAX_BAD_WORD_TOKENS:
                 raise RequestRefused(
@@ -380,8 +395,6 @@ class SamplingParams:
         if not self.logprob_token_ids:
             return
         name = "logprob_token_ids"
-        check_num_items(name, len(self.logprob_token_ids))
-        self._check_ids(name, self.logprob_token_ids)
         if self.logprobs is None:
             raise RequestRefused(f"{name} is only allowed with logprobs; set logprobs", name)
         if self.use_beam_search:
@@ -395,12 +408,25 @@ class SamplingParams:
             )
 
 
+def _limited(kind: type[_Limit]) -> dict[str, _Limit]:
+    """The fields of SamplingParams that are declared with a limit of this kind."""
+    name = kind.__name__
+    return {field.name: field.metadata[name] for field in fields(SamplingParams) if name in field.metadata}
+
+
+_RANGES, _ITEMS, _NOT_SEARCHED = _limited(_Range), _limited(_Items), _limited(_Beams)
+LISTED_FIELDS = tuple(_ITEMS)
+_IDS = tuple(name for name, items in _ITEMS.items() if items.are_ids)
+# Sampling parameters whose defaults beam search ignores, because it draws no tokens.
+CHANCE_FIELDS = tuple(name for name, beams in _NOT_SEARCHED.items() if beams.is_chance)
+
+
 def check_num_items(name: str, num_items: int) -> None:
-    """Raises RequestRefused if the field, which is one of `_MAX_ITEMS`, has too many items."""
-    most, unit = _MAX_ITEMS[name]
-    if num_items > most:
+    """Raises RequestRefused if a list or a mapping of SamplingParams would have too many items."""
+    items = _ITEMS[name]
+    if num_items > items.most:
         raise RequestRefused(
-            f"{name} has {num_items} {unit}; at most {most} are accepted, so send fewer", name
+            f"{name} has {num_items} {items.unit}; at most {items.most} are accepted, so send fewer", name
         )
 
 

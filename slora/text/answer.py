@@ -131,6 +131,27 @@ class CompletionDelta:
     stop: str | None = None  # The stop string that ended the answer, in its last delta.
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerOptions:
+    """What an answer shows of its tokens, and what only changes its text. The engine does not need it.
+
+    A request body that has a field with the name of one of these sets it (`slora_api.completions.prompts`).
+    """
+
+    # The answer is empty and ends when its first token arrives. The engine has to compute that token: it computes
+    # log-probabilities of a prompt only for a request that generates a token.
+    prompt_only: bool = False
+    shown: frozenset[str] = (
+        frozenset()
+    )  # Special tokens that are kept in the text, such as markers of tool calls.
+    # Whether `tokens` also has tokens without a part of the text: the stop token, and tokens that a stop string cuts
+    # off.
+    return_token_ids: bool = False
+
+
+_DEFAULT_OPTIONS = AnswerOptions()
+
+
 class Answer:
     """The state of one request's answer. Without a tokenizer it has tokens but no text.
 
@@ -139,11 +160,6 @@ class Answer:
     prompt_logprobs: log-probabilities of the prompt tokens, if they were requested. The list is complete when the first
     answer token arrives.
     timing: when the request passed the stages of the engine, if the caller has set it.
-    shown: special tokens that are kept in the text, such as the markers of tool calls.
-    lists_every_token: whether `tokens` also has tokens without a part of the text: the stop token, and tokens that a
-    stop string cuts off.
-    prompt_only: the answer is empty and ends when its first token arrives. The engine has to compute that token: it
-    computes log-probabilities of a prompt only for a request that generates a token.
     """
 
     def __init__(
@@ -151,10 +167,7 @@ class Answer:
         request: EngineRequest,
         tokenizer: Tokenizer | None,
         index: int = 0,
-        *,
-        prompt_only: bool = False,
-        shown: frozenset[str] = frozenset(),
-        lists_every_token: bool = False,
+        options: AnswerOptions = _DEFAULT_OPTIONS,
     ) -> None:
         self.index = index
         sampling = _with_logprobs(request.sampling)
@@ -162,16 +175,14 @@ class Answer:
         self.prompt_logprobs: list[TokenLogprobs | None] = []
         self.timing: RequestTiming | None = None
         self._sampling = request.sampling
-        self.prompt_only = prompt_only
+        self.prompt_only = options.prompt_only
         self._num_cached = 0
         stops = [StopString(text) for text in request.sampling.stop]
         hidden: frozenset[str] = frozenset()
         if stops and tokenizer is not None and request.sampling.skip_special_tokens:
-            hidden = tokenizer.find_special_parts(request.sampling.stop) - shown
+            hidden = tokenizer.find_special_parts(request.sampling.stop) - options.shown
         self._choices = [
-            _ChoiceState(
-                request.sampling, tokenizer, stops, shown, hidden, lists_every_token=lists_every_token
-            )
+            _ChoiceState(request.sampling, tokenizer, stops, options, hidden)
             for _ in range(request.sampling.num_choices)
         ]
 
@@ -257,22 +268,20 @@ class _ChoiceState:
         sampling: SamplingParams,
         tokenizer: Tokenizer | None,
         stops: Sequence[StopString],
-        shown: frozenset[str],
+        options: AnswerOptions,
         hidden: frozenset[str],
-        *,
-        lists_every_token: bool,
     ) -> None:
         self.reason: FinishReason | None = None
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._tokens: list[AlignedToken] = []
-        self._lists_every_token = lists_every_token
+        self._options = options
         self._includes_stop = sampling.include_stop_str_in_output
         self._detokenizer: Detokenizer | None = None
         self._aligner: TokenAligner | None = None
         if tokenizer is not None:
-            skip = sampling.skip_special_tokens
+            skip, shown = sampling.skip_special_tokens, options.shown
             self._detokenizer = Detokenizer(
                 tokenizer.start_decoding(skip_special_tokens=skip, shown=shown),
                 stops,
@@ -327,9 +336,9 @@ class _ChoiceState:
         if self._aligner is not None and self.reason is not None:
             if not self._detokenizer.stopped:
                 tokens += self._aligner.flush()
-            elif self._lists_every_token:
+            elif self._options.return_token_ids:
                 tokens += self._aligner.cut()
-            if self._lists_every_token and delta.logprobs is not None:
+            if self._options.return_token_ids and delta.logprobs is not None:
                 rest = zip(delta.token_ids[num_shown:], delta.logprobs[num_shown:], strict=True)
                 tokens += tuple(AlignedToken(*token, 0) for token in rest)
         self._tokens.extend(tokens)

@@ -20,7 +20,7 @@ import yaml
 from slora.core.engine_address import MAX_SECRET_BYTES
 from slora.core.engine_config import EngineConfig
 from slora.core.errors import ConfigError
-from slora.core.messages import PROTOCOL_VERSION
+from slora.core.messages import find_protocol
 from slora.core.setting import SettingRefused, SettingSpec, setting_specs
 from slora.models.model_spec import find_model
 from slora_adapters.errors import find_nearest
@@ -101,7 +101,7 @@ class ClusterConfig:
         """Returns a text that changes if the replicas must be replaced: with their settings, their installation and the
         secret. It is derived with the secret, so it reveals no password in a setting.
         """
-        facts = [self.replica_texts(environment), find_package_version(), PROTOCOL_VERSION]
+        facts = [self.replica_texts(environment), find_package_version(), find_protocol()]
         return hmac.new(secret, json.dumps(facts, sort_keys=True).encode(), hashlib.sha256).hexdigest()[:12]
 
 

@@ -22,7 +22,7 @@ from slora.core.errors import (
 )
 from slora.core.request import EngineRequest, Pooling
 from slora.core.sampling_params import SamplingParams
-from slora.text.answer import Answer
+from slora.text.answer import Answer, AnswerOptions
 from slora_adapters.errors import AdapterCorrupt
 from slora_api.adapters.served_model import ServedModel
 from slora_api.chat.answer_reader import AnswerSyntax
@@ -155,20 +155,12 @@ class InferenceCall:
         self,
         token_ids: list[int],
         sampling: SamplingParams,
-        *,
-        prompt_only: bool = False,
-        lists_every_token: bool = False,
+        options: AnswerOptions,
     ) -> Answer:
         """Adds the empty answer to a prompt. It holds the engine request that will fill it. See `Answer`."""
         index = len(self.answers)
-        answer = Answer(
-            self.engine_request(index, token_ids, sampling),
-            self.encoder.tokenizer,
-            index,
-            prompt_only=prompt_only,
-            shown=frozenset() if self.syntax is None else self.syntax.markers,
-            lists_every_token=lists_every_token,
-        )
+        asked = self.engine_request(index, token_ids, sampling)
+        answer = Answer(asked, self.encoder.tokenizer, index, options)
         self.answers.append(answer)
         return answer
 

@@ -7,7 +7,7 @@ first: counts and sampling values, then characters, then tokens.
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from slora.core.errors import RequestRefused
@@ -19,8 +19,8 @@ from slora.core.request_check import (
     check_token_ids,
     find_answer_room,
 )
-from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
-from slora.text.answer import Answer
+from slora.core.sampling_params import CHANCE_FIELDS, OutputKind, SamplingParams, StructuredOutput
+from slora.text.answer import Answer, AnswerOptions
 from slora_api.chat.answer_reader import THINK_START, AnswerSyntax
 from slora_api.chat.chat_grammar import ChatGrammar
 from slora_api.chat.template_traits import TemplateTraits
@@ -28,7 +28,7 @@ from slora_api.completions.inference_call import InferenceCall
 from slora_api.completions.prompt_echo import PromptEchoes
 from slora_api.completions.prompt_fields import PromptFields
 from slora_api.completions.prompt_tokenizer import encode_bad_words, encode_chat, encode_texts, render_chat
-from slora_api.completions.schemas import AnswerFields, ChatRequest, CompletionRequest, ConversationFields
+from slora_api.completions.schemas import AnswerFields, CompletionRequest, ConversationFields
 from slora_api.core.errors import BadRequest
 from slora_api.http.request_bounds import RequestBounds
 
@@ -40,33 +40,25 @@ _PROMPTS_AT_ONCE = 16
 _IDS_AT_ONCE = 1 << 15
 
 
-# Fields of the body that are passed to SamplingParams under the same name.
-_AS_SENT = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "min_tokens",
-    "seed",
-    "ignore_eos",
-    "n",
-    "best_of",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-    "include_stop_str_in_output",
-    "skip_special_tokens",
-    "prompt_lookup",
+# Fields of SamplingParams that do not have the value of the body's field of the same name. `_draft` and `_complete` say
+# what they have instead.
+_CONVERTED = (
+    "max_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "allowed_token_ids",
+    "bad_words",
+    "stop",
+    "stop_token_ids",
+    "structured_output",
 )
+# Fields of the body that set the field of the same name in SamplingParams and in AnswerOptions.
+_SAMPLING_FIELDS = tuple(field.name for field in fields(SamplingParams) if field.name not in _CONVERTED)
+_OPTION_FIELDS = tuple(field.name for field in fields(AnswerOptions))
 
 _ANY_OBJECT = '{"type": "object"}'
 _JSON_KINDS = (OutputKind.JSON_SCHEMA, OutputKind.COMPACT_JSON, OutputKind.JSON_OBJECT)
-# Sampling defaults of a generation_config.json. Beam search ignores them, because it does not sample.
-_OF_CHANCE = ("temperature", "top_p", "top_k", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +137,7 @@ class AnswerSize:
 
 def _draft(
     call: InferenceCall,
-    fields: CompletionRequest | ConversationFields,
+    body: CompletionRequest | ConversationFields,
     logprobs: int | None,
     prompt_logprobs: int | None,
     num_prompts: int,
@@ -157,41 +149,41 @@ def _draft(
     """
     check_terms(call.priority, call.deadline_s, call.info)
     check_adapters(call.model.adapters, call.info)
-    defaults, form = call.model.defaults, fields.structured_output
+    defaults, form = call.model.defaults, body.structured_output
     values = defaults.explicit_fields()
     if form is not None:
         values.pop("min_tokens", None)  # The grammar of the form determines where the answer may end.
-    sent = {name: value for name in _AS_SENT if (value := getattr(fields, name, None)) is not None}
+    sent = _read_sent(body, _SAMPLING_FIELDS)
     if sent.get("use_beam_search"):
-        values = {name: value for name, value in values.items() if name not in _OF_CHANCE} | {
+        values = {name: value for name, value in values.items() if name not in CHANCE_FIELDS} | {
             "temperature": 0.0
         }
     values |= sent
     if values.get("top_k") == -1:  # In vLLM, -1 turns top_k off.
         values["top_k"] = 0
-    values["stop"] = defaults.stop if fields.stop is None else tuple(fields.stop)
+    values["stop"] = defaults.stop if body.stop is None else tuple(body.stop)
     values["stop_token_ids"] = (
-        *(fields.stop_token_ids or ()),
-        *(() if fields.ignore_eos else defaults.stop_token_ids),
+        *(body.stop_token_ids or ()),
+        *(() if body.ignore_eos else defaults.stop_token_ids),
     )
-    if fields.allowed_token_ids is not None:
-        values["allowed_token_ids"] = tuple(fields.allowed_token_ids)
-    values["logprob_token_ids"] = tuple(dict.fromkeys(fields.logprob_token_ids or ()))
+    if body.allowed_token_ids is not None:
+        values["allowed_token_ids"] = tuple(body.allowed_token_ids)
+    values["logprob_token_ids"] = tuple(dict.fromkeys(body.logprob_token_ids or ()))
     values |= {"max_tokens": None, "logprobs": logprobs, "structured_output": form}
     draft = SamplingParams(**values, prompt_logprobs=prompt_logprobs)
     check_sampling(draft, call.info)
-    if fields.stream:
+    if body.stream:
         draft.refuse_streaming()
     call.meter.check_answers(num_prompts, draft.width, draft.width_param)
     return draft
 
 
 def _complete(
-    call: InferenceCall, fields: AnswerFields, draft: SamplingParams, max_tokens: int, **values: Any
+    call: InferenceCall, body: AnswerFields, draft: SamplingParams, max_tokens: int, **values: Any
 ) -> SamplingParams:
     """Returns the draft with `max_tokens` and other values that were not known when it was made."""
     changed = {name: value for name, value in values.items() if value != getattr(draft, name)}
-    if fields.min_tokens is None and draft.min_tokens:
+    if body.min_tokens is None and draft.min_tokens:
         # The default is lowered: a request's maximum takes precedence over a file's minimum, and the grammar of a form
         # determines where the answer may end.
         is_free = changed.get("structured_output") is None
@@ -204,6 +196,16 @@ def _complete(
     if changed:
         check_sampling(completed, call.info)
     return completed
+
+
+def _read_sent(body: AnswerFields, names: Sequence[str]) -> dict[str, Any]:
+    """Returns those of the named fields that the client sent. A kind of request may lack some of them."""
+    return {name: value for name in names if (value := getattr(body, name, None)) is not None}
+
+
+def _answer_options(call: InferenceCall, body: AnswerFields, *, prompt_only: bool = False) -> AnswerOptions:
+    shown = frozenset[str]() if call.syntax is None else call.syntax.markers
+    return AnswerOptions(**_read_sent(body, _OPTION_FIELDS) | {"shown": shown, "prompt_only": prompt_only})
 
 
 def _answer_syntax(body: ConversationFields, text: str, traits: TemplateTraits) -> AnswerSyntax | None:
@@ -277,7 +279,7 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
             bad_words=bad_words,
             prompt_logprobs=_num_prompt_logprobs(body),
         )
-        call.add_answer(ids, sampling, prompt_only=is_scored, lists_every_token=bool(body.return_token_ids))
+        call.add_answer(ids, sampling, _answer_options(call, body, prompt_only=is_scored))
     wanted = sum(answer.request.sampling.max_tokens or 0 for answer in call.answers)
     size.check(bounds, num_tokens, wanted)
     if body.echo:
@@ -318,8 +320,7 @@ async def add_conversation_answer(call: InferenceCall, body: ConversationFields)
     await call.services.grammars.check(call.tenant, form)
     bad_words = await encode_bad_words(call, body.bad_words or ())
     sampling = _complete(call, body, draft, max_tokens, bad_words=bad_words, structured_output=form)
-    lists_every_token = isinstance(body, ChatRequest) and bool(body.return_token_ids)
-    return call.add_answer(token_ids, sampling, lists_every_token=lists_every_token)
+    return call.add_answer(token_ids, sampling, _answer_options(call, body))
 
 
 def _conversation_form(call: InferenceCall, body: ConversationFields) -> StructuredOutput | None:

@@ -15,6 +15,7 @@ from slora.core.engine_state import EngineInfo
 from slora.core.errors import ContextTooLong
 from slora.core.request_check import check_embedded_tokens, find_answer_room
 from slora.core.sampling_params import (
+    LISTED_FIELDS,
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
@@ -194,8 +195,9 @@ class RequestBounds:
         messages = body.get("messages")
         _check_count("messages", messages, "messages", self.messages, "Leave out the oldest messages.")
         self._check_adapters(body)
-        for name in ("stop", "stop_token_ids", "logit_bias", "allowed_token_ids", "logprob_token_ids"):
-            if isinstance(items := body.get(name), list | dict):
+        for name in LISTED_FIELDS:
+            # A bad word is up to two token sequences, so words have a limit of their own.
+            if name != "bad_words" and isinstance(items := body.get(name), list | dict):
                 check_num_items(name, len(items))
         _check_count("bad_words", body.get("bad_words"), "words", self.bad_words, "Send fewer words.")
         for name in _NESTED_FIELDS:

@@ -1,4 +1,4 @@
-"""The commands and programs in README.md, CONTRIBUTING.md and docs/ work.
+"""The commands and programs in README.md, CONTRIBUTING.md and docs/ work, and the lists there are complete.
 
 Each code block is checked as far as possible without running it. `make soak` runs all that need no GPU, no cloud and no
 real model, against the demo.
@@ -7,12 +7,18 @@ real model, against the demo.
 import ast
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from slora.core.engine_config import EngineConfig
+from slora_api.completions.schemas import ChatRequest, CompletionRequest
+from slora_api.core.settings import Settings
+from slora_api.http.request_bounds import RequestBounds
+from slora_api.http.unsupported import Unsupported
 from tests.adapters.hand_made import make_members
 from tests.api.docs.code_block import ROOT, CodeBlock, read_blocks, read_spans, split_command
 from tests.api.docs.command_check import find_fault, find_flags
@@ -71,6 +77,30 @@ def test_each_flag_and_subcommand_in_the_text_exists() -> None:
         if word.startswith("--") and word.partition("=")[0].rstrip(",.") not in find_flags() | OTHER_FLAGS
     ]
     assert unknown == []
+
+
+def test_the_page_on_serving_names_each_field_that_a_request_may_have() -> None:
+    text = "".join(
+        (ROOT / SERVING).read_text(encoding="utf-8").partition("## Which request fields are supported?")[1:]
+    )
+    for schema in (CompletionRequest, ChatRequest):
+        for name, field in schema.model_fields.items():
+            is_honoured = not any(isinstance(note, Unsupported) for note in field.metadata)
+            assert not is_honoured or f"`{name}`" in text, name
+
+
+def test_the_page_on_limits_has_each_bound_of_a_request_with_its_value() -> None:
+    engine = EngineConfig(Path("base"))
+    bounds = RequestBounds.of(Settings(engine), ScriptedEngine(max_model_len=131_072).info, 16)
+    rows = {
+        row.split("`")[1]: row
+        for row in (ROOT / "docs/limits.md").read_text(encoding="utf-8").splitlines()
+        if row.startswith("| `")
+    }
+    derived = {"max_model_len", "prompt_chars", "choices"}  # Their rows say from what.
+    for name, value in asdict(bounds).items():
+        shown = (f"{value:,}", f"{value >> 20} MiB", f"{value >> 10} KiB")
+        assert name in rows and (name in derived or any(text in rows[name] for text in shown)), (name, value)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 from urllib.parse import quote
 
 from hypothesis import assume
@@ -11,7 +11,14 @@ from hypothesis.vendor.pretty import RepresentationPrinter
 from pydantic import BaseModel
 
 from slora_api.adapters.routes import AliasMove, LoadLoraRequest, UnloadLoraRequest
-from slora_api.completions.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from slora_api.completions.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ModelFields,
+    TemplateFields,
+    TokenizeRequest,
+)
 from slora_api.embeddings.schemas import ClassifyRequest, EmbeddingRequest, RerankRequest, ScoreRequest
 from slora_api.http.unsupported import Unsupported
 from slora_api.keys.routes import NewKeyRequest, NewOperatorKeyRequest, RotateKeyRequest
@@ -84,7 +91,9 @@ _SCHEMAS: dict[str, type[BaseModel]] = {
     "/v1/load_lora_adapter": LoadLoraRequest,
     "/v1/unload_lora_adapter": UnloadLoraRequest,
 }
-# Values that are valid by themselves, so that their combinations reach the engine.
+# Values that are valid by themselves, so that their combinations reach the engine. In requests for answers, a number or
+# a boolean that is not listed has the values of its type.
+_OF_TYPE: dict[type, list[Any]] = {bool: [True, False], int: [0, 1, 5], float: [0, 0.5, 1]}
 _PLAUSIBLE: dict[str, list[Any]] = {
     "model": ["default", "small", "small@latest", "base"],
     "prompt": ["", "a b c", ["a", "b"], [1, 2, 3], [[1], [2, 3]], "a" * 400],
@@ -136,40 +145,27 @@ _PLAUSIBLE: dict[str, list[Any]] = {
     "seed": [0, 2**63 - 1],
     "n": [1, 2, 8],
     "best_of": [2, 8],
-    "use_beam_search": [True],
     "length_penalty": [0.0, -1.5],
-    "early_stopping": [True],
     "stop": ["a", ["b", "c"], ["x" * 400], [chr(at) * 3 for at in range(65, 75)]],
     "stop_token_ids": [[1, 2], list(range(90))],
-    "ignore_eos": [True],
     "allowed_token_ids": [[1, 2], list(range(90))],
     "bad_words": [["a", "b c"], ["x" * 64]],
-    "include_stop_str_in_output": [True],
-    "skip_special_tokens": [False],
     "prompt_logprobs": [0, 5],
     "stream": [True],
     "stream_options": [{"include_usage": True, "include_timing": True}, {"continuous_usage_stats": True}],
     "user": ["somebody"],
     "metadata": [{"a": "b"}],
     "request_id": ["mine"],
-    "return_token_ids": [True],
-    "return_tokens_as_token_ids": [True],
-    "return_token_strs": [True],
     "tokens": [[], [1, 2, 3], list(range(90))],
     "tools": [[{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]],
     "tool_choice": ["auto", "none", "required", {"type": "function", "function": {"name": "f"}}],
-    "parallel_tool_calls": [False],
     "functions": [[{"name": "f"}]],
     "function_call": ["auto", {"name": "f"}],
     "documents": [["a", {"text": "b"}], []],
     "text_1": ["a", ["a", "b"], []],
     "text_2": ["a", ["a", "b"], ["a"] * 90],
     "top_n": [0, 1, 400],
-    "include_reasoning": [False],
     "reasoning_effort": ["none", "medium", "high"],
-    "add_generation_prompt": [True, False],
-    "continue_final_message": [True],
-    "add_special_tokens": [True, False],
     "chat_template_kwargs": [{"enable_thinking": False}, {"messages": []}, {"deep": [[{"a": 10**40}]]}],
     "priority": [-5, 5],
     "deadline_ms": [1, 60_000],
@@ -225,11 +221,21 @@ def _supported_fields(schema: type[BaseModel]) -> list[str]:
     return [name for name in schema.model_fields if name not in unsupported[1:]]
 
 
+def _plausible_values(schema: type[BaseModel]) -> dict[str, list[Any]]:
+    found = dict(_PLAUSIBLE)
+    if issubclass(schema, ModelFields | TemplateFields):
+        for name, field in schema.model_fields.items():
+            of_type = [value for kind in get_args(field.annotation) for value in _OF_TYPE.get(kind, ())]
+            if of_type:
+                found.setdefault(name, of_type)
+    return found
+
+
 def _bodies(path: str) -> st.SearchStrategy[bytes]:
     if path not in _SCHEMAS:
         return st.one_of(st.just(b""), odd_json.map(str.encode))
     schema, proper = _SCHEMAS[path], ACCEPTED[path]
-    mutated = mutated_object(proper, _supported_fields(schema), _PLAUSIBLE).map(str.encode)
+    mutated = mutated_object(proper, _supported_fields(schema), _plausible_values(schema)).map(str.encode)
     whole = json.dumps(proper).encode()
     broken = st.builds(
         lambda at, inserted: whole[:at] + inserted + whole[at:],

@@ -1,6 +1,6 @@
 """Messages between API and engine arrive unchanged."""
 
-from dataclasses import replace
+from dataclasses import make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from slora.core.errors import (
     RequestRefused,
     StepFailed,
 )
-from slora.core.messages import Add, Observe, Outputs, Reply, SetPins
+from slora.core.messages import Add, Observe, Outputs, Reply, SetPins, digest_fields
 from slora.core.request import (
     EngineRequest,
     FinishReason,
@@ -115,3 +115,16 @@ def test_numbers_arrive_by_name() -> None:
         CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
     )
     assert Observe.read_result(over_the_wire(Reply(1, stats)).result) == stats
+
+
+def test_two_ends_whose_classes_differ_in_one_field_have_different_protocols() -> None:
+    """Frames are lists of fields, so the older end would read a field as another one."""
+
+    def digest(*fields: tuple[str, Any]) -> str:
+        held = make_dataclass("Params", fields)
+        return digest_fields([make_dataclass("Sent", [("params", tuple[held | None, ...])])])
+
+    same = digest(("seed", int), ("top_k", int))
+    assert digest(("seed", int), ("top_k", int)) == same
+    for fields in (("seed", int),), (("seed", int), ("top_p", int)), (("seed", int), ("top_k", float)):
+        assert digest(*fields) != same, fields

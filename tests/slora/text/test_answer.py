@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
-from slora.text.answer import Answer
+from slora.text.answer import Answer, AnswerOptions
 from tests.api.scripted_engine import EOS, byte_tokenizer, deltas_of
 from tests.slora.text.test_detokenizer import fast_of, tokenizer_of
 
@@ -37,7 +37,7 @@ def test_the_equality_of_completions_ignores_cached_tokens() -> None:
 
 def test_an_answer_to_the_prompt_alone_ends_before_its_first_token() -> None:
     request = EngineRequest("r", "t", [1, 2], (), SamplingParams(max_tokens=1, prompt_logprobs=0, n=2))
-    answer = Answer(request, byte_tokenizer(), prompt_only=True)
+    answer = Answer(request, byte_tokenizer(), options=AnswerOptions(prompt_only=True))
     scored = (None, TokenLogprobs(-0.5, ()))
     answer.take(TokenDelta((), prompt_logprobs=scored))
     first = answer.take(TokenDelta((65,), FinishReason.STOP, num_cached=1))
