@@ -19,6 +19,7 @@ Further branches (requests, engine, keys) are defined in their own packages, bel
 the values that messages quote, and `find_nearest` finds the name that an unknown one was probably meant to be.
 """
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -134,25 +135,37 @@ class StoreUnfit(StoreUnavailable):
 _MAX_CHARS = 80
 _MAX_ITEMS = 20
 
-_SHORT = Repr()
+
+class _JsonRepr(Repr):
+    """Writes the values of a JSON text, with null, true and false as JSON writes them."""
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_float(self, value: float, level: int) -> str:
+        return json.dumps(value)  # With NaN and Infinity, which Python reads.
+
+
+_SHORT = _JsonRepr()
 _SHORT.maxlevel = 2
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = _MAX_CHARS
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _MAX_ITEMS
 
 
 def abbreviate(value: object) -> str:
-    """Returns `repr(value)`, shortened to 80 characters. The time is bounded, even for very large values."""
+    """Returns a value, most often of a JSON text, for a message: `repr(value)` with null, true and false, shortened to
+    80 characters. The time is bounded, even for very large values.
+    """
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."
 
 
-def spell_json(value: object) -> str:
-    """Returns a value of a JSON body for a message, as `abbreviate` does, but true, false and null as clients write
-    them.
-    """
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    return abbreviate(value)
+def count_nouns(number: int, noun: str) -> str:
+    """Returns a number with its noun, as in "1 row" and "2 rows"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def find_nearest(name: str, known: Iterable[str]) -> str | None:

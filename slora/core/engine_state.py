@@ -263,6 +263,7 @@ class EngineInfo:
     can_embed: bool = True  # Whether the model's hidden states can be read, which embeddings need.
     num_ranks: int = 1  # Number of tensor-parallel ranks.
     prefix_cache: str = "tenant"  # Which cached prefixes a request may reuse, see `EngineConfig`.
+    weight_form: str | None = None  # Of the linears, such as int8. None: numbers of `dtype`.
 
     def with_added_tokens(self, num_added: int) -> "EngineInfo":
         """Returns the facts of a request to an adapter with added tokens behind those of the base model."""

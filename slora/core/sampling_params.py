@@ -323,8 +323,7 @@ class SamplingParams:
                 )
         if self.stop:
             raise RequestRefused(
-                f"stop has {len(self.stop)} strings; beam search does not support stop strings; use "
-                "stop_token_ids",
+                "stop is set, but beam search does not support stop strings; use stop_token_ids",
                 "stop",
             )
 

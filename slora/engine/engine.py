@@ -168,6 +168,7 @@ class Engine:
             can_embed=self.runner.can_embed,
             num_ranks=config.tensor_parallel_size,
             prefix_cache=prefix_cache,
+            weight_form=model.find_weight_form(config.quantization),
         )
 
     @property

@@ -1,6 +1,7 @@
 """The interface between the engine's steps and the model, which is our decoder or a class of transformers."""
 
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Protocol, cast
 
@@ -24,6 +25,8 @@ from slora.models.weights.weight_reader import WeightReader
 from slora_kernels.batch import KVGeometry
 from slora_kernels.layout import LoraSite
 from slora_kernels.ops import Kernels
+
+_log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -86,8 +89,6 @@ def _open_weights(
     multiply with them.
     """
     name, stored = config.quantization, model.quantization
-    if name not in ("auto", *FORMS):
-        raise ConfigError(f"quantization is {name!r}; it must be auto, {', '.join(FORMS)}")
     block = stored.block if stored is not None else None
     by_row = stored.form if stored is not None and block is None else None
     if "fp8" in (name, by_row) and device.type == "cuda" and not supports_float8(device):
@@ -102,4 +103,13 @@ def _open_weights(
         )
     form = None if name == "auto" or by_row is not None else FORMS[name]
     codes = stored.codes if stored is not None else None
-    return WeightReader(Checkpoint(config.model), dtype, device, form=form, block=block, codes=codes)
+    checkpoint = Checkpoint(config.model)
+    if name == "auto" and checkpoint.gguf_types:
+        _log.info(
+            "the weights are stored as %s and served as numbers of %s, which take as much memory as those of an "
+            "unquantized checkpoint. --quantization int4 keeps the numbers of Q4_0, Q4_1 and Q4_K as they are stored, "
+            "and int8 rounds all to 8 bits.",
+            " and ".join(checkpoint.gguf_types),
+            str(dtype).removeprefix("torch."),
+        )
+    return WeightReader(checkpoint, dtype, device, form=form, block=block, codes=codes)

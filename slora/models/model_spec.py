@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from slora.core.engine_config import KVFootprint
+from slora.core.engine_config import QUANTIZED_BITS, KVFootprint
 from slora.core.errors import ConfigError
 from slora.models.config_fields import read_config
 from slora.models.families import FAMILIES, read_model_config
@@ -182,6 +182,11 @@ class ModelSpec:
         """Raises ConfigError if the weights can't be rounded as requested, whatever the device is."""
         if requested == "auto":
             return
+        if requested not in QUANTIZED_BITS:
+            raise ConfigError(
+                f"quantization is {requested!r}; it must be auto, {', '.join(list(QUANTIZED_BITS)[:-1])} or "
+                f"{list(QUANTIZED_BITS)[-1]}"
+            )
         if self.decoder is None:
             raise ConfigError(
                 f"quantization is {requested}, but transformers' classes compute this model ({self.family}), and "
@@ -193,6 +198,16 @@ class ModelSpec:
                 f"quantization is {requested}, but this checkpoint is stored as {stored.form}, and rounding twice "
                 "loses more precision than either; set quantization to auto, or use the unquantized checkpoint"
             )
+
+    def find_weight_form(self, requested: str) -> str | None:
+        """Returns how the engine holds the weights of the linears, such as int8 or nf4. None: as numbers of the model's
+        dtype. requested: a value that `check_quantization` accepts.
+        """
+        stored = None if self.decoder is None else self.decoder.quantization
+        if stored is None or stored.block is not None:
+            return None if requested == "auto" else requested
+        is_float = stored.codes is not None and stored.codes.format in ("nf4", "fp4")
+        return stored.codes.format if is_float and stored.codes is not None else stored.form
 
     def resolve_dtype(self, requested: str) -> str:
         """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""

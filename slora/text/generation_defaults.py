@@ -127,7 +127,8 @@ def _list(config: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
     value = config.get(name)
     items = value if isinstance(value, list) else [] if value is None else [value]
     if any(not isinstance(item, kind) or isinstance(item, bool) for item in items):
-        raise ValueError(f"{name} is {abbreviate(value)}; it must be one {kind.__name__} or a list of them")
+        noun = "whole number" if kind is int else "text"
+        raise ValueError(f"{name} is {abbreviate(value)}; it must be one {noun} or a list of them")
     return tuple(items)
 
 

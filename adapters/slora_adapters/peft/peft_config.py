@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
-from slora_adapters.errors import Reason, abbreviate, spell_json
+from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"
@@ -218,7 +218,7 @@ def _refuse_variants(fields: Mapping[str, object]) -> Iterable[Reason]:
     if isinstance(init, str) and init.lower() not in _HARMLESS_INITS:
         yield _refuse_init(init.lower())
     elif init is not None and not isinstance(init, str | bool):
-        yield _refuse_init(spell_json(init))
+        yield _refuse_init(abbreviate(init))
 
 
 def _refuse_init(init: str) -> Reason:
@@ -230,7 +230,10 @@ def _refuse_init(init: str) -> Reason:
             "with `slora adapter convert`, or else with save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     known = ", ".join(sorted(_HARMLESS_INITS))
-    return Reason("init_lora_weights", f"init_lora_weights is {init[:80]}; accepted are true, false, {known}")
+    return Reason(
+        "init_lora_weights",
+        f"init_lora_weights is {init[:80] or 'an empty text'}; accepted are true, false, {known}",
+    )
 
 
 def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
@@ -306,7 +309,7 @@ class _FieldReader:
     def flag(self, key: str) -> bool:
         value = self.fields.get(key) or False
         if value is not True and value is not False:
-            self.refuse(key, f"{key} is {value!r}; it must be true or false")
+            self.refuse(key, f"{key} is {abbreviate(value)}; it must be true or false")
         return value is True
 
     def bias(self) -> str:
@@ -448,5 +451,6 @@ class _FieldReader:
     def _check_pattern(self, key: str, pattern: str) -> None:
         if len(pattern) > MAX_PATTERN_CHARS:
             self.refuse(
-                key, f"{key}: a pattern is {len(pattern)} characters long; accepted are {MAX_PATTERN_CHARS}"
+                key,
+                f"{key}: a pattern is {len(pattern)} characters long; at most {MAX_PATTERN_CHARS} are accepted",
             )

@@ -16,12 +16,12 @@ from typing import Self
 
 import numpy as np
 
-from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason
+from slora_adapters.errors import AdapterInvalid, AdapterNotFound, Reason, abbreviate, count_nouns
 from slora_adapters.peft.adapter import TENSORS_NAME, Adapter, AdapterExtras, AdapterLimits, adapter_digest
 from slora_adapters.peft.experts import find_spelling, join_experts
 from slora_adapters.peft.extras import EXTRA_NAMES, add_labels, read_extras
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig, parse_peft_config, refuse_bad_combination
-from slora_adapters.peft.targeting import resolve_targets, save_tied_head, spell_out
+from slora_adapters.peft.targeting import list_idle_names, resolve_targets, save_tied_head, spell_out
 from slora_adapters.peft.tensor_file import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
@@ -34,6 +34,7 @@ from slora_adapters.peft.tensor_file import (
 )
 from slora_adapters.peft.validation import (
     INDEXER,
+    PEFT_PREFIX,
     check_tied_tensors,
     check_values,
     explain_resize,
@@ -391,6 +392,7 @@ def _assemble(
     limits: AdapterLimits,
     members: Mapping[str, memoryview] = MappingProxyType({}),
 ) -> Adapter:
+    sent_config, sent_names = config, list(tensors)
     spelling = find_spelling(tensors, shape)
     if spelling is not None:
         config, tensors, expert_reasons = join_experts(config, tensors, spelling, shape, limits)
@@ -402,6 +404,8 @@ def _assemble(
     tensors = {name: tensor for name, tensor in tensors.items() if name not in parts}
     config = ignore_saved_parts(save_tied_head(config, shape), parts.keys(), shape)
     targets, target_reasons = resolve_targets(config, other or shape)
+    named_shape = (other or shape) if spelling is None else spelling.shape
+    unusual = list(_describe_names(sent_config, sent_names, parts, named_shape))
     if other is not None:
         renamed = {name: rename_module(name, other, shape) for name in tensors}
         tensors = {renamed[name]: replace(tensor, name=renamed[name]) for name, tensor in tensors.items()}
@@ -435,22 +439,21 @@ def _assemble(
         extras, reasons = add_labels(extras, members, found.vocabulary.num_rows[2], limits)
     if reasons:
         raise _invalid(reasons)
-    extras = replace(extras, uses=(*extras.uses, *_describe_parts(list(parts.values()))))
+    extras = replace(extras, uses=(*extras.uses, *_describe_parts(list(parts.values())), *unusual))
     magnitudes = [pair for pair in found.pairs.values() if pair.magnitude is not None]
     b_biases = [pair for pair in found.pairs.values() if pair.b_bias is not None]
     counts = (
-        (len(magnitudes), "the DoRA magnitudes of {} modules"),
-        (len(b_biases), "the biases of lora_B of {} modules"),
-        (found.vocabulary.num_rows[0], "{} rows of the embedding"),
-        (found.vocabulary.num_rows[1], "{} rows of the head"),
-        (found.num_added, "{} rows behind the base model's, for added tokens"),
-        (found.vocabulary.num_rows[2], "a head for {} label" + "s" * (found.vocabulary.num_rows[2] > 1)),
-        (len(found.norms), "the weights of {} norms, which replace those of the base model"),
-        (len(found.biases), "the trained biases of {} modules, which replace those of the base model"),
+        (len(magnitudes), "module", "the DoRA magnitudes of {}"),
+        (len(b_biases), "module", "the biases of lora_B of {}"),
+        (found.vocabulary.num_rows[0], "row", "{} of the embedding"),
+        (found.vocabulary.num_rows[1], "row", "{} of the head"),
+        (found.num_added, "row", "{} behind the base model's, for added tokens"),
+        (found.vocabulary.num_rows[2], "label", "a head for {}"),
+        (len(found.norms), "norm", "the weights of {}, which replace those of the base model"),
+        (len(found.biases), "module", "the trained biases of {}, which replace those of the base model"),
+        (len(config.invocation), "invocation token", "{}, from which on the adapter is active"),
     )
-    variants = [text.format(count) for count, text in counts if count]
-    if config.invocation:
-        variants.append(f"{len(config.invocation)} invocation tokens, from which on the adapter is active")
+    variants = [text.format(count_nouns(count, noun)) for count, noun, text in counts if count]
     extras = replace(extras, uses=(*extras.uses, *variants))
     return Adapter(
         config,
@@ -467,11 +470,34 @@ def _describe_parts(parts: Sequence[str]) -> Iterator[str]:
     num_indexers = parts.count(INDEXER)
     if num_indexers:
         why = "which select the tokens that attention reads: this server serves lengths at which they select all"
-        yield f"not {num_indexers} tensors of indexers, {why}"
+        yield f"not {count_nouns(num_indexers, 'tensor')} of indexers, {why}"
     others = [part for part in parts if part != INDEXER]
     if others:
         names = " and ".join(sorted({*others}))
-        yield f"not {len(others)} tensors of {names}, which text does not reach, because this server reads text only"
+        why = "which text does not reach, because this server reads text only"
+        yield f"not {count_nouns(len(others), 'tensor')} of {names}, {why}"
+
+
+def _describe_names(
+    config: PeftConfig, tensor_names: Iterable[str], parts: Mapping[str, str], shape: ModelShape
+) -> Iterator[str]:
+    """Describes the names without effect in target_modules, and tensor names that PEFT's own loader does not read.
+
+    parts: the tensors that are left out. shape: with the module names that the adapter has.
+    """
+    left_out = {name.rpartition(".lora_")[0] for name in parts}
+    idle = [
+        name
+        for name in list_idle_names(config, shape)
+        if not any(path == name or path.endswith(f".{name}") for path in left_out)
+    ]
+    if idle:
+        why = "which name no linear of the base model; the adapter has no tensors for them"
+        yield f"not {abbreviate(idle)} in target_modules, {why}"
+    bare = [name for name in tensor_names if name not in parts and not name.startswith(PEFT_PREFIX)]
+    if bare:
+        why = f"transformers reads them, but PEFT's own loader needs the prefix {PEFT_PREFIX}"
+        yield f"{count_nouns(len(bare), 'tensor')} named like {abbreviate(bare[0])}: {why}"
 
 
 def is_harmless(path: Sequence[str]) -> bool:
@@ -499,7 +525,8 @@ def _invalid(reasons: list[Reason]) -> AdapterInvalid:
     for code, found in by_code.items():
         kept += found[:MAX_REASONS_PER_CODE]
         if len(found) > MAX_REASONS_PER_CODE:
-            kept.append(Reason(code, f"and {len(found) - MAX_REASONS_PER_CODE} more errors of this kind"))
+            rest = count_nouns(len(found) - MAX_REASONS_PER_CODE, "more error")
+            kept.append(Reason(code, f"and {rest} of this kind"))
     return AdapterInvalid(tuple(kept))
 
 

@@ -7,7 +7,10 @@ ValueError in each of these cases.
 
 import json
 import re
+import sys
 from typing import NoReturn
+
+from slora_adapters.errors import abbreviate
 
 # Matches an escaped surrogate. UTF-8 cannot encode surrogates, so JSON can contain them only as such escapes.
 _SURROGATE_ESCAPE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -23,23 +26,42 @@ def parse_object(raw: bytes | memoryview, *, source: str, max_bytes: int) -> dic
         if _SURROGATE_ESCAPE.search(text):
             _refuse_lone_surrogates(value)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{source} is not valid JSON: {error or 'nested too deeply'}") from None
+        raise ValueError(f"{source} is not valid JSON: {explain_fault(error)}") from None
     if not isinstance(value, dict):
-        raise ValueError(f"{source} holds a JSON {type(value).__name__}, not an object")
+        raise ValueError(f"{source} holds the JSON value {abbreviate(value)}, not an object")
     return value
+
+
+def explain_fault(error: ValueError | RecursionError) -> str:
+    """Says in plain words why `json.loads` cannot read a text."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} begins no character of UTF-8; save the text as UTF-8"
+    if isinstance(error, json.JSONDecodeError):
+        has_mark = error.doc.startswith("\ufeff")
+        return "it begins with a byte order mark; save it without one" if has_mark else str(error)
+    if isinstance(error, _Refused):
+        return str(error)
+    # Python does not convert such a number, because that takes quadratic time.
+    return f"a number has more than {sys.get_int_max_str_digits()} digits; shorten it"
+
+
+class _Refused(ValueError):
+    """JSON that Python's own reader accepts."""
 
 
 def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:
-            raise ValueError(f"key {key[:80]!r} appears twice")
+            raise _Refused(f"key {key[:80]!r} appears twice")
         found[key] = value
     return found
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
+    raise _Refused(f"{name} is not a JSON number")
 
 
 def _refuse_lone_surrogates(value: object) -> None:
@@ -48,4 +70,4 @@ def _refuse_lone_surrogates(value: object) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         lone, before = ord(text[error.start]), text[max(0, error.start - 40) : error.start]
-        raise ValueError(f"it contains the lone surrogate U+{lone:04X} after {before!r}; remove it") from None
+        raise _Refused(f"it contains the lone surrogate U+{lone:04X} after {before!r}; remove it") from None

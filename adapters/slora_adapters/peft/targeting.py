@@ -1,8 +1,9 @@
 """Finds the modules of a base model that a PEFT config targets, and their ranks and alphas, by PEFT's own rules.
 
 An adapter that targets no module at all is refused. Otherwise it would silently answer like the base model. As in
-PEFT, a name that no module has is ignored: PEFT lists the names of modules that `exclude_modules` excludes, too. If
-the adapter has tensors for such a module, `validation.py` refuses them.
+PEFT, a name that no module has is ignored: PEFT lists the names of modules that `exclude_modules` excludes, too, and
+those of parts that read images. The certificate names it (`list_idle_names`). If the adapter has tensors for such a
+module, `validation.py` refuses them.
 
 Patterns come from untrusted configs, so they are matched in bounded time. The matcher is Python's own, as in PEFT. A
 plain pattern has neither repeats nor groups, so the cost of matching it is bounded. This process matches a moderate
@@ -219,6 +220,20 @@ def resolve_targets(config: PeftConfig, shape: ModelShape) -> tuple[dict[ModuleI
                 )
             )
     return targets, reasons
+
+
+def list_idle_names(config: PeftConfig, shape: ModelShape) -> list[str]:
+    """Returns the names in a list of target_modules that stand for no linear of the base model."""
+    if isinstance(config.target_modules, str):
+        return []
+    no_linears = _find_no_linears(shape)
+    known = {
+        suffix
+        for module_id, module in enumerate(shape.modules)
+        if module_id not in no_linears
+        for suffix in _suffixes(module.path)
+    }
+    return [name for name in config.target_modules if name not in known]
 
 
 def _names_embedding(config: PeftConfig) -> bool:

@@ -184,12 +184,15 @@ def _parse_entry(name: str, entry: object) -> TensorSpan:
         )
     dtype = entry["dtype"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"tensor {name!r} has dtype {dtype!r}; accepted are {', '.join(DTYPES)}")
+        raise ValueError(
+            f"tensor {name[:120]!r} has dtype {abbreviate(dtype)}; accepted are {', '.join(DTYPES)}: convert it, as "
+            "model.to(torch.bfloat16) does before save_pretrained"
+        )
     shape = _sizes(entry["shape"])
     offsets = _sizes(entry["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
-            f"tensor {name!r}: shape {abbreviate(entry['shape'])} or data_offsets "
+            f"tensor {name[:120]!r}: shape {abbreviate(entry['shape'])} or data_offsets "
             f"{abbreviate(entry['data_offsets'])} are not valid sizes"
         )
     expected = DTYPES[dtype].itemsize

@@ -32,9 +32,11 @@ from slora_adapters.peft.tensor_file import Factor, StoredTensor, fits, is_finit
 from slora_kernels.layout import MAX_ADDED_ROWS, LinearShape, ModelShape
 
 # PEFT writes names with the prefix "base_model.model." and without the adapter's name, "default". PEFT also loads names
-# with "default" before `.weight`. transformers' integration loads names without the prefix. The factors of an embedding
+# with "default" before `.weight`. transformers' integration (`model.get_adapter_state_dict`, `model.load_adapter`) has
+# names without the prefix, which PEFT ignores with a warning. The factors of an embedding
 # are parameters, so their names have no `.weight`.
-_PREFIX = r"(?:base_model\.model\.)?"
+PEFT_PREFIX = "base_model.model."
+_PREFIX = rf"(?:{re.escape(PEFT_PREFIX)})?"
 _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
 _MAGNITUDE = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", re.DOTALL

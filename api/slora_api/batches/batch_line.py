@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from slora_adapters.errors import spell_json
+from slora_adapters.errors import abbreviate
 from slora_api.batches.batches import BatchProblem
 from slora_api.core.errors import BadRequest
 from slora_api.http.json_body import JsonStructure
@@ -260,4 +260,4 @@ def _is_text(text: str) -> bool:
 
 
 def _show(value: Any) -> str:
-    return spell_json(value)[:_SHOWN_CHARS]
+    return abbreviate(value)[:_SHOWN_CHARS]

@@ -13,6 +13,7 @@ from pydantic_core import PydanticCustomError
 
 from slora.core.errors import RequestRefused
 from slora.core.sampling_params import StructuredOutput
+from slora_adapters.peft.strict_json import explain_fault
 from slora_api.http.field_types import RequestModel, check_depth, make_refusal
 from slora_api.http.unsupported import Unsupported
 
@@ -164,5 +165,7 @@ def _read_schema(sent: _SchemaOrText, param: str, *, is_compact: bool) -> Struct
     except PydanticCustomError as error:
         raise RequestRefused(f"{param}: {error}", param) from None
     except (ValueError, RecursionError) as error:
-        raise RequestRefused(f"{param} is not JSON: {error}; send a JSON schema", param) from None
+        raise RequestRefused(
+            f"{param} is not JSON: {explain_fault(error)}; send a JSON schema", param
+        ) from None
     return StructuredOutput.json_schema(schema, param, is_compact=is_compact)

@@ -132,13 +132,13 @@ def _check_template(
         call.bounds.check_chars(_count_json_chars(tools), "tools")
         if not traits.reads_tools:
             raise BadRequest(
-                f"`tools` has {len(tools)} tools, but the chat template of the model {name!r} does not show tools "
-                f"to the model. {remedy}",
+                f"`tools` is set, but the chat template of the model {name!r} does not show tools to the model. "
+                f"{remedy}",
                 "tools",
             )
         if traits.call_format is None:
             raise BadRequest(
-                f"`tools` has {len(tools)} tools, but this server does not know the format in which the model "
+                f"`tools` is set, but this server does not know the format in which the model "
                 f"{name!r} writes tool calls. The operator can set it with --tool-call-parser; without it, send "
                 "`tool_choice: none`.",
                 "tools",

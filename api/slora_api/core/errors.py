@@ -69,7 +69,7 @@ from slora_adapters.errors import (
     DiskFull,
     SloraError,
     StoreUnavailable,
-    spell_json,
+    abbreviate,
 )
 from slora_adapters.process.shortage import find_shortage
 from slora_api.core.key_masking import mask_keys
@@ -571,7 +571,11 @@ def _explain_validation(details: Sequence[Any]) -> tuple[str, str | None, str | 
     text = first["msg"]
     if first["type"] == "too_short" and first["ctx"]["min_length"] == 1:
         text = "it is empty; send at least one entry"
+    if first["type"] in ("dict_type", "model_type", "model_attributes_type"):
+        text = "Input should be an object"
+    if first["type"] == "string_unicode":
+        text = "Input should be text without halves of surrogate pairs"
     # The text of pydantic's own errors does not show the value.
     if text.startswith("Input should be ") and "input" in first:
-        text = f"{text}, but it is {spell_json(first['input'])}"
+        text = f"{text}, but it is {abbreviate(first['input'])}"
     return f"`{param}`: {text}." if param else f"{text}.", param, None

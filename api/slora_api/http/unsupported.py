@@ -13,7 +13,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from slora_adapters.errors import spell_json
+from slora_adapters.errors import abbreviate
 
 # The values with which clients fill fields that they do not use.
 EMPTY_VALUES: list[Any] = [None, "", [], {}]
@@ -79,7 +79,7 @@ class Unsupported:
             return None  # Code that reads a field of this name must not meet an empty value of another type.
         if any(_is_equal(value, one) for one in self._neutral):
             return value
-        accepted = " or ".join([*map(spell_json, self._neutral), "null"])
+        accepted = " or ".join([*map(abbreviate, self._neutral), "null"])
         # pydantic fills the placeholders in this order. The value comes last, because it may contain the name of a
         # placeholder.
         raise PydanticCustomError(
@@ -88,7 +88,7 @@ class Unsupported:
             {
                 "accepted": accepted,
                 "instead": f" {self._instead}" if self._instead else "",
-                "value": spell_json(value),
+                "value": abbreviate(value),
             },
         )
 

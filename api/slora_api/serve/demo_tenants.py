@@ -13,11 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from slora.core.errors import EngineUnavailable
+from slora.core.errors import ConfigError, EngineUnavailable
 from slora_adapters.process.durable_file import replace_durably
 from slora_api.adapters.publisher import Publisher
 from slora_api.adapters.quarantine import StagedUpload
-from slora_api.core.errors import Conflict, ServerBusy
+from slora_api.core.errors import Conflict, InspectionFailed, ServerBusy
 from slora_api.core.threads import control_thread
 from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import make_key
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _BASE_TENANT = "base"
 _RETRY_S = 0.5
+_MAX_CHECKS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +101,10 @@ async def _publish(
 ) -> None:
     """Publishes one adapter. Retries while the engine is away, or no process can be started that compiles its template.
 
-    Both may only be for a moment, and an error would end the server.
+    Both may only be for a moment, and an error would end the server. A check that does not finish is tried again, too,
+    but not without end. Raises ConfigError then.
     """
-    has_warned = False
+    has_warned, num_failed = False, 0
     while True:
         try:
             upload = StagedUpload(path.name, path, base_fingerprint)
@@ -112,6 +114,15 @@ async def _publish(
                 logger.warning("the demo's adapter %s cannot be published yet: %s", path.name, error)
             has_warned = True
             await asyncio.sleep(_RETRY_S)
+        except InspectionFailed as error:
+            num_failed += 1
+            if num_failed == _MAX_CHECKS:
+                raise ConfigError(
+                    f"the demo's adapter {path.name} could not be checked in {num_failed} attempts: {error} Stop other "
+                    "programs if the machine is busy or short of memory, and start the demo again; it goes on where it "
+                    "stopped"
+                ) from None
+            logger.warning("the demo's adapter %s is checked again: %s", path.name, error)
         else:
             return
 

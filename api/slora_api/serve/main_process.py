@@ -94,9 +94,11 @@ async def _announce_ready(services: Services, data: DataDir, board: HostBoard, u
     await await_processes()
     unfinished.pop(_DEMO, None)
     info = client.info
-    kept = "" if info.kv_cache_dtype == "auto" else f" with KV in {info.kv_cache_dtype}"
+    formats = {"weights": info.weight_form, "KV": info.kv_cache_dtype}
+    kept = [f"{what} in {form}" for what, form in formats.items() if form not in (None, "auto")]
+    others = f" with {' and '.join(kept)}" if kept else ""
     print_line(
-        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{kept}, {info.num_pages} pages"
+        f"slora: ready; {info.model_name} on {info.device} in {info.dtype}{others}, {info.num_pages} pages"
     )
     is_terminal = sys.stdout.isatty()
     if tenants:

@@ -72,6 +72,13 @@ class Checkpoint:
     def directory(self) -> Path:
         return self._directory
 
+    @property
+    def gguf_types(self) -> list[str]:
+        """The quantized types of a GGUF file. Empty for safetensors files."""
+        if not (self._directory / GGUF_LINK).exists():
+            return []
+        return sorted({tensor.dtype for tensor in self._tensors.values()} - _DTYPES.keys())
+
     def find(self, name: str, shape: tuple[int, ...] | None = None) -> TensorPlace:
         """Locates the tensor `name`.
 

@@ -45,6 +45,28 @@ def test_another_kind_of_adapter_is_refused_with_one_reason_and_the_remedy(field
     assert "'LOKR'" in reasons[0].message and "LoraConfig" in reasons[0].message
 
 
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"null", "holds the JSON value null, not an object"),
+        (b'{"r": ' + b"9" * 5000 + b"}", "is not valid JSON: a number has more than 4300 digits; shorten it"),
+        (b"\xef\xbb\xbf{}", "is not valid JSON: it begins with a byte order mark; save it without one"),
+        (b"\xff{}", "is not valid JSON: byte 0 begins no character of UTF-8; save the text as UTF-8"),
+        (b"[" * 100_000, "is not valid JSON: it is nested too deeply"),
+        (json.dumps(make_config(r=None)).encode(), "r is null; it must be a positive whole number"),
+        (
+            json.dumps(make_config(bias=[None, True])).encode(),
+            "bias is [null, true]; it must be one of none, all, lora_only",
+        ),
+    ],
+    ids=["null", "digits", "mark", "bytes", "depth", "missing", "list"],
+)
+def test_a_fault_is_told_in_the_words_of_json(raw: bytes, message: str) -> None:
+    """Born from a fault: messages had NoneType, True and a function of Python that an uploader cannot call."""
+    _, (reason,) = parse_peft_config(raw)
+    assert reason.message.removeprefix("adapter_config.json ") == message
+
+
 def test_every_field_of_this_version_of_peft_is_known_here() -> None:
     assert set(LoraConfig.__dataclass_fields__) == KNOWN_FIELDS
 

@@ -126,6 +126,31 @@ def test_both_other_spellings_that_peft_and_transformers_load_are_accepted() -> 
     assert reason_codes(make_members(tensors=plain)) == reason_codes(make_members(tensors=named)) == []
 
 
+def uses(members: dict[str, bytes]) -> tuple[str, ...]:
+    files = {name: memoryview(raw) for name, raw in members.items()}
+    return parse_adapter(files, SHAPE, AdapterLimits()).extras.uses
+
+
+def test_a_name_in_the_config_that_no_module_has_is_named_in_the_certificate() -> None:
+    """Born from a fault: such a name was ignored without a word."""
+    names = ["q_proj", "down_proj", "c_attn", "model.layers.9.mlp.up_proj"]
+    (text,) = uses(make_members(make_config(target_modules=names)))
+    assert text.startswith(
+        "not ['c_attn', 'model.layers.9.mlp.up_proj'] in target_modules, which name no linear"
+    )
+    assert uses(make_members(make_config(target_modules=["self_attn.q_proj", "down_proj"]))) == ()
+
+
+def test_names_of_tensors_that_only_transformers_reads_are_named_in_the_certificate() -> None:
+    """Born from a fault: PEFT's own loader ignores them, so it answers otherwise."""
+    plain = {name.removeprefix("base_model.model."): value for name, value in make_tensors().items()}
+    (text,) = uses(make_members(tensors=plain))
+    assert text.startswith(
+        "8 tensors named like 'model.layers.0.mlp.down_proj.lora_A.weight': transformers reads"
+    )
+    assert uses(make_members()) == ()
+
+
 def test_faults_of_config_tensors_and_texts_are_reported_together() -> None:
     tensors = changed(make_tensors(), lambda t: (t.pop(Q0_B), t[Q0_A].__setitem__((0, 0), np.nan)))
     members = make_members(make_config(use_qalora=True), tensors, generation_config_dot_json="[]")

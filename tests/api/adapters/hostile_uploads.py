@@ -257,7 +257,7 @@ def _tensor_files(make: Maker) -> dict[str, HostileUpload]:
             "Unexpected UTF-8 BOM"),
         "a header that is a list": (make.file([header]), "a JSON list, not an object"),
         "a header that is nested too deep": (make.file(b"[" * 500_000),
-            "the header is not valid JSON: maximum recursion"),
+            "the header is not valid JSON: it is nested too deeply"),
         "a header with NaN": (make.entry(shape=[float("nan"), 2]), "the header is not valid JSON: NaN"),
         "one tensor twice": (make.file(doubled.encode()), "lora_A.weight' appears twice"),
         "one field twice": (make.file(twice_inside.encode()), "key 'dtype' appears twice"),
@@ -276,7 +276,7 @@ def _tensor_files(make: Maker) -> dict[str, HostileUpload]:
         "a shape whose size is zero in int64": (make.file(wrapping), "takes 73786976294838206464 bytes"),
         "nine dimensions": (make.entry(shape=[1] * 9), "shape [1, 1, 1, 1, 1, 1, 1, 1, 1]"),
         "a shape that is a number": (make.entry(shape=96), "shape 96 or"),
-        "numbers of 64 bits": (make.entry(dtype="F64"), "has dtype 'F64'"),
+        "numbers of 64 bits": (make.entry(dtype="F64"), "has dtype 'F64'; accepted are F32, F16, BF16: convert it"),
         "whole numbers": (make.entry(dtype="I32"), "has dtype 'I32'"),
         "numbers of 8 bits": (make.entry(dtype="F8_E4M3"), "has dtype 'F8_E4M3'"),
         "a dtype that is a list": (make.entry(dtype=["F32"]), "has dtype ['F32']"),
@@ -413,11 +413,11 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
     texts: dict[str, tuple[bytes, str]] = {
         "an empty config": (b"", "adapter_config.json is not valid JSON: Expecting value"),
         "a config that is cut": (text[:-1].encode(), "adapter_config.json is not valid JSON: Expecting ',' delimiter"),
-        "a config that is a list": (b"[1]", "adapter_config.json holds a JSON list"),
-        "a config that is not UTF-8": (text.encode("utf-16"), "adapter_config.json is not valid JSON: 'utf-8' codec"),
+        "a config that is a list": (b"[1]", "adapter_config.json holds the JSON value [1], not an object"),
+        "a config that is not UTF-8": (text.encode("utf-16"), "is not valid JSON: byte 0 begins no character of"),
         "a config with one key twice": ((text[:-1] + ', "r": 2}').encode(), "key 'r' appears twice"),
         "a config that is nested too deep": (b'{"r":' * 100_000,
-            "adapter_config.json is not valid JSON: maximum recursion"),
+            "adapter_config.json is not valid JSON: it is nested too deeply"),
         "a config of 2 MiB": (text.encode() + b" " * (2 << 20), "bytes long; at most 1048576 are accepted"),
         "alpha NaN": (text.replace('"lora_alpha": 4', '"lora_alpha": NaN').encode(), "JSON: NaN is not a JSON number"),
         "alpha infinite": (text.replace('"lora_alpha": 4', '"lora_alpha": Infinity').encode(),
@@ -429,7 +429,7 @@ def _configs(make: Maker) -> dict[str, HostileUpload]:
         name: _files(make.members(raw), words, "config_malformed") for name, (raw, words) in texts.items()
     }
     overflowing = text.replace('"lora_alpha": 4', '"lora_alpha": 1e400').encode()
-    found["alpha that overflows"] = _files(make.members(overflowing), "lora_alpha is inf", "alpha")
+    found["alpha that overflows"] = _files(make.members(overflowing), "lora_alpha is Infinity", "alpha")
     rank9 = {**make.config, "r": MAX_RANK + 1}
     # The code is the changed key.
     keyed: dict[str, tuple[dict[str, object], str]] = {
@@ -550,7 +550,7 @@ def _texts(make: Maker) -> dict[str, HostileUpload]:
         "a chat template that is not UTF-8": ({"chat_template_dot_jinja": b"\xff\xfe"},
             "chat_template.jinja is not UTF-8 text", "extra_malformed"),
         "sampling defaults that are a list": ({"generation_config_dot_json": "[]"},
-            "generation_config.json holds a JSON list", "extra_malformed"),
+            "generation_config.json holds the JSON value [], not an object", "extra_malformed"),
         "sampling defaults with NaN": ({"generation_config_dot_json": '{"temperature": NaN}'},
             "generation_config.json is not valid JSON: NaN", "extra_malformed"),
         "a tokenizer with a lone surrogate in its chat template": (

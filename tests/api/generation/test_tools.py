@@ -258,7 +258,7 @@ def test_an_effort_that_would_be_ignored_is_refused(
 @pytest.mark.parametrize(
     ("model", "fields", "message"),
     [
-        ("base", {}, "`tools` has 1 tools, but the chat template of the model 'base' does not show tools"),
+        ("base", {}, "`tools` is set, but the chat template of the model 'base' does not show tools"),
         ("odd", {}, "does not know the format in which the model 'odd' writes tool calls"),
         (
             "qwen",

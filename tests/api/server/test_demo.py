@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import httpx
 import openai
@@ -26,7 +27,9 @@ from demo.toy.tasks import ADAPTERS, TASKS, unseen_sentences
 from slora.core.errors import ConfigError
 from slora.models.model_spec import read_model_spec
 from slora.text.tokenizer import Tokenizer
+from slora_api.adapters.publisher import Publisher
 from slora_api.completions.services import AnswerServices
+from slora_api.core.errors import InspectionFailed
 from slora_api.sandbox import sandbox_pool
 from slora_api.serve.demo import Demo, DemoAdapter, find_demo
 from slora_api.serve.demo_tenants import DemoTenant, describe_demo, set_up_demo
@@ -156,6 +159,34 @@ def test_the_demo_waits_for_the_process_that_compiles_its_templates(
         tenants = asyncio.run(set_up(platform))
     assert [tenant.name for tenant in tenants] == ["base", "loud"]
     assert "No process for chat templates could be started" in caplog.text
+
+
+@pytest.mark.parametrize(("num_failures", "is_published"), [(2, True), (3, False)])
+def test_a_check_that_fails_is_tried_again_and_the_last_error_says_what_to_do(
+    tmp_path: Path, num_failures: int, is_published: bool
+) -> None:
+    """Born from a fault: one check that did not finish on a busy machine ended the server."""
+    loud = Demo.read(write_directory(tmp_path / "adapters" / "loud", make_members()).parents[1])
+    failures = [InspectionFailed("The check did not finish within 60 s.")] * num_failures
+
+    with running_platform(tmp_path, ScriptedEngine()) as platform:
+        services = platform.services
+
+        class BusyPublisher:
+            async def publish(self, *arguments: Any, **named: Any) -> object:
+                if failures:
+                    raise failures.pop()
+                return await services.publisher.publish(*arguments, **named)
+
+        stores = services.tenant_store, services.keys.admin, cast(Publisher, BusyPublisher())
+        set_up = set_up_demo(loud, *stores, tmp_path / "keys.json", partial(asyncio.sleep, 0))
+        if is_published:
+            assert [tenant.name for tenant in asyncio.run(set_up)] == ["base", "loud"]
+            return
+        with pytest.raises(
+            ConfigError, match=r"loud could not be checked in 3 attempts: .* start the demo again"
+        ):
+            asyncio.run(set_up)
 
 
 def test_the_first_screen_is_a_table_and_one_command() -> None:

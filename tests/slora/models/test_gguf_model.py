@@ -1,5 +1,6 @@
 """GGUF files as base models: transformers' logits and tokens, and a refusal of all that is not understood."""
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -83,11 +84,19 @@ def type_of_mix(mix: str, name: str) -> Type:
     "mix",
     ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M"],
 )
-def test_a_quantized_file_has_the_logits_of_transformers_reading(tmp_path: Path, mix: str) -> None:
+def test_a_quantized_file_has_the_logits_of_transformers_reading(
+    tmp_path: Path, mix: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
     write_gguf(tmp_path / "tiny.gguf", "llama", partial(type_of_mix, mix), **sizes)
     oracle = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).eval()
     assert largest_error(find_model(tmp_path), oracle) < 1e-3
+    # Newcomers expect that a small file takes little memory.
+    types = {"F16": "", "BF16": "", "Q4_K_M": "Q4_K and Q6_K"}.get(mix, mix)
+    assert (f"the weights are stored as {types} and served as numbers of float32" in caplog.text) == bool(
+        types
+    )
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])

@@ -396,6 +396,27 @@ def test_rounding_twice_is_refused(kit: ModelKit, tmp_path: Path) -> None:
         LLM(tmp_path / "stored", quantization="int8")
 
 
-def test_an_unknown_format_is_refused(kit: ModelKit) -> None:
-    with pytest.raises(ConfigError, match="quantization is 'int2'; it must be auto, int8, fp8 or int4"):
-        LLM(kit.directory, quantization="int2")
+def test_an_unknown_format_is_refused(kit: ModelKit, tmp_path: Path) -> None:
+    """Born from a fault: a checkpoint that is already quantized got the error about rounding twice."""
+    rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
+    set_config(tmp_path / "stored", quantization_config={"quant_method": "fbgemm_fp8"})
+    for directory in (kit.directory, tmp_path / "stored"):
+        spec = read_model_spec(directory)
+        with pytest.raises(ConfigError, match="quantization is 'int2'; it must be auto, int8, fp8 or int4"):
+            spec.check_quantization("int2")
+        spec.check_quantization("auto")
+
+
+def test_the_form_of_the_weights_is_that_of_the_request_or_of_the_checkpoint(
+    kit: ModelKit, tmp_path: Path
+) -> None:
+    spec = read_model_spec(kit.directory)
+    assert [spec.find_weight_form(name) for name in ("auto", "int8", "int4")] == [None, "int8", "int4"]
+    rewrite(kit.directory, tmp_path / "stored", lambda path, weight: {path: weight})
+    for config, form in (
+        ({"quant_method": "fbgemm_fp8"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, None),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "nf4"),
+    ):
+        set_config(tmp_path / "stored", quantization_config=config)
+        assert read_model_spec(tmp_path / "stored").find_weight_form("auto") == form
