@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Scope
 
 from slora_adapters.errors import SloraError, StoreUnavailable
 from slora_api.adapters.model_routes import router as models
-from slora_api.adapters.pin_routes import router as pins
+from slora_api.adapters.operator_routes import router as operator_adapters
 from slora_api.adapters.routes import router as adapters
 from slora_api.adapters.routes import vllm_router as vllm_adapters
 from slora_api.batches.file_routes import router as files
@@ -71,7 +71,7 @@ _ROUTERS = (
         quotas,
         tenants,
         purges,
-        pins,
+        operator_adapters,
         keys,
         engines,
     ),

@@ -12,7 +12,7 @@ from pathlib import Path
 from slora_adapters.process.shortage import Work
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.adapters.build import AdapterNeeds, build_adapters
-from slora_api.adapters.pin_routes import PinServices
+from slora_api.adapters.operator_routes import OperatorServices
 from slora_api.batches.batch_runner import BatchRunner
 from slora_api.batches.routes import build_batches
 from slora_api.completions.services import Generator, Obstacles, build_answers, open_templates
@@ -106,7 +106,7 @@ def build_services(
             tenant_store,
             TenantServices(tenant_store, pinning.change_share),
             TenantPurges(tenant_store, usage.ledger, adapters.stored, client),
-            PinServices(tenant_store, pinning, catalog, registry),
+            OperatorServices(tenant_store, pinning, catalog, registry),
             QuotaServices(quotas.meter, registry, quotas.store, tenant_store),
             UsageServices(tenant_store.find_id, report),
             PriceStore(foundation.database),

@@ -17,7 +17,7 @@ from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.adapters.pin_routes import PinServices
+from slora_api.adapters.operator_routes import OperatorServices
 from slora_api.keys.key_record import PEPPER_BYTES
 from tests.adapters.hand_made import make_config, make_members, make_tensors
 from tests.api.conftest import Kit
@@ -51,7 +51,7 @@ class ServerPair:
 
     def wait_until_followed(self) -> None:
         """Returns when the second server has applied every change made so far."""
-        registry = self.second.find(PinServices).registry
+        registry = self.second.find(OperatorServices).registry
         with patch.object(registry, "changes", wraps=registry.changes) as changes:
             # The second call begins when all that the first one read has been applied.
             wait_for(lambda: changes.call_count >= 2 or None)

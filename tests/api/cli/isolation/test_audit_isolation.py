@@ -14,7 +14,7 @@ import pytest
 
 from slora.core.request import EngineRequest, FinishReason, TokenDelta
 from slora_api.adapters.model_catalog import ModelCatalog
-from slora_api.adapters.pin_routes import PinServices
+from slora_api.adapters.operator_routes import OperatorServices
 from slora_api.adapters.publisher import CANARY_TENANT
 from slora_api.adapters.served_model import ServedModel
 from slora_api.core import errors
@@ -128,7 +128,7 @@ def test_routes_that_any_or_no_key_opens_errors_that_tell_foreign_models_and_a_s
         return request.state.caller
 
     find, list_tenants = ModelCatalog.find_model, platform.services.tenant_store.list_tenants
-    registry = platform.find(PinServices).registry
+    registry = platform.find(OperatorServices).registry
 
     async def reveal(self: ModelCatalog, key: KeyRecord, name: str, *rest: Any, **named: Any) -> ServedModel:
         owners = {

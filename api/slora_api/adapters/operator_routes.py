@@ -37,8 +37,8 @@ _ADAPTER_ID = re.compile("([^/@]+)/([^/@]+)")
 
 
 @dataclass(frozen=True, slots=True)
-class PinServices:
-    """What the routes of pins use."""
+class OperatorServices:
+    """What the operator's routes of adapters and pins use."""
 
     tenant_store: TenantStore
     pinning: Pinning
@@ -54,7 +54,7 @@ class PinObject(AliasObject):
     tenant_id: str
 
 
-def _pins_json(services: PinServices, pins: Sequence[Rollout]) -> list[PinObject]:
+def _pins_json(services: OperatorServices, pins: Sequence[Rollout]) -> list[PinObject]:
     names = services.tenant_store.find_names({pinned.tenant for pinned in pins})
     return [
         {
@@ -91,7 +91,7 @@ class OwnedAdapterObject(AdapterObject):
 @router.get("/adapters")
 def find_adapters(
     _operator: Operator,
-    services: Wired[PinServices],
+    services: Wired[OperatorServices],
     contains: NamePart = "",
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
@@ -128,7 +128,7 @@ def find_adapters(
 def list_tenant_adapters(
     tenant: NamedTenant,
     _operator: Operator,
-    services: Wired[PinServices],
+    services: Wired[OperatorServices],
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[AdapterObject]:
@@ -151,7 +151,7 @@ async def upload_tenant_adapter(
 @router.get("/pins")
 def list_pins(
     _operator: Operator,
-    services: Wired[PinServices],
+    services: Wired[OperatorServices],
     limit: Limit = DEFAULT_LIMIT,
     after: str | None = None,
 ) -> PageObject[PinObject]:
@@ -165,13 +165,13 @@ def list_pins(
     "/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, PinsFull, EngineUnavailable, DiskFull)
 )
 async def pin_adapter(
-    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[PinServices]
+    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[OperatorServices]
 ) -> AdapterObject:
     return adapter_json(await services.pinning.pin(tenant.tenant_id, name))
 
 
 @router.delete("/tenants/{tenant}/adapters/{name}/pin", responses=errors(NotFound, DiskFull))
 async def unpin_adapter(
-    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[PinServices]
+    tenant: NamedTenant, name: str, _operator: Operator, services: Wired[OperatorServices]
 ) -> AdapterObject:
     return adapter_json(await services.pinning.unpin(tenant.tenant_id, name))
