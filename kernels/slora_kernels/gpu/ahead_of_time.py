@@ -74,7 +74,7 @@ def _kv_formats(target: GPUTarget) -> list[KVFormat]:
 def compile_all(target: str, dtype: str, left_out: str | None = None) -> Iterator[CompiledKernel]:
     """Compiles every launch for one of `TARGETS`. Errors that Triton raises are not caught.
 
-    left_out: a pattern of the cases (see `CompiledKernel.case`) that are not compiled.
+    left_out: a pattern of the launches that are not compiled, each as "kernel: case" (see `CompiledKernel`).
 
     Launches with the same machine code are measured once, but each of them is reported.
     """
@@ -82,7 +82,7 @@ def compile_all(target: str, dtype: str, left_out: str | None = None) -> Iterato
     known: dict[str, CompiledKernel] = {}
     forms, kv_formats = _quantized_forms(TARGETS[target]), _kv_formats(TARGETS[target])
     for case, launch in bind_all(DTYPES[dtype], forms, kv_formats, load_sizes(target)):
-        if left_out is not None and re.search(left_out, case):
+        if left_out is not None and re.search(left_out, f"{launch.kernel.__name__}: {case}"):
             continue
         compiled = launch.compile()
         if compiled.hash not in known:
@@ -96,7 +96,9 @@ def main() -> None:
     parser.add_argument(
         "names", nargs="*", choices=[*TARGETS, *DTYPES], help="default: all targets, bfloat16"
     )
-    parser.add_argument("--without", metavar="PATTERN", help="leaves out the cases that match this pattern")
+    parser.add_argument(
+        "--without", metavar="PATTERN", help="leaves out launches whose 'kernel: case' matches"
+    )
     arguments = parser.parse_args()
     targets = [name for name in arguments.names if name in TARGETS] or list(TARGETS)
     dtypes = [name for name in arguments.names if name in DTYPES] or ["bfloat16"]

@@ -74,12 +74,14 @@ LINEARS = (
 )
 FP8_KV = "KV in fp8"
 # Each target takes one core for a minute.
-# The quick run leaves out cases whose kernels differ from others only in widths or in the number of modules, and
-# combinations of the dtype of weights with the number of tokens.
+# The quick run leaves out cases whose kernels differ from others only in widths, in the number of modules or by a
+# parameter that the interpreter shows, and combinations of the dtype of weights with the number of tokens.
 LEFT_OUT = (
-    r"site [1235]\b|site 4, tiles of 32|Phi-3-mini|LongCat-Flash|MiniCPM3|Gemma-2-9B, KV|DeepSeek-V3, KV"
-    r"|int8 weights, (64|1024) |float8\w* weights, 64 |bfloat16 experts, (1|64) |int8 experts, (1|256) "
-    r"|float8\w* experts, (1|64) |groups of 32, 1024 |groups of 128, |groups of 64, (16|64) "
+    r"site [01235], tiles|site 4, tiles of 32|delta of site [123]|DoRA at site [1-5]|_expand_rows_kernel: .* site 4"
+    r"|Phi-3-mini|LongCat-Flash|MiniCPM3|gpt-oss|Gemma-4|Gemma-2-9B, KV|DeepSeek-V3, KV"
+    r"|_merge_splits_kernel: [DG]|_rotate_and_write_kv_kernel: Gemma-2"
+    r"|int8 weights, (64|1024) |float8\w* weights, (16|64) |groups of 32, (64|1024) |groups of 128, "
+    r"|groups of 64, (16|64) |bfloat16 experts, (1|64) |int8 experts, (1|256) |float8\w* experts, (1|64) "
 )
 QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
