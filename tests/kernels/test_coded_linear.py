@@ -129,6 +129,7 @@ def test_a_linear_of_four_bits_matches_its_twin(
     assert (error <= limit).all()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tokens", (1, 16, 40))
 def test_numbers_with_more_bits_than_bfloat16_are_not_rounded_to_it(

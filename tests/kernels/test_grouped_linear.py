@@ -23,6 +23,7 @@ def list_starts(counts: tuple[int, ...], device: str) -> torch.Tensor:
     return torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_group_is_multiplied_with_its_own_weight(
@@ -38,6 +39,7 @@ def test_each_group_is_multiplied_with_its_own_weight(
     check_close(actual, reference.grouped_linear(x, weight, None, starts), size=width**0.5)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_of_eight_bit_weights_match_their_twin(

@@ -233,6 +233,7 @@ def test_an_empty_tile_anywhere_in_the_list_changes_nothing(
         assert torch.equal(out, expected)
 
 
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("block_tokens", (8, 16))
 def test_scales_and_offsets_of_columns_match_the_twin(
@@ -255,6 +256,7 @@ def test_scales_and_offsets_of_columns_match_the_twin(
         assert not torch.equal(out[10:17], before[10:17])
 
 
+@pytest.mark.covering(2)
 @DTYPES
 @pytest.mark.parametrize("count", (1, 63, 300))
 def test_logits_of_rows_in_scattered_pages_match_their_products(

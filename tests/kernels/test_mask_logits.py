@@ -23,6 +23,7 @@ def mask_each_bit(logits: torch.Tensor, rows: list[int], masks: torch.Tensor) ->
     return masked
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize(
     ("vocab", "rows"), [(1, [0, 1]), (31, [0, 2, 3]), (257, [1, 3]), (2100, [0, 1, 2, 3])]

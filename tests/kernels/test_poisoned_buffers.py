@@ -153,6 +153,7 @@ class GreedyLibrary:
         return product if bias is None else product + bias
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("width", (17, 33, 34))
 def test_a_library_that_reads_past_an_odd_width_finds_zeros(

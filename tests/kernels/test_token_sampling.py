@@ -84,6 +84,7 @@ def kept_by_transformers(
     return warpers(torch.zeros(len(logits), 1, dtype=torch.long), logits.double()) > float("-inf")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 2.0])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),

@@ -506,6 +506,7 @@ def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *,
 # -- waiting ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheduling", ["fair", "fcfs"])
 @pytest.mark.parametrize("seed", range(6))
 def test_later_requests_of_any_tenant_cannot_starve_a_waiting_request(seed: int, scheduling: str) -> None:
