@@ -159,11 +159,10 @@ class RowBudget:
             else:
                 sequence.num_left_out = 0
 
-    def release(self, chunks: Collection[Chunk], num_steps_alone: int) -> list[Sequence]:
+    def release(self, chunks: Collection[Chunk], absent: Iterable[TenantAccount]) -> list[Sequence]:
         """Returns the sequences of `held_back` that fit into the step.
 
-        chunks: what the step computes so far. num_steps_alone: the number of steps, this one included, since the last
-        step with work of several tenants.
+        chunks: what the step computes so far. absent: the tenants that have no work in this step and still count.
 
         Other tenants' work is weighed by their weights. Work of later priority classes limits no tenant.
 
@@ -188,8 +187,9 @@ class RowBudget:
             wanted_s[tenant] += seconds
         for sequence in held_back:
             wanted_s[sequence.tenant] += _row_s(sequence, self._costs)
-        is_absent = num_steps_alone > ABSENT_STEPS
-        limits = self._find_limits(wanted_s, math.inf if is_absent or not num_steps_alone else 0.0)
+        for tenant in absent:
+            wanted_s.setdefault(tenant, 0.0)
+        limits = self._find_limits(wanted_s)
         left_s = {tenant: limit_s * (1 + _ROUNDING) - row_s[tenant] for tenant, limit_s in limits.items()}
         released = []
         for sequence in held_back:
@@ -201,17 +201,14 @@ class RowBudget:
                 sequence.num_left_out += 1
         return released
 
-    def _find_limits(
-        self, wanted_s: dict[TenantAccount, float], least_s: float
-    ) -> dict[TenantAccount, float]:
+    def _find_limits(self, wanted_s: dict[TenantAccount, float]) -> dict[TenantAccount, float]:
         """Returns how many seconds the rows of each tenant may take.
 
-        wanted_s: the seconds of all work that each tenant has. least_s: the work of a tenant that has none in this step
-        and still counts, 0; without such a tenant, infinity.
+        wanted_s: the seconds of all work that each tenant has.
 
         A tenant's own work is among the work that limits it, because it never limits the tenant itself.
         """
-        limits = {}
+        limits, least_s = {}, math.inf
         for _, group in groupby(sorted(wanted_s, key=_priority), _priority):
             tenants = list(group)
             least_s = min(least_s, *(wanted_s[tenant] / tenant.share.weight for tenant in tenants))

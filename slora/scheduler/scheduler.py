@@ -145,8 +145,9 @@ class Scheduler:
         # Number of steps that are launched and not postprocessed.
         self._num_running_steps = 0
         self._num_quiet_steps = QUIET_STEPS
-        # Number of steps since the last one with interactive work of several tenants.
+        # Number of steps since the last one with interactive work of several tenants, and these tenants.
         self._num_steps_alone = ABSENT_STEPS
+        self._last_together: set[TenantAccount] = set()
         self._lifecycle = Lifecycle(config, self.paging, self.adapters, self.swapping, grammars)
         self.unfinished = self._lifecycle.unfinished
         self._deadlines = Deadlines(costs, self.unfinished)
@@ -593,12 +594,15 @@ class Scheduler:
     def _continue_held_back(self, plan: StepPlan, budget: PrefillBudget, rows: RowBudget) -> None:
         """Plans the decode rows that were held back and fit beside the work of other tenants."""
         tenants = {chunk.sequence.tenant for chunk in plan.chunks}
-        if tenants:
-            self._num_steps_alone = self._num_steps_alone + 1 if len(tenants) == 1 else 0
+        if len(tenants) > 1:
+            self._num_steps_alone, self._last_together = 0, tenants
+        elif tenants:
+            self._num_steps_alone += 1
         if not rows.held_back:
             return
+        absent = self._last_together - tenants if 0 < self._num_steps_alone <= ABSENT_STEPS else ()
         num_left = self._config.max_num_batched_tokens - plan.num_tokens
-        for sequence in rows.release(plan.chunks, self._num_steps_alone)[:num_left]:
+        for sequence in rows.release(plan.chunks, absent)[:num_left]:
             self._continue_sequence(sequence, 1, plan)
         budget.num_tokens = self._config.max_num_batched_tokens - plan.num_tokens
 

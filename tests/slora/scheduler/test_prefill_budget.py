@@ -226,6 +226,17 @@ def test_the_next_request_of_a_tenant_does_not_wait_for_a_step_with_all_rows_of_
     assert count_rows(bench) == {"greedy": 100}
 
 
+def test_a_tenant_of_a_later_priority_class_limits_no_rows_when_it_has_just_computed() -> None:
+    """Born from a bug: it did not limit them in steps with its work, but in the steps after its last one."""
+    bench = make_row_bench()
+    add_rows(bench, "first", 50)
+    bench.step()
+    bench.add("later", tenant="later", max_tokens=2, share=TenantShare(priority=1))
+    for _ in range(3 + ABSENT_STEPS):
+        bench.step()
+        assert count_rows(bench)["first"] == 50
+
+
 def test_beams_of_a_tenant_are_limited_like_other_rows() -> None:
     bench = make_row_bench()
     for number in range(20):
