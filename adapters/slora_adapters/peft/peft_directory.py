@@ -7,6 +7,7 @@ Only four kinds of file are opened: the config, the safetensors file, and the op
 import json
 import os
 import time
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -485,12 +486,15 @@ def _describe_names(
 
     parts: the tensors that are left out. shape: with the module names that the adapter has.
     """
-    left_out = {name.rpartition(".lora_")[0] for name in parts}
-    idle = [
-        name
-        for name in list_idle_names(config, shape)
-        if not any(path == name or path.endswith(f".{name}") for path in left_out)
-    ]
+    # Of paths in reverse, those with a common end are neighbours.
+    left_out = sorted(f".{name.rpartition('.lora_')[0]}"[::-1] for name in parts)
+
+    def is_left_out(name: str) -> bool:
+        end = f".{name}"[::-1]
+        place = bisect_left(left_out, end)
+        return place < len(left_out) and left_out[place].startswith(end)
+
+    idle = [name for name in list_idle_names(config, shape) if not is_left_out(name)]
     if idle:
         why = "which name no linear of the base model; the adapter has no tensors for them"
         yield f"not {abbreviate(idle)} in target_modules, {why}"
