@@ -52,6 +52,14 @@ def test_the_reference_loads_only_files_of_its_own_server(platform: Platform) ->
         assert "//" not in reference and get(platform, f"/{reference}").status_code == 200
 
 
+def test_no_number_touches_the_word_before_it() -> None:
+    """The templates drop spaces that contain a line break, also between a word and an expression."""
+    joined = re.compile(r"^ *(?!//).*[a-z]\n *\$\{[a-z].*", re.MULTILINE)
+    for path in _FILES.rglob("*.js"):
+        if "vendor" not in str(path):
+            assert joined.findall(path.read_text(encoding="utf-8")) == [], path.name
+
+
 def test_each_file_has_its_type_and_is_sent_again_only_if_it_changed(platform: Platform) -> None:
     script = get(platform, "/console/app.js")
     assert script.headers["content-type"] == "text/javascript; charset=utf-8"

@@ -70,8 +70,8 @@ function State({ history, frame }) {
   if (holding.length === 0) return html`<${Notice} kind="good">Serving since ${since}. No condition needs a person.</${Notice}>`;
   return html`
     ${holding.map((one) => html`
-      <${Notice} key=${one.name} kind=${one.severity === "critical" ? "error" : "warning"}>${one.text} It has been so for
-        ${one.minutes} min or longer. <code>${one.name}</code></${Notice}>`)}
+      <${Notice} key=${one.name} kind=${one.severity === "critical" ? "error" : "warning"}>${one.text} It has
+        been so for ${one.minutes} min or longer. <code>${one.name}</code></${Notice}>`)}
     <p class="note">Serving since ${since}.</p>`;
 }
 

@@ -110,8 +110,8 @@ export function OperatorAdapters() {
         ${used.value && html`<${Table} caption="Adapters used today" columns=${usedColumns}
           rows=${used.value.shown} rowKey=${(one) => `${one.tenant} ${one.adapter_digest}`}
           empty="No adapter was used today." />`}
-        ${used.value?.total > MOST_USED && html`<p class="note">The ${MOST_USED} with the most requests of
-          ${formatCount(used.value.total)}.</p>`}
+        ${used.value?.total > MOST_USED && html`<p class="note">The ${MOST_USED} with the most
+          requests of ${formatCount(used.value.total)}.</p>`}
       </${Panel}>
       <${Search} />
       <${Panel} title="Pinned adapters" wide>
