@@ -43,8 +43,8 @@ PARTS = {
 }  # fmt: skip
 # A soft-cap that Gemma 3's config class has and its model code ignores.
 REFUSED_UNLESS_NULL = {"attn_logit_softcapping"}
-# Their parts for images and speech have sizes of their own and take a minute to initialise.
-HUGE = frozenset({"phi4_multimodal"})
+# Their parts have sizes of their own and take a minute to initialise, or 22 GB.
+HUGE = frozenset({"phi4_multimodal", "emu3"})
 SOME_OTHERS = ("starcoder2", "qwen2_moe", "granite")
 OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - FAMILIES.keys() - HUGE)
 
