@@ -82,6 +82,8 @@ _OTHER_PARTS = frozenset(
 # The part of Qwen2-VL and Qwen2.5-VL that reads images lay beside `model` before transformers 4.52.
 _EARLY_PART = "visual"
 _EARLY_HEAD = "language_model.lm_head"
+# The name of no known module has half as many dots. `ignore_saved_parts` makes a text up to each of them.
+_MAX_DOTS = 40
 # The part of an attention module that selects the tokens to read. Sequences are no longer than what it selects, so its
 # weights have no effect.
 INDEXER = "indexer"
@@ -188,6 +190,8 @@ def find_other_part(tensor_name: str, shape: ModelShape) -> str | None:
     """
     root = shape.layers_path.removesuffix(".layers")
     path = re.sub(f"^{_PREFIX}", "", tensor_name)
+    if path.count(".") > _MAX_DOTS:
+        return None
     if shape.has_indexers and path.startswith(f"{shape.layers_path}.") and f".{INDEXER}." in path:
         return INDEXER
     if root not in _ROOTS or _WRAPPER.match(path):

@@ -174,6 +174,16 @@ def test_the_work_for_such_names_does_not_grow_with_the_tensors_that_are_left_ou
     assert work[1] - work[0] < 100 * 300
 
 
+def test_the_name_of_a_tensor_that_is_left_out_has_a_bounded_number_of_parts() -> None:
+    """Born from a fault: 1 MB with one name of 400,000 parts took gigabytes of memory."""
+    text = {
+        name.replace("model.layers", "model.language_model.layers"): t for name, t in make_tensors().items()
+    }
+    for num_parts, codes in ((30, []), (400, ["unknown_tensor"])):
+        name = f"base_model.model.model.visual.{'a.' * num_parts}lora_A.weight"
+        assert reason_codes(make_members(tensors=text | {name: np.ones((1, 1), "f4")})) == codes
+
+
 def test_names_of_tensors_that_only_transformers_reads_are_named_in_the_certificate() -> None:
     """Born from a fault: PEFT's own loader ignores them, so it answers otherwise."""
     plain = {name.removeprefix("base_model.model."): value for name, value in make_tensors().items()}
