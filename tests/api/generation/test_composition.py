@@ -99,7 +99,7 @@ def test_the_same_sum_is_the_same_request_in_any_order_and_weights_of_one_versio
         ([{"name": "formal", "weight": None}], "adapters.0.weight", "number"),
         ([{"weight": 1}], "adapters.0.name", "is missing"),
         ([{"name": "formal", "scale": 1}], "adapters.0.scale", "scale"),
-        (["formal"], "adapters.0", "AdapterWeight"),
+        (["formal"], "adapters.0", "should be an object"),
         ({"name": "formal"}, "adapters", "list"),
         ([{"name": "brief"}, {"name": "base"}], "adapters.1.name", "not an adapter's name"),
         ([{"name": "default"}], "adapters.0.name", "not an adapter's name"),

@@ -163,7 +163,7 @@ def test_a_conversation_is_rendered_as_the_request_asks(
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "sets `messages`"),
         ({"chat_template_kwargs": {"eos_token": "x"}}, "chat_template_kwargs", "sets `eos_token`"),
         ({"chat_template_kwargs": {"style": "x" * 20_000}}, "chat_template_kwargs", "at most 16384"),
-        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "dictionary"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "should be an object"),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "continue_final_message",
