@@ -204,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"input": ["hi"]}, "an item must be an object", "input.0"),
     ({"input": [USER, {"type": "item_reference", "id": "m"}]}, "so send the item itself", "input.1"),
     ({"input": [{"type": "compaction"}]}, "the type 'compaction', which this server does not", "input.0"),
-    ({"input": [{"id": "x"}]}, "it has the type None", "input.0"),
+    ({"input": [{"id": "x"}]}, "it has the type null", "input.0"),
     ({"input": [{"role": "tool", "content": "x"}]}, "should be 'system', 'developer'", "input.0.message.role"),
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "type 'input_image' is not", "input"),
     ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "type 'input_file' is not", "input"),
