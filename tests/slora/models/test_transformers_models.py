@@ -50,7 +50,7 @@ NUM_PAGES = {
     "mistral_large4": 14,
     "minimax_m3_vl_text": 24,
     "gemma4_text": 11,
-    "llama4_text": 14,
+    "llama4_text": 15,
 }
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,

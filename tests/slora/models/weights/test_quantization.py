@@ -127,11 +127,11 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
     assert verdict.equal, verdict
 
 
-# Their input widths are multiples of 32.
+# Half of each input width is a multiple of 64, so that two ranks round the same groups as one.
 WIDE = {
     "llama": {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "attention_bias": True},
-    "qwen2_tied": {"hidden_size": 64, "intermediate_size": 128},
-    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64, "head_dim": 16},
+    "qwen2_tied": {"hidden_size": 128, "intermediate_size": 128},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 128, "head_dim": 32},
 }
 
 
