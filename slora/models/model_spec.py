@@ -183,10 +183,8 @@ class ModelSpec:
         if requested == "auto":
             return
         if requested not in QUANTIZED_BITS:
-            raise ConfigError(
-                f"quantization is {requested!r}; it must be auto, {', '.join(list(QUANTIZED_BITS)[:-1])} or "
-                f"{list(QUANTIZED_BITS)[-1]}"
-            )
+            *names, last = "auto", *QUANTIZED_BITS
+            raise ConfigError(f"quantization is {requested!r}; it must be {', '.join(names)} or {last}")
         if self.decoder is None:
             raise ConfigError(
                 f"quantization is {requested}, but transformers' classes compute this model ({self.family}), and "
@@ -206,8 +204,8 @@ class ModelSpec:
         stored = None if self.decoder is None else self.decoder.quantization
         if stored is None or stored.block is not None:
             return None if requested == "auto" else requested
-        is_float = stored.codes is not None and stored.codes.format in ("nf4", "fp4")
-        return stored.codes.format if is_float and stored.codes is not None else stored.form
+        codes = stored.codes
+        return codes.format if codes is not None and codes.format in ("nf4", "fp4") else stored.form
 
     def resolve_dtype(self, requested: str) -> str:
         """Resolves `auto` to the checkpoint's own dtype. Raises ConfigError for a dtype that can't be served."""
