@@ -6,11 +6,10 @@ from pathlib import Path
 import pytest
 
 from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, check_cpu_isa, list_available_isas
+from tests.support.covering import soaked
 
 ROOT = Path(__file__).parents[2]
 ISAS = list_available_isas()
-# The first, and the best but one. All other tests run with the best.
-QUICK_ISAS = (*ISAS[:1], *ISAS[-2:-1])
 # Quick: the library's products with one set, because compiling our own kernels for another instruction set takes half a
 # minute. These tests need no conftest, which would import transformers.
 QUICK = (
@@ -67,9 +66,8 @@ print(slora_kernels.cpu_isa.find_cpu_isa(), *(worker.name for worker, _ in worke
 """
 
 
-@pytest.mark.parametrize(
-    "isa", [isa if isa in QUICK_ISAS else pytest.param(isa, marks=pytest.mark.soak) for isa in ISAS]
-)
+# All other tests run with the best set.
+@pytest.mark.parametrize("isa", soaked(ISAS, *ISAS[:1]))
 def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: str) -> None:
     has_avx512, has_bfloat16 = isa != "avx2", isa in ("avx512_bf16", "amx")
     run = run_python("-c", REPORT + LANES, isa=isa)

@@ -1,7 +1,21 @@
 """A few cases of a parametrised test in which the values of any two parameters still meet."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
+from typing import Any
+
+import pytest
+
+
+def soaked(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """The values as parameters, or tuples of values. All but the quick ones are for soak only."""
+    return [
+        value
+        if value in quick
+        else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.soak)
+        for value in values
+    ]
+
 
 # The values of the parameters by their names.
 Case = Mapping[str, object]

@@ -20,6 +20,7 @@ from slora_api.keys.key_admin import KeyAdmin
 from slora_api.keys.key_record import Pepper
 from slora_api.keys.key_store import KeyStore, RevocationJournal
 from slora_api.tenants.tenant_store import TenantStore
+from tests.support.covering import soaked
 from tests.support.forked_program import ForkedProgram
 from tests.support.migrated_file import NEXT, running_release, write_next_release
 
@@ -83,7 +84,7 @@ Database(sys.argv[1]).close()
 """
 
 
-@pytest.mark.parametrize("is_empty", [True, False], ids=["empty", "older"])
+@pytest.mark.parametrize("is_empty", soaked([True, False], True), ids=["empty", "older"])
 def test_processes_that_start_together_migrate_once(
     empty_database: str, next_release: Path, *, is_empty: bool
 ) -> None:

@@ -18,6 +18,7 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_api.cli.main import main
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors, write_directory
 from tests.slora.engine.test_parity import GREEDY
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS
 from tests.support.peft_adapters import quiet_peft
 from tests.support.tiny_models import write_model
@@ -54,7 +55,7 @@ def _train(root: Path, **fields: object) -> PeftModel:
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", soaked(KINDS, "pissa_with_patterns", "olora_with_dora"))
 def test_a_converted_adapter_answers_as_the_trained_model(tmp_path: Path, kind: str) -> None:
     model = _train(tmp_path, **KINDS[kind])
     arguments = [str(tmp_path / name) for name in ("trained", "initial", "converted")]

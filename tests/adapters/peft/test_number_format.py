@@ -35,6 +35,7 @@ def test_conversion_rounds_as_torch_does(dtype: str, served: str) -> None:
     assert torch.equal(theirs.view(INTEGERS[theirs.itemsize])[finite], ours[finite])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("served", SERVED)
 @pytest.mark.parametrize("dtype", TORCH)
 def test_fits_agrees_with_torch_on_which_numbers_stay_finite(dtype: str, served: str) -> None:

@@ -32,6 +32,7 @@ from slora_adapters.peft.packing import pack
 from slora_adapters.peft.peft_directory import parse_adapter, read_adapter
 from slora_kernels.layout import ModelShape
 from tests.adapters.unpacking import unpack
+from tests.support.covering import soaked
 from tests.support.peft_adapters import make_adapter, quiet_peft
 from tests.support.tiny_models import write_model
 
@@ -268,7 +269,7 @@ SEEING_MODELS: dict[str, tuple[set[str], dict[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("model", SEEING_MODELS)
+@pytest.mark.parametrize("model", soaked(SEEING_MODELS, "qwen2_5_vl", "mistral3"))
 def test_of_an_adapter_on_all_linears_the_part_that_reads_images_is_named_and_left_out(
     tmp_path: Path, model: str
 ) -> None:

@@ -10,12 +10,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 
-from slora_kernels.cpu.job_fields import begin_job, pack_row, pack_rows
 from slora_kernels.cpu.machine_code import ARGMAX, WORKERS, list_model_workers, name_library
 from slora_kernels.cpu_isa import CPU_ISAS, VARIABLE, find_cpu_isa, list_available_isas
 from slora_kernels.kv_format import KVFormat
+from tests.support.covering import soaked
 
 ROOT = Path(__file__).parents[3]
 KERNELS = ROOT / "kernels"
@@ -46,45 +45,26 @@ def build_library(folder: Path, isa: str, *workers: str) -> Path:
     return library
 
 
-# The next test builds the library of this machine's own instruction set.
-_QUICK = "amx" if find_cpu_isa() == "avx2" else "avx2"
-
-
-@pytest.mark.parametrize(
-    "isa", [pytest.param(isa, marks=[] if isa == _QUICK else pytest.mark.soak) for isa in CPU_ISAS]
-)
-def test_a_library_is_built_for_any_instruction_set_without_torch(isa: str, tmp_path: Path) -> None:
-    library = ctypes.CDLL(str(build_library(tmp_path, isa, ARGMAX.name)))
-    addresses = [getattr(library, ARGMAX.symbol(dtype)) for dtype in ARGMAX.dtypes]
-    assert len(addresses) == 3
+@pytest.mark.parametrize("isa", soaked(CPU_ISAS, "avx2"))
+def test_an_installation_with_machine_code_for_an_instruction_set_needs_neither_numba_nor_triton(
+    isa: str, tmp_path: Path
+) -> None:
+    shutil.copytree(
+        KERNELS / "slora_kernels", tmp_path / "slora_kernels", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    library = ctypes.CDLL(str(build_library(tmp_path / "slora_kernels" / "cpu", isa, ARGMAX.name)))
+    assert len([getattr(library, ARGMAX.symbol(dtype)) for dtype in ARGMAX.dtypes]) == 3
     if isa not in list_available_isas():
         return
-    logits = torch.randn(5, 1000)
-    best, tokens = torch.empty(5), torch.empty(5, dtype=torch.int64)
-    job = begin_job(5, *pack_rows(logits), *pack_row(best), *pack_row(tokens), *(1000, 0, 0))
-    getattr(library, ARGMAX.symbol("float32"))(ctypes.c_void_p(job.buffer_info()[0]))
-    assert torch.equal(tokens, logits.argmax(1)) and torch.equal(best, logits.amax(1))
-
-
-def copy_package(folder: Path) -> None:
-    shutil.copytree(
-        KERNELS / "slora_kernels", folder / "slora_kernels", ignore=shutil.ignore_patterns("__pycache__")
-    )
-
-
-@pytest.mark.skipif(find_cpu_isa() is None, reason="the wheel has no machine code for this CPU")
-def test_an_installation_with_machine_code_needs_no_numba(tmp_path: Path) -> None:
-    isa = find_cpu_isa()
-    assert isa is not None
-    copy_package(tmp_path)
-    build_library(tmp_path / "slora_kernels" / "cpu", isa, ARGMAX.name)
-    code = WITHOUT.format(names=["numba", "llvmlite"]) + (
+    code = WITHOUT.format(names=["numba", "llvmlite", "triton"]) + (
         "import slora_kernels, torch\n"
         "from slora_kernels.kernel_selector import select_kernels\n"
-        "kernels = select_kernels('auto', torch.device('cpu'))\n"
-        "print(kernels.name, *kernels.argmax(torch.tensor([[1.0, 3.0, 2.0]])))\n"
+        "for name in ('auto', 'torch'):\n"
+        "    kernels = select_kernels(name, torch.device('cpu'))\n"
+        "    print(kernels.name, *kernels.argmax(torch.tensor([[1.0, 3.0, 2.0]])))\n"
     )
-    assert run_python(code, sources=tmp_path, **{VARIABLE: isa}) == "cpu tensor([3.]) tensor([1])\n"
+    best = "tensor([3.]) tensor([1])\n"
+    assert run_python(code, sources=tmp_path, **{VARIABLE: isa}) == f"cpu {best}torch {best}"
 
 
 def test_every_worker_of_a_model_is_in_a_library() -> None:

@@ -78,10 +78,10 @@ FP8_KV = "KV in fp8"
 # parameter that the interpreter shows, and combinations of the dtype of weights with the number of tokens.
 LEFT_OUT = (
     r"site [01235], tiles|site 4, tiles of 32|delta of site [123]|DoRA at site [1-5]|_expand_rows_kernel: .* site 4"
-    r"|Phi-3-mini|LongCat-Flash|MiniCPM3|gpt-oss|Gemma-4|Gemma-2-9B, KV|DeepSeek-V3, KV"
-    r"|_merge_splits_kernel: [DG]|_rotate_and_write_kv_kernel: Gemma-2"
+    r"|Phi-3-mini|LongCat-Flash|MiniCPM3|gpt-oss|Gemma-|Qwen3-8B|DeepSeek-V3, KV|_merge_splits_kernel: .*, KV"
+    r"|_merge_splits_kernel: D|_lora_expand_kernel: .* delta of site 0"
     r"|int8 weights, (64|1024) |float8\w* weights, (16|64) |groups of 32, (64|1024) |groups of 128, "
-    r"|groups of 64, (16|64) |bfloat16 experts, (1|64) |int8 experts, (1|256) |float8\w* experts, (1|64) "
+    r"|groups of 64, (16|64) |bfloat16 experts, (1|64) |int8 experts, (1|256) |float8\w* experts, "
 )
 QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))

@@ -77,6 +77,8 @@ def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
     assert num_pages > 100 or stats.preemptions > 0
 
 
+# To ranks and kernels, an activated adapter is one whose rows begin later in a prompt.
+@pytest.mark.soak
 def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:
     kit = kits("llama")
     work = mix(kit, prompts_each=1, seed=3)
@@ -85,6 +87,7 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits) -> None:
     assert judge_answers(kit, work.prompts, work.kinds, answers).equal
 
 
+@pytest.mark.soak
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     kinds = ("activated", "activated_elsewhere")
     kit = make_kit(tmp_path, "llama", {kind: ACTIVATED_KINDS[kind] for kind in kinds}, num_hidden_layers=1)

@@ -33,6 +33,7 @@ from tests.slora.engine.test_parity import (
 )
 from tests.slora.engine.test_tensor_parallel import judge_divided
 from tests.slora.sampling.test_prompt_logprobs import check_scores
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, start_engine
 from tests.support.model_kit import ModelKit, make_kit
@@ -120,43 +121,36 @@ FEATURES: dict[str, Callable[[str], Kinds]] = {
     "tied": _find_tied_kinds,
     "experts": expert_lora_kinds,
 }
-# qwen3 has norms of queries and keys, gemma3 also post norms, and its norms multiply by 1 + weight. It scales its
-# embeddings. gpt_oss and deepseek_v3 run through transformers' own classes. There, routers are in float32 or linears
-# that return a tuple, experts have another activation, no gate or other names, and some layers have a recurrence. Those
-# of Llama 4 get tokens that the router's score has multiplied, and PEFT adapts the transposes of their weights.
+# gemma3 has norms of queries and keys, and post norms, and its norms multiply by 1 + weight. It scales its embeddings.
+# gpt2, olmo2 and deepseek_v3 run through transformers' own classes. There, routers are in float32 or linears that
+# return a tuple, experts have another activation, no gate or other names, and some layers have a recurrence. Those of
+# Llama 4 get tokens that the router's score has multiplied, and PEFT adapts the transposes of their weights. In the
+# quick run, `test_parity_holds_with_chunks_preemption_and_evicted_adapters` has qwen3, qwen2, qwen2_tied and
+# qwen2_moe, and `test_triton_kernels_answer_as_peft_does` the experts of mixtral.
+QUICK = {
+    "norms": ("gemma3_text", "olmo2"),
+    "dora": ("qwen2_tied", "gpt2"),
+    "rows": ("gemma3_text",),
+    "tied": ("qwen2_tied",),
+    "experts": ("deepseek_v3", "llama4_text"),
+}
 MODELS = {
-    "norms": ["gemma3_text", "gpt2", "olmo2"],
-    "dora": ["qwen2_tied", "phi3_window", "gpt2"],
-    "rows": ["llama", "gemma3_text", "gpt2"],
-    "tied": ["qwen2_tied", "llama"],
-    "experts": ["qwen3_moe_mixed", "deepseek_v3", "llama4_text"],
+    "norms": ("gemma3_text", *_OTHER_NORMS, "qwen3", "llama", "qwen2_moe"),
+    "dora": (
+        *("qwen2_tied", "phi3_window", "gpt2", "qwen2", "llama", "qwen2_moe", "gemma2", "gemma3_text"),
+        *("llama_biased_linear_rope", "mixtral"),
+    ),
+    "rows": ("llama", "gemma3_text", "gpt2", "qwen2_tied"),
+    "tied": ("qwen2_tied", "llama"),
+    "experts": (
+        *("qwen3_moe_mixed", "deepseek_v3", "llama4_text", "mixtral", "qwen2_moe", "gpt_oss", "phimoe"),
+        *("granitemoehybrid_recurrent", "jamba", "nemotron_h"),
+    ),
 }
-# In the quick run, `test_parity_holds_with_chunks_preemption_and_evicted_adapters` has qwen3, qwen2, qwen2_tied,
-# qwen2_moe and gpt_oss. The models of llama have nothing that qwen3 and qwen2 do not have. Outside its experts,
-# qwen2_moe has the norms and linears of qwen2. `test_triton_kernels_answer_as_peft_does` has the experts of mixtral.
-SOAKED = {
-    "norms": [
-        "qwen3",
-        "llama",
-        "qwen2_moe",
-        *(model for model in _OTHER_NORMS if model not in MODELS["norms"]),
-    ],
-    "dora": ["qwen2", "llama", "qwen2_moe", "gemma2", "gemma3_text", "llama_biased_linear_rope", "mixtral"],
-    "rows": ["qwen2_tied"],
-    "experts": [
-        "mixtral",
-        "qwen2_moe",
-        "gpt_oss",
-        "phimoe",
-        "granitemoehybrid_recurrent",
-        "jamba",
-        "nemotron_h",
-    ],
-}
-ALL_AT_ONCE = [
-    *((feature, model) for feature, models in MODELS.items() for model in models),
-    *(pytest.param(feature, model, marks=pytest.mark.soak) for feature, models in SOAKED.items() for model in models),
-]  # fmt: skip
+ALL_AT_ONCE = soaked(
+    [(feature, model) for feature, models in MODELS.items() for model in models],
+    *((feature, model) for feature, models in QUICK.items() for model in models),
+)
 
 
 @pytest.fixture(scope="module")
@@ -200,10 +194,10 @@ def test_every_kind_in_one_batch_answers_as_peft_does(
         ("norms", "qwen3", 26, 2),
         ("dora", "qwen2", 40, 1),
         ("embeddings", "qwen2_tied", 40, 2),
-        ("embeddings", "gemma3_text", 28, 2),
         ("rows", "qwen2_tied", 44, 2),
         ("experts", "qwen2_moe", 44, 2),
-        ("experts", "gpt_oss", 40, 2),
+        pytest.param("embeddings", "gemma3_text", 28, 2, marks=pytest.mark.soak),
+        pytest.param("experts", "gpt_oss", 40, 2, marks=pytest.mark.soak),
         pytest.param("embeddings", "llama", 32, 2, marks=pytest.mark.soak),
         pytest.param("embeddings", "gemma2", 28, 2, marks=pytest.mark.soak),
     ],
@@ -264,10 +258,12 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, feature: str, model: s
 @pytest.mark.parametrize(
     ("feature", "model", "kinds"),
     [
-        ("norms", "qwen3", ["every_norm_with_dora", "norms_of_layers", None]),
         ("rows", "llama", ["tokens_of_both", "whole_head", "whole_embedding"]),
         ("experts", "mixtral", ["all_experts", "down_only", None]),
-        # In the quick run, `every_norm_with_dora` has DoRA, and tests of kernels have the rest.
+        # In the quick run, tests of kernels have these.
+        pytest.param(
+            "norms", "qwen3", ["every_norm_with_dora", "norms_of_layers", None], marks=pytest.mark.soak
+        ),
         pytest.param("dora", "qwen2", ["dora_with_patterns", "two_biases", "dora_on_head"], marks=pytest.mark.soak),
         pytest.param("embeddings", "llama", ["both_and_linears", "embedding", "head"], marks=pytest.mark.soak),
     ],

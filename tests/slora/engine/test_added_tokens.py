@@ -20,6 +20,7 @@ from slora_adapters.errors import AdapterInvalid
 from tests.slora.engine.test_adapter_features import FEATURES
 from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer
 from tests.slora.engine.test_tensor_parallel import divided_engine, make_requests
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, make_engine, make_source
 from tests.support.model_kit import ModelKit, make_kit
@@ -91,7 +92,7 @@ def _mix_resized(kit: ResizedKit, prompts_each: int, *, longest: int = 40) -> Wo
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize("model", ["llama", "qwen2_tied", "gemma2", "gpt2"])
+@pytest.mark.parametrize("model", soaked(["llama", "qwen2_tied", "gemma2", "gpt2"], "llama", "gpt2"))
 def test_rows_behind_those_of_the_base_answer_as_in_a_resized_base(
     resized_kits: Callable[[str], ResizedKit],
     report: Callable[[str], None],

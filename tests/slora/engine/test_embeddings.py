@@ -2,10 +2,9 @@
 preempted or found in the prefix cache."""
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from slora.engine.engine import Engine
 from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.version import AdapterVersion
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import (
     Answer,
@@ -55,11 +55,6 @@ def ask(
     """With pooling None, a request for 30 tokens."""
     sampling = NOT_SAMPLED if pooling else SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
     return EngineRequest(name, tenant, list(prompt), single_adapter(adapter), sampling, pooling=pooling)
-
-
-def soaked(models: Iterable[str], *quick: str) -> list[Any]:
-    """The models as parameters. All but the quick ones are for soak only."""
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.soak) for name in models]
 
 
 def draw(length: int, seed: int = 0) -> list[int]:

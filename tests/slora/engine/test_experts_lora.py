@@ -27,6 +27,7 @@ from slora_adapters.peft.peft_directory import read_adapter
 from slora_adapters.peft.tensor_file import MAX_HEADER_BYTES
 from slora_kernels.layout import EXPERT_PATHS, ModelShape
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Oracle
@@ -39,7 +40,7 @@ from tests.support.peft_adapters import (
 from tests.support.tiny_models import OTHER_MODELS, count_layers, make_model, write_model
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe_mixed", "gpt_oss"])
+@pytest.mark.parametrize("model", soaked(["qwen3_moe_mixed", "gpt_oss"], "qwen3_moe_mixed"))
 def test_a_row_has_the_same_bits_in_every_batch(expert_kits: Kits, model: str) -> None:
     kit = expert_kits(model)
     work = Work([[3, 1, 4, 1, 5] * 5, [9, 2, 6, 5], [3, 5]], ["all_linear", None, "patterns"])
@@ -55,7 +56,7 @@ def test_a_row_has_the_same_bits_in_every_batch(expert_kits: Kits, model: str) -
         assert single == together[index] == chunked[index], kind
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("model", soaked(["mixtral", "qwen3_moe"], "mixtral"))
 def test_an_adapter_with_linears_of_single_experts_answers_as_peft_does(
     tmp_path: Path, report: Callable[[str], None], model: str
 ) -> None:
@@ -68,13 +69,7 @@ def test_an_adapter_with_linears_of_single_experts_answers_as_peft_does(
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("deepseek_v2", "phimoe", "nemotron_h")),
-    ],
-)
+@pytest.mark.parametrize("model", soaked(["gpt_oss", "deepseek_v2", "phimoe", "nemotron_h"], "gpt_oss"))
 def test_an_adapter_with_linears_of_single_experts_answers_as_the_merged_model_does(
     tmp_path: Path, report: Callable[[str], None], model: str
 ) -> None:
@@ -247,14 +242,14 @@ def test_a_plain_adapter_with_a_long_header_is_rewritten(tmp_path: Path) -> None
 
 @pytest.mark.parametrize(
     ("model", "kind"),
-    [
-        ("mixtral", "all_linear"),
-        # `all_linear` has a router and both linears of the experts.
-        pytest.param("mixtral", "gate_up_only", marks=pytest.mark.soak),
-        pytest.param("mixtral", "router", marks=pytest.mark.soak),
-        ("gpt_oss", "patterns"),
-        ("llama4_text", "patterns"),
-    ],
+    # `all_linear` has a router and both linears of the experts.
+    soaked(
+        [
+            *(("mixtral", kind) for kind in ("all_linear", "gate_up_only", "router")),
+            *(("gpt_oss", "patterns"), ("llama4_text", "patterns")),
+        ],
+        *(("mixtral", "all_linear"), ("llama4_text", "patterns")),
+    ),
 )
 def test_a_verification_compares_the_factors_of_all_experts(expert_kits: Kits, model: str, kind: str) -> None:
     kit = expert_kits(model)
@@ -314,7 +309,7 @@ def test_a_class_that_computes_its_experts_in_another_way_is_refused(
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
-@pytest.mark.parametrize("model", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model", soaked(["mixtral", "gpt_oss"], "mixtral"))
 def test_a_sum_of_adapters_of_experts_answers_as_one_adapter_of_both_does(tmp_path: Path, model: str) -> None:
     kinds = {kind: expert_lora_kinds(model)["all_experts"] for kind in ("first", "second")}
     kit = make_kit(tmp_path, model, kinds, num_hidden_layers=2)

@@ -70,7 +70,7 @@ def compare_choices(
     ("model", "num_pages", "settings"),
     [
         pytest.param("llama", 200, {}, marks=pytest.mark.soak),
-        ("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
+        pytest.param("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}, marks=pytest.mark.soak),
         ("llama", 40, {}),
         ("llama", 200, {"max_num_seqs": 4}),
         ("mistral_window", 40, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),

@@ -99,9 +99,9 @@ def test_a_trained_model_answers_as_well(report: Callable[[str], None], *, soak:
 @pytest.mark.parametrize(
     ("model", "num_pages", "settings"),
     [
-        ("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
+        pytest.param("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}, marks=pytest.mark.soak),
         ("llama", 70, {"preemption": "swap"}),
-        ("llama", 70, {"preemption": "recompute"}),
+        pytest.param("llama", 70, {"preemption": "recompute"}, marks=pytest.mark.soak),
         ("mistral_window", 70, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
     ],
     ids=["in chunks", "swapped", "recomputed", "behind windows"],

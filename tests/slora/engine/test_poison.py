@@ -37,7 +37,7 @@ class HostPages:
 @pytest.mark.parametrize(
     ("model", "kernels"),
     [
-        ("llama", KERNELS),
+        pytest.param("llama", KERNELS, marks=pytest.mark.soak),
         ("mistral_window", KERNELS),
         pytest.param("gpt2", KERNELS, marks=pytest.mark.soak),
         pytest.param("llama", "torch", marks=pytest.mark.soak),

@@ -34,6 +34,7 @@ from slora_kernels.cpu.machine_code import find_worker, has_workers
 from tests.slora.engine.test_forks import ask, compare_choices
 from tests.slora.engine.test_overlapped_steps import SAMPLING
 from tests.slora.engine.test_parity import answer, judge, judge_engine, mix
+from tests.support.covering import soaked
 from tests.support.driving import Answer, drive, make_engine, make_source, read_once, start_engine, step
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.poison import poison
@@ -59,14 +60,11 @@ def count_few_pages(kit: ModelKit) -> int:
 # and one of each token after the prompt. The oracle takes the first, and ours differ by up to 3.1e-5 from the second.
 _TOLERANCE = 2e-4
 # In the quick run, the next test has qwen3_5_text, whose recurrence is that of qwen3_next and of qwen4_exp_text, and
-# bamba, whose recurrence is that of granitemoehybrid.
-_SLOW = ("qwen3_5_text", "qwen3_next", "qwen4_exp_text", "glm5_next", "bamba")
+# bamba, whose recurrence is that of granitemoehybrid and of falcon_h1.
+_QUICK = ("lfm2", "jamba", "minimax", "mamba2", "nemotron_h")
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(model, marks=[pytest.mark.soak] if model in _SLOW else []) for model in RECURRENT_MODELS],
-)
+@pytest.mark.parametrize("model", soaked(RECURRENT_MODELS, *_QUICK))
 def test_parity_holds_alone_mixed_in_chunks_and_preempted(
     kits: Kits, report: Callable[[str], None], model: str, *, soak: bool
 ) -> None:
@@ -91,11 +89,7 @@ def test_parity_holds_alone_mixed_in_chunks_and_preempted(
 
 @pytest.mark.parametrize(
     ("model", "preemption"),
-    [
-        pytest.param(model, way, marks=[] if (model, way) in _CHOSEN else pytest.mark.soak)
-        for model in RECURRENT_MODELS
-        for way in ("swap", "recompute")
-    ],
+    soaked([(model, way) for model in RECURRENT_MODELS for way in ("swap", "recompute")], *_CHOSEN),
 )
 def test_choices_have_states_of_their_own_and_no_free_page_is_read(
     kits: Kits, model: str, preemption: str
@@ -118,12 +112,8 @@ _DORA_REFUSED = ("qwen3_next", "minimax")
 
 @pytest.mark.parametrize(
     "model",
-    [
-        pytest.param(model, marks=[] if model == "bamba" else pytest.mark.soak)
-        for model in RECURRENT_MODELS
-        # peft refuses to adapt the output of their recurrent layers.
-        if model not in ("falcon_h1", "nemotron_h", "mamba2")
-    ],
+    # peft refuses to adapt the output of their recurrent layers.
+    soaked((name for name in RECURRENT_MODELS if name not in ("falcon_h1", "nemotron_h", "mamba2")), "bamba"),
 )
 def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
     tmp_path: Path, report: Callable[[str], None], model: str

@@ -37,6 +37,7 @@ from tests.slora.models.weights.test_quantization import STORED, write_stored
 from tests.slora.models.weights.test_stored_codes import FORMS as CODED_FORMS
 from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
 from tests.support.coded_checkpoints import write_coded_checkpoint
+from tests.support.covering import soaked
 from tests.support.driving import COSTS, Answer, drive, read_once
 from tests.support.engine_stack import SOURCES, EngineStack, connect, open_stack, wait_until
 from tests.support.model_kit import Kits, ModelKit, make_kit
@@ -114,23 +115,12 @@ def judge_divided(kit: ModelKit, size: int) -> Verdict:
 
 # In the quick run, one model for each way to divide: KV heads that several ranks share, biases, a tied head, fused
 # linears, shared experts, other experts, and norms with soft-caps. Four ranks have fewer KV heads than ranks.
-QUICK_SIZES = {
-    ("llama", 4),
-    ("llama_biased_linear_rope", 2),
-    ("qwen2_tied", 2),
-    ("phi3_window", 4),
-    ("qwen2_moe", 2),
-    ("mixtral", 4),
-    ("gemma2", 2),
-}
-SIZES = [
-    pytest.param(model, size, marks=[] if (model, size) in QUICK_SIZES else pytest.mark.soak)
-    for model in MODELS
-    for size in (2, 4)
-]
+QUICK_SIZES = (("llama", 4), ("llama_biased_linear_rope", 2), ("phi3_window", 4), ("qwen2_moe", 2))
 
 
-@pytest.mark.parametrize(("model", "size"), SIZES)
+@pytest.mark.parametrize(
+    ("model", "size"), soaked([(model, size) for model in MODELS for size in (2, 4)], *QUICK_SIZES)
+)
 def test_a_divided_model_answers_every_kind_of_adapter_as_peft_does(
     kits: Kits, report: Callable[[str], None], model: str, size: int
 ) -> None:
@@ -199,7 +189,7 @@ def test_processes_divide_a_class_of_transformers(tmp_path: Path, model: str) ->
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["llama", "qwen2_moe", "starcoder2"])
+@pytest.mark.parametrize("model", soaked(["llama", "qwen2_moe", "starcoder2"], "qwen2_moe", "starcoder2"))
 def test_adapters_and_experts_add_no_collectives(kits: Kits, model: str) -> None:
     kit = kits(model)
     num_layers = kit.spec.sizes.num_layers
@@ -294,7 +284,7 @@ def check_against_one_rank(kit: ModelKit, size: int, max_tokens: int, **settings
         assert one.logprobs == pytest.approx(answers[1][key].logprobs, abs=1e-4)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+@pytest.mark.parametrize("quantization", soaked(["int8", "fp8"], "int8"))
 def test_quantized_weights_are_rounded_as_on_one_rank(kits: Kits, quantization: str, *, soak: bool) -> None:
     check_against_one_rank(kits("qwen2"), 2, 12 if soak else 4, quantization=quantization)
 
@@ -303,14 +293,8 @@ def test_quantized_experts_are_rounded_as_on_one_rank(kits: Kits, *, soak: bool)
     check_against_one_rank(kits("qwen2_moe"), 2, 12 if soak else 4, quantization="int8")
 
 
-# In the quick run, one checkpoint for each way to store scales, and the packed one.
-QUICK_CHECKPOINTS = ("compressed_int8_packed", "autofp8", "fbgemm_fp8", "deepseek_fp8")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in QUICK_CHECKPOINTS else pytest.mark.soak) for name in STORED],
-)
+# In the quick run, scales of rows, packed, and of blocks.
+@pytest.mark.parametrize("name", soaked(STORED, "compressed_int8_packed", "deepseek_fp8"))
 def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
     kits: Kits, tmp_path: Path, name: str, *, soak: bool
 ) -> None:
@@ -425,6 +409,8 @@ def test_a_rank_ends_with_its_leader_and_a_restarted_group_serves(kits: Kits, st
         asyncio.run(wait_until(lambda pid=rank: not Path(f"/proc/{pid}").exists()))  # type: ignore[misc]
 
 
+# In the quick run, the group above has two processes, too.
+@pytest.mark.soak
 def test_the_library_divides_a_model_and_leaves_no_process(kits: Kits) -> None:
     kit = kits("llama")
     program = (

@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from slora.models.families import FAMILIES, read_model_config
 from tests.support.config_judge import Verdict, judge_config
 from tests.support.config_mutations import draw_changes, each_value
+from tests.support.covering import soaked
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -45,7 +46,6 @@ PARTS = {
 REFUSED_UNLESS_NULL = {"attn_logit_softcapping"}
 # Their parts have sizes of their own and take a minute to initialise, or 22 GB.
 HUGE = frozenset({"phi4_multimodal", "emu3"})
-SOME_OTHERS = ("starcoder2", "qwen2_moe", "granite")
 OTHERS = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) & set(CONFIG_MAPPING) - FAMILIES.keys() - HUGE)
 
 
@@ -107,9 +107,7 @@ def test_a_native_family_is_equal_to_transformers_or_refused(
     assert counts[Verdict.EQUAL] >= len(configs) // 5
 
 
-@pytest.mark.parametrize(
-    "model_type", [*SOME_OTHERS, *(pytest.param(one, marks=pytest.mark.soak) for one in OTHERS)]
-)
+@pytest.mark.parametrize("model_type", soaked(OTHERS, "starcoder2"))
 def test_a_class_of_transformers_is_equal_to_itself_or_refused(
     tmp_path: Path, report: Callable[[str], None], model_type: str, *, soak: bool
 ) -> None:

@@ -10,6 +10,7 @@ from slora import LLM, SamplingParams
 from slora.models.decoder import ExpertChoice
 from slora.models.mixture_layers import avoid_grouped_products
 from slora.models.model_config import ExpertConfig
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS
 from tests.support.tiny_models import make_model, write_model
 
@@ -63,7 +64,7 @@ def test_experts_whose_rows_the_grouped_product_refuses_are_multiplied_one_after
     torch.testing.assert_close(model(tokens).logits, expected)
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen2_moe"])
+@pytest.mark.parametrize("model", soaked(["mixtral", "qwen2_moe"], "qwen2_moe"))
 def test_a_checkpoint_with_stacks_of_experts_answers_as_one_with_a_tensor_for_each(
     tmp_path: Path, model: str
 ) -> None:

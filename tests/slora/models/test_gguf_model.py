@@ -24,6 +24,7 @@ from slora.models.weights.tensor_place import TensorPlace
 from slora.models.weights.weight_blocks import decode_gguf
 from slora.text.tokenizer import Tokenizer
 from tests.support.config_judge import last_logits, serve_logits
+from tests.support.covering import soaked
 from tests.support.gguf_files import sentencepiece_vocabulary, trained_vocabulary, write_gguf
 
 PROMPTS = [[(7 * place + 3) % 90 for place in range(length)] for length in (53, 29, 7)]
@@ -82,7 +83,24 @@ def type_of_mix(mix: str, name: str) -> Type:
 
 @pytest.mark.parametrize(
     "mix",
-    ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "Q4_K_M"],
+    soaked(
+        [
+            "F16",
+            "BF16",
+            "Q4_0",
+            "Q4_1",
+            "Q5_0",
+            "Q5_1",
+            "Q8_0",
+            "Q2_K",
+            "Q3_K",
+            "Q4_K",
+            "Q5_K",
+            "Q6_K",
+            "Q4_K_M",
+        ],
+        *("BF16", "Q4_1", "Q8_0", "Q4_K_M"),
+    ),
 )
 def test_a_quantized_file_has_the_logits_of_transformers_reading(
     tmp_path: Path, mix: str, caplog: pytest.LogCaptureFixture
@@ -114,7 +132,12 @@ def test_torch_computes_the_numbers_of_the_package_gguf(kind: str) -> None:
     assert torch.equal(decode_gguf(stored, rows[0]), expected[0])
 
 
-@pytest.mark.parametrize(("mix", "most"), [("Q4_0", 1e-4), ("Q4_1", 1e-4), ("Q4_K", 1e-4), ("Q4_K_M", 0.5)])
+@pytest.mark.parametrize(
+    ("mix", "most"),
+    soaked(
+        [("Q4_0", 1e-4), ("Q4_1", 1e-4), ("Q4_K", 1e-4), ("Q4_K_M", 0.5)], ("Q4_1", 1e-4), ("Q4_K_M", 0.5)
+    ),
+)
 def test_int4_keeps_numbers_that_are_stored_in_4_bits(tmp_path: Path, mix: str, most: float) -> None:
     """In the mix, the matrices with 6 bits are rounded."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}

@@ -22,6 +22,7 @@ from tests.slora.models.model_survey import (
     write_document,
 )
 from tests.support.config_judge import Verdict
+from tests.support.covering import soaked
 from tests.support.model_kit import ModelKit
 from tests.support.oracle import Verdict as TokenVerdict
 from tests.support.peft_adapters import make_adapter
@@ -40,7 +41,12 @@ def test_the_page_names_every_decoder_class_once_and_none_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "heading"), [("qwen3", NATIVE), ("lfm2", OTHER), ("whisper", "Refused")]
+    ("model_type", "heading"),
+    soaked(
+        [("qwen3", NATIVE), ("lfm2", OTHER), ("whisper", "Refused")],
+        ("qwen3", NATIVE),
+        ("whisper", "Refused"),
+    ),
 )
 def test_the_page_says_what_the_survey_finds(model_type: str, heading: str) -> None:
     (found,) = survey([model_type])

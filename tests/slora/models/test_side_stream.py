@@ -128,7 +128,7 @@ def test_a_shrink_on_the_side_stream_gives_the_same_bits_whenever_it_ends(
 @pytest.mark.parametrize(
     ("composed", "site"),
     [
-        (False, ["fork", "shrink", "expand", "join"]),
+        pytest.param(False, ["fork", "shrink", "expand", "join"], marks=pytest.mark.soak),
         # Several adapters of a row are added in a fixed order, after the matmul.
         (True, ["fork", "shrink", "shrink", "join", "expand", "expand"]),
     ],

@@ -22,6 +22,7 @@ from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
 from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, judge_with_triton, mix
 from tests.support.coded_checkpoints import write_mxfp4
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import start_engine
 from tests.support.model_kit import kinds_for, make_kit
@@ -58,20 +59,17 @@ TINY = {
 }  # fmt: skip
 
 
-# They differ from others only in names or in the order of rotated elements, or others have all that they have. In the
+# The others differ from these in names or in the order of rotated elements, or these have all that they have. In the
 # quick run, other tests compare some of them with peft: `test_adapter_features.py` has gpt_oss, gpt2 and deepseek_v3,
 # `test_tensor_parallel.py` starcoder2, `test_verification.py` gpt_neox, `test_quantization.py` qwen3_vl. Tests below
 # have the models with indexers, and those whose embedding and head are adapted.
-SOAKED = (
-    *("smolvlm", "xglm", "deepseek_v2", "glm4_moe_lite", "minicpm3", "stablelm", "qwen2_5_vl", "gpt_oss"),
-    *("glm_moe_dsa", "axk2", "hy_v4", "mistral_large4", "deepseek_v3", "deepseek_v32", "minimax_m3_vl_text"),
-    *("gpt2", "olmo2", "granite", "opt", "phi", "starcoder2", "gpt_neox", "qwen3_vl"),
+QUICK = (
+    *("gpt_bigcode", "cohere", "hunyuan_v1_dense", "gemma4_text", "mistral3", "bloom", "falcon", "gpt_neo"),
+    "phimoe",
 )
 
 
-@pytest.mark.parametrize(
-    "model", [pytest.param(name, marks=pytest.mark.soak) if name in SOAKED else name for name in OTHER_MODELS]
-)
+@pytest.mark.parametrize("model", soaked(OTHER_MODELS, *QUICK))
 def test_parity_holds_in_chunks_and_when_pages_are_short(
     tmp_path: Path, report: Callable[[str], None], model: str, *, soak: bool
 ) -> None:
@@ -86,9 +84,7 @@ def test_parity_holds_in_chunks_and_when_pages_are_short(
 
 
 @pytest.mark.parametrize("kernels", MOSTLY_FASTEST)
-@pytest.mark.parametrize(
-    "model", ["deepseek_v2", *(pytest.param(name, marks=pytest.mark.soak) for name in LATENT_MODELS[1:])]
-)
+@pytest.mark.parametrize("model", soaked(LATENT_MODELS, "deepseek_v2"))
 def test_latents_are_shared_swapped_and_read_again(
     tmp_path: Path, report: Callable[[str], None], model: str, kernels: str
 ) -> None:
@@ -115,10 +111,7 @@ SELECTING = {
 }
 
 
-@pytest.mark.parametrize(
-    "model",
-    [pytest.param(name, marks=pytest.mark.soak) if name == "glm5_next" else name for name in SELECTING],
-)
+@pytest.mark.parametrize("model", soaked(SELECTING, "deepseek_v32", "minimax_m3_vl_text"))
 def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: Path, model: str) -> None:
     longest, fields = SELECTING[model]
     linears = r".*self_attn\.(\w+_proj|kv_a_proj_with_mqa|indexer\.(wk|wq_b|\w+_proj))"
@@ -138,6 +131,8 @@ def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: P
         start_engine(kit, 400, max_model_len=longest + 1)
 
 
+# In the quick run, `test_the_rows_of_latents_are_keys_and_values` runs them.
+@pytest.mark.soak
 def test_triton_kernels_read_latents(tmp_path: Path) -> None:
     """The first prompt has more tokens than a page."""
     kit = make_kit(tmp_path, "deepseek_v2", LATENT_DORA_KINDS, num_hidden_layers=1)
@@ -145,7 +140,7 @@ def test_triton_kernels_read_latents(tmp_path: Path) -> None:
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["olmo2", "granite", "opt", "phi"])
+@pytest.mark.parametrize("model", soaked(["olmo2", "granite", "opt", "phi"], "opt", "phi"))
 def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -> None:
     """Covers an untied head, scaled logits, a tied head, and a head with a bias that PEFT saves beside the adapter."""
     names = ["embed_tokens"] if model == "opt" else ["embed_tokens", "lm_head"]
@@ -159,7 +154,7 @@ def test_adapters_reach_the_embedding_and_the_head(tmp_path: Path, model: str) -
     assert verdict.equal, verdict
 
 
-@pytest.mark.parametrize("model", ["llama_biased_linear_rope", "gemma2", "qwen3_moe"])
+@pytest.mark.parametrize("model", soaked(["llama_biased_linear_rope", "gemma2", "qwen3_moe"], "gemma2"))
 def test_a_family_of_our_own_is_the_same_through_transformers(tmp_path: Path, model: str) -> None:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "some_layers")}
     kit = make_kit(tmp_path, model, kinds)
@@ -249,7 +244,7 @@ def test_chunks_that_are_no_whole_blocks_are_refused(tmp_path: Path) -> None:
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22)
 
 
-@pytest.mark.parametrize("positions", [512, 32768])
+@pytest.mark.parametrize("positions", soaked([512, 32768], 32768))
 def test_long_chunks_and_scales_are_checked_with_short_ones(tmp_path: Path, positions: int) -> None:
     """As Llama 4 has them, of 8192 tokens."""
     lengths = {"attention_chunk_size": 8192, "floor_scale": 8192, "max_position_embeddings": positions}

@@ -12,6 +12,7 @@ from slora.runner import cost_measurement
 from slora.runner.cost_measurement import Timings
 from slora.runner.runner import Runner
 from slora.scheduler.step_plan import StepPlan
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS
 from tests.support.model_kit import Kits, ModelKit
 
@@ -38,7 +39,7 @@ def start_runner(kit: ModelKit, num_pages: int = 60, **settings: int | str | Non
 
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "mistral_window"])
+@pytest.mark.parametrize("model", soaked(["llama", "gpt2", "mistral_window"], "gpt2"))
 def test_every_cost_is_positive_and_finite(kits: Kits, model: str, kernels: str) -> None:
     costs = start_runner(kits(model), kernels=kernels).measure_costs()
     assert all(0 < value < math.inf for value in astuple(costs))

@@ -10,6 +10,7 @@ import pytest
 from slora.core.cost_model import CostModel, StepTimes, StepWork
 from slora.runner.learned_costs import CostBounds, LearnedCosts, bound_costs
 from slora_kernels.layout import LinearShape, ModelShape
+from tests.support.covering import soaked
 
 TRUTH = CostModel(
     step_s=0.004, token_s=3e-4, decode_s=8e-4, context_token_s=1e-6, page_copy_s=4e-6, load_byte_s=3e-10
@@ -78,7 +79,7 @@ def assert_near(costs: CostModel, truth: CostModel, factor: float) -> None:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", soaked(range(5), 0, 3))
 def test_wrong_initial_costs_are_corrected_within_a_minute(seed: int, noise: float) -> None:
     """Born from a fault: costs were measured once, beside a busy program. A step then cost 69 ms and a row 1e-6 ms
     until a restart."""

@@ -22,6 +22,7 @@ from slora.sampling.sampling_table import SamplingTable
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import SampledToken
 from slora_kernels.kernel_selector import select_kernels
+from tests.support.covering import soaked
 
 VOCAB_SIZE = 24
 KERNELS = select_kernels("auto", torch.device("cpu"))
@@ -111,7 +112,7 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("params", PARAMS)
+@pytest.mark.parametrize("params", soaked(PARAMS, *PARAMS[1:3], *PARAMS[5:8], PARAMS[-1]))
 def test_draws_over_seeds_follow_the_filtered_distribution(params: SamplingParams, *, soak: bool) -> None:
     logits = random_logits(1)[0]
     count = 20_000 if soak else 5_000

@@ -104,7 +104,7 @@ def check_parity(oracle: Oracle, asked: list[Asked], answers: dict[str, Answer])
     [
         pytest.param("llama", 250, {}, marks=pytest.mark.soak),
         ("llama", 250, {"max_num_seqs": 5, "max_num_batched_tokens": 9}),
-        ("llama", 42, {"preemption": "recompute"}),
+        pytest.param("llama", 42, {"preemption": "recompute"}, marks=pytest.mark.soak),
         pytest.param("llama", 42, {"preemption": "recompute", "prefix_cache": "off"}, marks=pytest.mark.soak),
         ("llama", 42, {"preemption": "swap", "swap_bytes": 4 << 20}),
         ("mistral_window", 36, {"max_num_seqs": 11, "max_num_batched_tokens": 13}),

@@ -21,6 +21,7 @@ from slora.runner.runner import RunningStep
 from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import DirectorySource
 from slora_adapters.version import AdapterVersion
+from tests.support.covering import soaked
 from tests.support.driving import (
     Answer,
     add_overflowing_adapter,
@@ -139,10 +140,10 @@ SLICES: dict[str, int | str] = {"load_bytes_per_step": 1}  # one page of an adap
 QUICK_CASES = [
     ("llama", 27, SWAP | SLICES),
     ("mistral_window", 24, RECOMPUTE | PUBLIC | SLICES | ODD_CHUNKS | {"scheduling": "fcfs"}),
-    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
     ("lfm2", 40, SWAP | ODD_CHUNKS),
 ]  # fmt: skip
 OTHER_CASES = [
+    ("phi3_longrope", 24, SWAP | ODD_CHUNKS | {"scheduling": "fcfs"}),
     ("llama", 80, {"preemption": "auto", "swap_pages": 60}),
     ("llama", 200, PUBLIC | CHUNKS),
     ("phi3_longrope", 200, CHUNKS),
@@ -533,13 +534,7 @@ def outlive(
     return {key: tokens for key, tokens in answers.items() if key[0] not in failed}, failed
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("llama", "mistral_window", "lfm2")),
-        "phi3_longrope",
-    ],
-)
+@pytest.mark.parametrize("model", soaked(["llama", "mistral_window", "lfm2", "phi3_longrope"], "llama"))
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits, plain_answers: Callable[[str], dict[str, Answer]], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
@@ -568,7 +563,7 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     assert num_failed > 5 and engine.stats().prefix_hits > 0
 
 
-@pytest.mark.parametrize("model", ["llama", "mistral_window", "lfm2"])
+@pytest.mark.parametrize("model", soaked(["llama", "mistral_window", "lfm2"], "mistral_window", "lfm2"))
 def test_a_request_with_non_finite_logits_caches_no_blocks(kits: Kits, tmp_path: Path, model: str) -> None:
     """The KV computed before the NaN may be wrong as well, including blocks behind the windows. None of it is
     cached."""

@@ -12,6 +12,7 @@ from slora.core.errors import DeadlineMissed
 from slora.core.request import StepOutput, TenantShare
 from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
+from tests.support.covering import soaked
 from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench
 from tests.support.scripted_source import FULL_PAGE_BYTES
 
@@ -120,7 +121,7 @@ def test_an_idle_tenant_that_returns_shares_with_its_class_while_a_later_class_s
     assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.1)
 
 
-@pytest.mark.parametrize("prefix_cache", ["off", "tenant"])
+@pytest.mark.parametrize("prefix_cache", soaked(["off", "tenant"], "tenant"))
 def test_a_hundred_adapters_get_no_more_than_one(prefix_cache: str) -> None:
     adapters = {AdapterVersion("many", str(n)): 1 + n % 2 for n in range(100)}
     adapters[AdapterVersion("one", "only")] = 1
@@ -463,7 +464,7 @@ def test_a_request_gets_pages_soon_although_long_answers_of_another_tenant_hold_
     assert late.is_finished
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.soak) for n in range(2, 8))])
+@pytest.mark.parametrize("seed", soaked(range(8), 1))
 def test_a_tenant_without_running_requests_starts_within_few_steps(seed: int, *, soak: bool) -> None:
     """Other tenants run and queue long answers, many choices and wide beam searches.
 

@@ -18,6 +18,7 @@ from slora.verify.peft_reference import PeftReference
 from slora.verify.verification import TOLERANCES, Verification, VerificationRequest, verify_adapter
 from slora_api.cli.main import main
 from tests.support.coded_checkpoints import CodedForm, write_coded_checkpoint
+from tests.support.covering import soaked
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import (
     ACTIVATED_KINDS,
@@ -63,7 +64,9 @@ def changed(
     return LoraAdapter.from_tensors(tensors, {**LoraConfig.from_pretrained(directory).to_dict(), **fields})
 
 
-@pytest.mark.parametrize("kind", NUM_MODULES)
+@pytest.mark.parametrize(
+    "kind", soaked(NUM_MODULES, "patterns", "some_layers", "both_and_linears", "dora", "activated")
+)
 def test_adapters_of_every_kind_are_found_equal(
     kit: ModelKit, report: Callable[[str], None], capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
@@ -89,7 +92,9 @@ def test_adapters_of_every_kind_are_found_equal(
     assert all(check["effect"] > 0.01 for check in found["prompts"])
 
 
-@pytest.mark.parametrize("model", ["phi3_window", "gemma3_text", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model", soaked(["phi3_window", "gemma3_text", "gpt2", "gpt_neox"], "phi3_window", "gpt_neox")
+)
 def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
     """Covers fused linears, scaled embeddings, transposed weights, and transformers' own classes."""
     write_model(tmp_path / "base", model)
@@ -112,7 +117,7 @@ LONGROPES: dict[str, dict[str, object]] = {
 }
 
 
-@pytest.mark.parametrize("model", LONGROPES)
+@pytest.mark.parametrize("model", soaked(LONGROPES, "phi3_longrope"))
 def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
     tmp_path: Path, model: str
 ) -> None:

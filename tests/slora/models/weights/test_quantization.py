@@ -18,6 +18,7 @@ from slora.models.model_spec import read_model_spec
 from slora.models.weights.linear import quantize_groups
 from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.cpu.machine_code import find_worker
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
@@ -278,7 +279,10 @@ def test_a_checkpoint_of_8_bit_weights_answers_as_its_dequantized_weights(
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [("deepseek_v3", "deepseek_fp8"), ("qwen3_vl", "compressed_int8_rows"), ("mistral3", "autofp8")],
+    soaked(
+        [("deepseek_v3", "deepseek_fp8"), ("qwen3_vl", "compressed_int8_rows"), ("mistral3", "autofp8")],
+        ("deepseek_v3", "deepseek_fp8"),
+    ),
 )
 def test_transformers_classes_get_weights_of_8_bits_widened(
     tmp_path: Path, report: Callable[[str], None], model: str, name: str

@@ -27,6 +27,7 @@ from slora_kernels.layout import LoraSite
 from slora_kernels.torch.torch_kernels import TorchKernels
 from tests.kernels.test_coded_linear import make_coded
 from tests.support.coded_checkpoints import CodedForm, dequantize, write_coded_checkpoint, write_codes
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, TRITON_DEVICE
 from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import Kits, ModelKit, make_kit
@@ -104,7 +105,9 @@ def judge(
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "form", soaked(FORMS, "groups_of_32", "zero_points_of_rows", "gptq_zero_points", "awq", "nf4")
+)
 @pytest.mark.parametrize("model", WIDE)
 @pytest.mark.parametrize("kernels", CPU_KERNELS[::-1])
 def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
