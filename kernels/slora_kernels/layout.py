@@ -320,6 +320,11 @@ class ModelShape:
         return sum(m.in_width * m.out_width for m in self.modules[:-2] if m.num_experts == 1)
 
     @property
+    def attention_flop(self) -> float:
+        """The FLOP of one token's attention to one token: two products, with its K and with its V, in each layer."""
+        return 4.0 * self.num_kv_layers * self.num_heads * self.head_dim
+
+    @property
     def modules(self) -> tuple[LinearShape, ...]:
         """All modules with their full paths. The embedding's in_width is the vocabulary size."""
         return _list_modules(self)

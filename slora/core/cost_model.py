@@ -19,6 +19,7 @@ class StepWork(NamedTuple):
     context_tokens: int  # Total context length of all decode rows.
     swapped_pages: int  # KV pages copied between device and host, in both directions together.
     loaded_bytes: int  # Adapter bytes copied from the host into the pool.
+    prefill_context: int = 0  # Pairs of a prefilled token and a token before it in its prompt.
 
 
 class StepTimes(NamedTuple):
@@ -39,6 +40,7 @@ class CostModel:
     context_token_s: float  # Attention over one token of context, per decode row.
     page_copy_s: float  # Per page copied between device and host, in either direction.
     load_byte_s: float  # Per adapter byte copied from the host into the pool.
+    prefill_context_s: float = 0.0  # Attention of a prefilled token to one token before it.
 
     def __post_init__(self) -> None:
         """Checks the costs. Raises ConfigError with the field, its value and the limit."""
@@ -53,9 +55,11 @@ class CostModel:
                 "the cost token_s is 0; it must be above 0, because other costs are expressed in tokens"
             )
 
-    def prefill_s(self, num_tokens: int) -> float:
-        """Seconds to prefill tokens, without step_s: these tokens are computed in steps that run anyway."""
-        return num_tokens * self.token_s
+    def prefill_s(self, num_tokens: int, start: int = 0) -> float:
+        """Seconds to prefill the tokens of a prompt from position `start` on, without step_s: these tokens are computed
+        in steps that run anyway.
+        """
+        return num_tokens * self.token_s + count_pairs(num_tokens, start) * self.prefill_context_s
 
     def row_s(self, context_tokens: int) -> float:
         """Seconds that one decode row with this context adds to a step that runs anyway."""
@@ -74,6 +78,7 @@ class CostModel:
             + work.context_tokens * self.context_token_s
             + work.swapped_pages * self.page_copy_s
             + work.loaded_bytes * self.load_byte_s
+            + work.prefill_context * self.prefill_context_s
         )
 
     def swap_s(self, num_pages: int) -> float:
@@ -84,5 +89,24 @@ class CostModel:
         return num_bytes * self.load_byte_s
 
     def tokens(self, seconds: float) -> float:
-        """Converts seconds to prefill tokens: at 0.002 s per token, 0.3 s are 150 tokens."""
+        """Converts seconds to prefill tokens without context: at 0.002 s per token, 0.3 s are 150 tokens."""
         return seconds / self.token_s
+
+    def fit_tokens(self, seconds: float, start: int) -> float:
+        """Returns how many tokens of a prompt can be prefilled from position `start` on, so that `prefill_s` is
+        `seconds`.
+
+        Worked example: at 0.001 s per token and 1e-6 s per pair, 0.1 s are 95 tokens at the start of a prompt, and 16
+        from position 5,000 on.
+        """
+        if seconds <= 0:
+            return 0.0
+        # The positive root of half * n^2 + first * n = seconds, in the form without a difference of similar numbers.
+        half = self.prefill_context_s / 2
+        first = self.token_s + self.prefill_context_s * start - half
+        return 2 * seconds / (first + math.sqrt(first * first + 4 * half * seconds))
+
+
+def count_pairs(num_tokens: int, start: int) -> int:
+    """Returns the number of pairs of one of `num_tokens` tokens from position `start` on and a token before it."""
+    return num_tokens * start + num_tokens * (num_tokens - 1) // 2

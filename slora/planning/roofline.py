@@ -86,8 +86,8 @@ class Roofline:
         """
         full_page_bytes, num_ranks = find_full_page_bytes(shape, config), config.tensor_parallel_size
         flops = device.flops * MATRIX_PRODUCTS * (_FLOAT32_SHARE if shape.element_bytes > 2 else 1.0)
-        # A token of a prompt attends to half of the prompt on average: two products with each of its K and V.
-        attention = 4.0 * shape.num_kv_layers * shape.num_heads * shape.head_dim * prompt_tokens / 2
+        # A token of a prompt attends to half of the prompt on average.
+        attention = shape.attention_flop * prompt_tokens / 2
         reads = QUANTIZED_READS if size.is_quantized else WEIGHT_READS
         kv_reads = KV_FP8_READS if config.kv_format is KVFormat.FP8 else KV_READS
         sites = sum(

@@ -42,10 +42,22 @@ _CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
 _HOST_BANDWIDTH, _GPU_BANDWIDTH, _SLOWEST_BANDWIDTH = 2e12, 2e13, 1e8
 # Seconds that the host itself needs for a step, a row and a token: the least, and the most on a busy machine.
 _MIN_HOST_S = CostModel(
-    step_s=1e-4, token_s=1e-7, decode_s=5e-6, context_token_s=1e-10, page_copy_s=1e-7, load_byte_s=1e-13
+    step_s=1e-4,
+    token_s=1e-7,
+    decode_s=5e-6,
+    context_token_s=1e-10,
+    page_copy_s=1e-7,
+    load_byte_s=1e-13,
+    prefill_context_s=1e-13,
 )
 _MAX_HOST_S = CostModel(
-    step_s=10.0, token_s=0.01, decode_s=0.1, context_token_s=1e-4, page_copy_s=0.1, load_byte_s=1e-7
+    step_s=10.0,
+    token_s=0.01,
+    decode_s=0.1,
+    context_token_s=1e-4,
+    page_copy_s=0.1,
+    load_byte_s=1e-7,
+    prefill_context_s=1e-5,
 )
 
 
@@ -76,6 +88,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
         context_token_s=kv_bytes / bandwidth,
         page_copy_s=full_page_bytes / bandwidth,
         load_byte_s=1 / bandwidth,
+        prefill_context_s=shape.attention_flop / fastest,
     )
     most = CostModel(
         step_s=4 * weights / _SLOWEST_BANDWIDTH,
@@ -84,6 +97,7 @@ def bound_costs(shape: ModelShape, full_page_bytes: int, block_tokens: int, *, o
         context_token_s=kv_bytes / _SLOWEST_BANDWIDTH,
         page_copy_s=full_page_bytes / _SLOWEST_BANDWIDTH,
         load_byte_s=1 / _SLOWEST_BANDWIDTH,
+        prefill_context_s=shape.attention_flop / _SLOWEST_FLOPS,
     )
     return CostBounds(_add(least, _MIN_HOST_S), _add(most, _MAX_HOST_S))
 
@@ -101,7 +115,7 @@ _TOKEN, _DECODE = 1, 2
 # Timings are at least this long. The value is less than the resolution of any clock.
 _MIN_S = 1e-9
 # Median regression is computed as a few weighted least-squares fits. Each of them is solved by coordinate descent over
-# the six costs. A fit starts at the previous estimate, so a few rounds are enough.
+# the seven costs. A fit starts at the previous estimate, so a few rounds are enough.
 _NUM_REWEIGHTINGS = 3
 _NUM_SWEEPS = 30
 # All relative errors below this value count as this value. Otherwise a timing that fits exactly would get an infinite
@@ -143,12 +157,20 @@ class LearnedCosts:
     def count(self, work: StepWork, times: StepTimes, now: float) -> None:
         """Adds the timing of one step. now: seconds of any monotonic clock."""
         if work.prefill_tokens or work.decode_rows:
-            units = (1, work.prefill_tokens, work.decode_rows, work.context_tokens, 0, 0)
+            units = (
+                1,
+                work.prefill_tokens,
+                work.decode_rows,
+                work.context_tokens,
+                0,
+                0,
+                work.prefill_context,
+            )
             self._keep(_Timing(units, times.compute_s, now))
         if work.swapped_pages:
-            self._keep(_Timing((0, 0, 0, 0, work.swapped_pages, 0), times.swap_s, now))
+            self._keep(_Timing((0, 0, 0, 0, work.swapped_pages, 0, 0), times.swap_s, now))
         if work.loaded_bytes:
-            self._keep(_Timing((0, 0, 0, 0, 0, work.loaded_bytes), times.load_s, now))
+            self._keep(_Timing((0, 0, 0, 0, 0, work.loaded_bytes, 0), times.load_s, now))
         if self._timings and now - self._fitted_at_s >= _FIT_EVERY_S:
             self._fitted_at_s = now
             self._fit(now)
@@ -176,7 +198,7 @@ class LearnedCosts:
             setattr(self.current, field.name, cost)
 
     def _descend(self, products: list[list[float]], sums: list[float], costs: list[float]) -> list[float]:
-        """Runs coordinate descent from `costs`, within the bounds. products [6, 6], sums [6]: the normal equations.
+        """Runs coordinate descent from `costs`, within the bounds. products [7, 7], sums [7]: the normal equations.
 
         Plain Python is ten times as fast as numpy for matrices this small.
         """

@@ -190,8 +190,14 @@ class Runner:
         return LearnedCosts(self.measure_costs(), bounds)
 
     def measure_costs(self) -> CostModel:
-        """Measures the costs of steps and copies. No page may be in use: measuring writes to many pages."""
-        return measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
+        """Measures the costs of steps and copies. No page may be in use: measuring writes to many pages.
+
+        The cost of attention in a prefill is derived from its FLOP, because steps that are short enough to be measured
+        at start hardly show it.
+        """
+        costs = measure_costs(self.run, self.memory, *self._largest_step, self.max_model_len)
+        flop_s = costs.token_s / max(1, 2 * self._shape.num_weights)
+        return replace(costs, prefill_context_s=flop_s * self._shape.attention_flop)
 
     def run(self, plan: StepPlan) -> list[SampledToken]:
         """Runs one step and waits for its results. See `launch`."""

@@ -5,6 +5,8 @@ admitted if an adapter is on the host but not in the pool. It gets its pages and
 nothing until the last slice of its last adapter is loaded. Meanwhile later sequences can be admitted.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 from slora.memory.tenant_account import TenantAccount
@@ -62,7 +64,7 @@ class Admission:
         """
         if sequence.num_pending or self._adapters.find_missing(sequence):
             return None
-        needs = self._measure_needs(sequence, num_tokens)
+        needs = self._measure_needs(sequence, lambda start: num_tokens)
         if sequence.tenant.would_exceed_ceiling(needs.num_more_held) or not self._has_room(sequence, needs):
             return None
         return needs.num_tokens
@@ -89,14 +91,14 @@ class Admission:
                 sequence.num_pending
             ):  # Preempted while a step computes its last token, which is known after this step.
                 break
-            fitting = max(budget.fit(sequence.tenant), int(is_full))
-            if fitting <= 0:
+            fit = partial(_fit_prompt, budget, sequence, at_least=int(is_full))
+            if fit(0) <= 0:
                 skipped.add(sequence.tenant)
                 continue
             if self._adapters.find_missing(sequence):
                 self._lifecycle.wait_for_adapters(sequence)
                 continue
-            needs = self._measure_needs(sequence, fitting)
+            needs = self._measure_needs(sequence, fit)
             has_room = self._has_room(sequence, needs)
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
@@ -108,7 +110,8 @@ class Admission:
                     break
                 skipped |= running
             elif has_room and self._reserve(sequence, needs, plan):
-                budget.spend(sequence.tenant, self._start(sequence, needs, plan))
+                num_tokens = self._start(sequence, needs, plan)
+                budget.spend(sequence.tenant, num_tokens, sequence.num_computed)
             elif self._preemption.preempt_background(plan):
                 continue
             elif self._paging.tenants.has_floors:
@@ -130,10 +133,12 @@ class Admission:
             if self._adapters.find_missing(sequence):
                 self._lifecycle.wait_for_adapters(sequence)
                 continue
-            fitting = budget.fit(sequence, sequence.max_chunk_tokens)
-            if not fitting:
+            fit = partial(budget.fit, sequence, sequence.max_chunk_tokens)
+            if not fit(0):
                 break
-            needs = self._measure_needs(sequence, fitting)
+            needs = self._measure_needs(sequence, fit)
+            if not needs.num_tokens:
+                break
             if sequence.tenant.would_exceed_ceiling(needs.num_more_held):
                 skipped.add(sequence.tenant)
             elif not (self._has_room(sequence, needs) and self._take_places(sequence, plan)):
@@ -176,14 +181,17 @@ class Admission:
         sequence.num_places = min(sequence.num_choices, self._batch.free_capacity)
         return sequence.num_places > 0
 
-    def _measure_needs(self, sequence: Sequence, budget: int) -> _Needs:
-        """Returns what the sequence needs to be admitted now: the pages of its first chunk and of its adapters."""
+    def _measure_needs(self, sequence: Sequence, fit: Callable[[int], int]) -> _Needs:
+        """Returns what the sequence needs to be admitted now: the pages of its first chunk and of its adapters.
+
+        fit: returns how many of its tokens fit into the step from a position on.
+        """
         self._lifecycle.restart_if_needed(sequence)
         footprint, swapped = self._paging.footprint, sequence.swapped
         block_tokens = footprint.block_tokens
         num_cached_blocks = self._prefixes.count_cached(sequence) if swapped is None else 0
         num_computed = num_cached_blocks * block_tokens if swapped is None else swapped.num_computed
-        num_tokens = min(len(sequence.token_ids) - num_computed, sequence.max_chunk_tokens, budget)
+        num_tokens = min(len(sequence.token_ids) - num_computed, sequence.max_chunk_tokens, fit(num_computed))
         num_tokens = self._prefixes.limit_chunk(sequence, num_computed, num_tokens)
         num_reserved_tokens = num_computed + num_tokens
         if sequence.is_starving:
@@ -299,6 +307,10 @@ class Admission:
                 break
             self._adapters.load_for(sequence, version, plan)
             free_pages -= num_pages
+
+
+def _fit_prompt(budget: PrefillBudget, sequence: Sequence, start: int, *, at_least: int) -> int:
+    return max(budget.fit(sequence.tenant, start), at_least)
 
 
 def _is_within_floor(tenant: TenantAccount, needs: _Needs) -> bool:

@@ -29,8 +29,7 @@ from slora.scheduler.step_plan import Chunk
 # With 4, the steps would be up to five times as long, and the flood would reach four fifths. Ordinary workloads
 # complete as many requests with 4 as with 2 (bench.simulate).
 _STEP_COSTS = 2
-# A step may always prefill this many tokens, even if its fixed cost is tiny. With 64, prompts of 7,000 tokens made the
-# steps of another tenant six times as long on a CPU, because the attention of each token to them takes 2 ms.
+# The prefills of a step may always take as long as this many tokens without context, even if its fixed cost is tiny.
 _MIN_TOKENS = 32
 # Prefills may always take this long, because a reader does not notice it. A decode step on a GPU takes 5 to 10 ms.
 # Without this rule, S-LoRA's load with five adapters filled only 75 of 256 places on an H200.
@@ -47,7 +46,7 @@ def short_prefill_s(costs: CostModel) -> float:
 
 
 def tokens_beside_others(costs: CostModel, num_waiting: int, num_decoding: int) -> int:
-    """Returns how many prompt tokens a step may compute beside decode rows of other tenants.
+    """Returns how many prompt tokens without context a step may compute beside decode rows of other tenants.
 
     num_waiting: the tenants that could start in this step, and have no decode row. num_decoding: those that have one.
     """
@@ -59,6 +58,10 @@ def tokens_beside_others(costs: CostModel, num_waiting: int, num_decoding: int) 
 class PrefillBudget:
     """The prompt tokens that one step may compute.
 
+    All limits but `num_tokens` are times, as numbers of tokens at the start of a prompt. A token with a long context
+    takes longer, because it attends to all of it: on two cores, a token at position 7,000 takes five times as long.
+
+    costs: for tokens with context.
     num_tokens: the tokens that the step may still compute.
     num_beside_others: how many of these tokens may be prefilled beside decode rows of other tenants.
     decoding: the tenants with decode rows in the step.
@@ -69,6 +72,7 @@ class PrefillBudget:
 
     def __init__(
         self,
+        costs: CostModel,
         num_tokens: int,
         num_beside_others: int,
         decoding: Set[TenantAccount] = frozenset(),
@@ -76,36 +80,46 @@ class PrefillBudget:
         wanted: Mapping[TenantAccount, int] = MappingProxyType({}),
         short_tokens: int = 0,
     ) -> None:
+        self._costs = costs
         self.num_tokens = num_tokens
         # The two tenants that want the least.
         self._least_wanted = sorted(wanted.items(), key=itemgetter(1))[:2]
         self._short_tokens = short_tokens
-        self._num_beside_others = num_beside_others
+        self._num_beside_others: float = num_beside_others
         self._decoding = decoding
         self._without_part = set(prefilling)
-        self._parts: dict[TenantAccount, int] = {}
+        self._parts: dict[TenantAccount, float] = {}
 
     def left(self, tenant: TenantAccount) -> int:
         """Returns how many prompt tokens the step has left for the tenant, whatever part of them it may take."""
-        return min(self.num_tokens, self._num_beside_others) if self._delays(tenant) else self.num_tokens
+        if self._delays(tenant):
+            return min(self.num_tokens, int(self._num_beside_others + _ROUNDING))
+        return self.num_tokens
 
-    def fit(self, tenant: TenantAccount) -> int:
-        """Returns how many prompt tokens of the tenant fit into the step."""
+    def fit(self, tenant: TenantAccount, start: int = 0) -> int:
+        """Returns how many tokens of the tenant's prompt fit into the step. start: the position of the first one."""
         left = self.left(tenant)
         if tenant not in self._parts:
             self._without_part.discard(tenant)
-            self._parts[tenant] = -(-left // 2) if self._without_part else left
+            part = -(-left // 2) if self._without_part else math.inf
             others = [count for other, count in self._least_wanted if other is not tenant]
-            if others:
-                self._parts[tenant] = min(self._parts[tenant], max(self._short_tokens, others[0]))
-        return min(left, self._parts[tenant])
+            self._parts[tenant] = min(part, max(self._short_tokens, others[0])) if others else part
+        limit = self._parts[tenant]
+        if self._delays(tenant):
+            limit = min(limit, self._num_beside_others)
+        if limit == math.inf or left <= 0:
+            return left
+        fitting = int(self._costs.fit_tokens(self._costs.prefill_s(1) * limit, start) + _ROUNDING)
+        # At least one token, because a prompt with a very long context would never end otherwise.
+        return min(left, max(fitting, int(limit + _ROUNDING >= 1)))
 
-    def spend(self, tenant: TenantAccount, num_tokens: int) -> None:
+    def spend(self, tenant: TenantAccount, num_tokens: int, start: int = 0) -> None:
         """Counts tokens that fit. Called after `fit`."""
         self.num_tokens -= num_tokens
-        self._parts[tenant] -= num_tokens
+        spent = self._costs.tokens(self._costs.prefill_s(num_tokens, start))
+        self._parts[tenant] -= spent
         if self._delays(tenant):
-            self._num_beside_others -= num_tokens
+            self._num_beside_others -= spent
 
     def _delays(self, tenant: TenantAccount) -> bool:
         return len(self._decoding) > (tenant in self._decoding)
@@ -175,7 +189,7 @@ class RowBudget:
             if chunk.is_decode_row:
                 row_s[chunk.sequence.tenant] += _row_s(chunk.sequence, self._costs)
             else:
-                wanted_s[chunk.sequence.tenant] += self._costs.prefill_s(chunk.num_tokens)
+                wanted_s[chunk.sequence.tenant] += self._costs.prefill_s(chunk.num_tokens, chunk.start)
         planned = {chunk.sequence for chunk in chunks}
         # A sequence that was held back may have been preempted since, and even resumed.
         held_back = [
@@ -265,14 +279,18 @@ class BackgroundBudget:
             self._seconds = max(short_prefill_s(costs), costs.prefill_s(_MIN_TOKENS_QUIET))
         self._must_fit = interactive is None
 
-    def fit(self, sequence: Sequence, num_tokens: int) -> int:
-        """How many of the sequence's next `num_tokens` tokens fit; 0 if none does."""
+    def fit(self, sequence: Sequence, num_tokens: int, start: int | None = None) -> int:
+        """How many of the sequence's next `num_tokens` tokens fit; 0 if none does.
+
+        start: the position of the first one, if it is not the first one that the sequence has not computed.
+        """
         num_tokens = min(num_tokens, self._num_tokens)
         if num_tokens > 0 and _decodes(sequence):
             return int(self._must_fit or _row_s(sequence, self._costs) <= self._seconds)
         # A prefill chunk can have any length. Without the 1e-6, rounding errors could lose a token: 0.03 s at 0.001 s
         # per token are 30 tokens, not 29.
-        return max(0, min(num_tokens, int(self._costs.tokens(self._seconds) + 1e-6)))
+        fitting = self._costs.fit_tokens(self._seconds, sequence.num_computed if start is None else start)
+        return max(0, min(num_tokens, max(int(fitting + _ROUNDING), int(self._must_fit))))
 
     def spend(self, sequence: Sequence, num_tokens: int) -> None:
         """Counts tokens that the step computes. Called after `fit`, before the sequence changes."""
@@ -281,7 +299,7 @@ class BackgroundBudget:
         if num_tokens and _decodes(sequence):
             self._seconds -= _row_s(sequence, self._costs)
         else:
-            self._seconds -= self._costs.prefill_s(num_tokens)
+            self._seconds -= self._costs.prefill_s(num_tokens, sequence.num_computed)
 
 
 def _row_s(sequence: Sequence, costs: CostModel) -> float:

@@ -570,10 +570,11 @@ class Scheduler:
             if num_uncomputed == 1:
                 self._continue_sequence(sequence, 1, plan)
                 continue
-            num_tokens = min(num_uncomputed, sequence.max_chunk_tokens, budget.fit(sequence.tenant))
+            fitting = budget.fit(sequence.tenant, sequence.num_computed)
+            num_tokens = min(num_uncomputed, sequence.max_chunk_tokens, fitting)
             num_tokens = self.prefixes.limit_chunk(sequence, sequence.num_computed, num_tokens)
             if num_tokens > 0 and self._continue_sequence(sequence, num_tokens, plan):
-                budget.spend(sequence.tenant, num_tokens)
+                budget.spend(sequence.tenant, num_tokens, sequence.num_computed)
         return budget, rows
 
     def _row_budget(self, running: list[tuple[Sequence, int]]) -> RowBudget:
@@ -625,7 +626,7 @@ class Scheduler:
         decoding = [sequence.tenant for sequence, num_uncomputed in running if num_uncomputed == 1]
         num_tokens = self._config.max_num_batched_tokens - len(decoding)
         if self._config.scheduling == "fcfs":
-            return PrefillBudget(num_tokens, num_tokens)
+            return PrefillBudget(self._costs, num_tokens, num_tokens)
         wanted: Counter[TenantAccount] = Counter()
         for sequence, num_uncomputed in running:
             if num_uncomputed > 1 and self.adapters.are_ready(sequence.residents):
@@ -643,7 +644,9 @@ class Scheduler:
             prefilling.add(following.tenant)
         num_beside_others = tokens_beside_others(self._costs, num_waiting, len(rows))
         short_tokens = tokens_beside_others(self._costs, 0, 0)
-        return PrefillBudget(num_tokens, num_beside_others, rows, prefilling, wanted, short_tokens)
+        return PrefillBudget(
+            self._costs, num_tokens, num_beside_others, rows, prefilling, wanted, short_tokens
+        )
 
     def _continue_sequence(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Plans the next `num_tokens` tokens of a running sequence. Returns False if it can't compute in this step."""

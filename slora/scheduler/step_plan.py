@@ -6,7 +6,7 @@ The plan has no tensors: the runner turns it into a batch.
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from slora.core.cost_model import StepWork
+from slora.core.cost_model import StepWork, count_pairs
 from slora.core.request import StepOutput, TokenLogprobs
 from slora.memory.residency import AdapterLoad
 from slora.scheduler.beam_search import Proposal
@@ -90,7 +90,7 @@ class StepPlan:
         """Returns the step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row,
         and so is each token of a chunk with drafts.
         """
-        prefill_tokens = decode_rows = context_tokens = 0
+        prefill_tokens = decode_rows = context_tokens = prefill_context = 0
         for chunk in self.chunks:
             if chunk.drafts:
                 decode_rows += chunk.num_tokens
@@ -100,12 +100,14 @@ class StepPlan:
                 context_tokens += chunk.start + 1
             else:
                 prefill_tokens += chunk.num_tokens
+                prefill_context += count_pairs(chunk.num_tokens, chunk.start)
         return StepWork(
             prefill_tokens,
             decode_rows,
             context_tokens,
             swapped_pages=len(self.swaps_out) + len(self.swaps_in),
             loaded_bytes=sum(load.num_pages for load in self.loads) * full_page_bytes,
+            prefill_context=prefill_context,
         )
 
     def add(self, sequence: Sequence, num_tokens: int) -> None:

@@ -203,7 +203,9 @@ class ReplicaModel:
         if following is not None and self.num_running < self.settings.max_num_seqs:
             prefilling.add(following.tenant)
         num_tokens = self.settings.max_num_batched_tokens - len(self._rows)
-        return PrefillBudget(num_tokens, self._short_tokens, set(self._row_counts), prefilling)
+        return PrefillBudget(
+            self.settings.machine.costs, num_tokens, self._short_tokens, set(self._row_counts), prefilling
+        )
 
     def _admit(self, budget: PrefillBudget) -> None:
         adapters, queue = self.adapters, self._queue

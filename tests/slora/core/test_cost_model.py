@@ -20,6 +20,17 @@ def test_a_step_takes_the_sum_of_its_parts() -> None:
     assert COSTS.step_seconds(StepWork(100, 4, 2000, 3, 10**6)) == pytest.approx(0.016 + 0.2 + 0.01 + 0.012)
 
 
+def test_a_token_of_a_prompt_takes_longer_the_more_tokens_are_before_it() -> None:
+    costs = replace(COSTS, token_s=0.001, prefill_context_s=1e-6)
+    assert costs.prefill_s(3, start=100) == pytest.approx(0.003 + (100 + 101 + 102) * 1e-6)
+    assert costs.fit_tokens(0.1, 0) == pytest.approx(95.5, abs=0.1)
+    assert costs.fit_tokens(0.1, 5000) == pytest.approx(16.6, abs=0.1)
+    for start in (0, 7, 5000):
+        assert costs.fit_tokens(costs.prefill_s(30, start), start) == pytest.approx(30)
+    assert costs.fit_tokens(0.0, 5000) == 0
+    assert costs.step_seconds(StepWork(3, 0, 0, 0, 0, 303)) == pytest.approx(0.01 + costs.prefill_s(3, 100))
+
+
 def test_the_cost_of_a_swap_is_a_copy_out_and_a_copy_in() -> None:
     assert COSTS.swap_s(5) == pytest.approx(0.04)
 
@@ -31,7 +42,8 @@ def test_the_time_of_a_load_converts_to_prefill_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "field", ["step_s", "token_s", "decode_s", "context_token_s", "page_copy_s", "load_byte_s"]
+    "field",
+    ["step_s", "token_s", "decode_s", "context_token_s", "page_copy_s", "load_byte_s", "prefill_context_s"],
 )
 @pytest.mark.parametrize("value", [-0.5, math.inf, math.nan])
 def test_a_cost_that_is_negative_or_not_finite_is_refused(field: str, value: float) -> None:

@@ -120,7 +120,7 @@ def test_differences_below_the_noise_count_as_the_minimum_cost(noise: float) -> 
     """A GPU that waits for its host takes as long for one row as for a whole prefill. The measured difference is
     then noise."""
     costs = Timings(0.01, 0.01 - noise, 8, 0.01 - 2 * noise, 512, 0.01 - noise, 256, 0.0, 1e-9).solve()
-    assert all(0 < value < math.inf for value in astuple(costs))
+    assert all(0 < value < math.inf for value in astuple(costs)[:-1])
     assert costs.decode_s == costs.context_token_s == costs.page_copy_s == 1e-9
     assert costs.token_s == pytest.approx(0.1 * 0.01 / 256, rel=0.01), (
         "a load would count as many more tokens"

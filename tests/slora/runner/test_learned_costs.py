@@ -1,5 +1,6 @@
 """Costs learned from steps on simulated machines, with different initial costs and disturbances."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -7,14 +8,15 @@ from dataclasses import astuple, fields, replace
 
 import pytest
 
-from slora.core.cost_model import CostModel, StepTimes, StepWork
+from slora.core.cost_model import CostModel, StepTimes, StepWork, count_pairs
 from slora.runner.learned_costs import CostBounds, LearnedCosts, bound_costs
 from slora_kernels.layout import LinearShape, ModelShape
 from tests.support.covering import soaked
 
 TRUTH = CostModel(
-    step_s=0.004, token_s=3e-4, decode_s=8e-4, context_token_s=1e-6, page_copy_s=4e-6, load_byte_s=3e-10
-)
+    step_s=0.004, token_s=3e-4, decode_s=8e-4, context_token_s=1e-6, page_copy_s=4e-6, load_byte_s=3e-10,
+    prefill_context_s=2e-7,
+)  # fmt: skip
 # Costs that were measured at start beside a busy program.
 SPOILT = replace(TRUTH, step_s=0.069, decode_s=1e-9, token_s=2e-5)
 PAGE_BYTES = 16 * 1024
@@ -48,7 +50,8 @@ def serve(seed: int, most_rows: int = 32) -> Iterator[StepWork]:
             prefill = 32
         swapped = rng.choice([0] * 29 + [20])
         loaded = rng.choice([0] * 19 + [10**6])
-        yield StepWork(prefill, rows, rows * rng.randint(50, 400), swapped, loaded)
+        prefill_context = count_pairs(prefill, rng.randint(0, 4000))
+        yield StepWork(prefill, rows, rows * rng.randint(50, 400), swapped, loaded, prefill_context)
 
 
 def time_step(truth: CostModel, work: StepWork, disturb: Callable[[], float]) -> StepTimes:
@@ -104,6 +107,25 @@ def test_costs_follow_a_slower_machine_within_a_minute() -> None:
     learn(learned, slower, works, 60.0, 0.05)
     work = StepWork(64, 8, 8 * 100, 0, 0)
     assert learned.current.step_seconds(work) == pytest.approx(slower.step_seconds(work), rel=0.3)
+
+
+def test_long_prompts_beside_a_single_row_do_not_change_the_cost_of_that_row() -> None:
+    """Born from a fault: the attention of long prompts had no cost of its own, so it counted as that of the row, which
+    became 30 times as high. A step then seemed to cost nothing."""
+    learned = LearnedCosts(replace(TRUTH, prefill_context_s=5e-8), BOUNDS)
+
+    def serve_prompts() -> Iterator[StepWork]:
+        rng = random.Random(0)
+        for number in itertools.count():
+            start, own = 40 * number % 7000, 0 if number % 9 else 40
+            count = rng.randint(20, 60)
+            pairs = count_pairs(count, start) + count_pairs(own, 0)
+            yield StepWork(count + own, int(not own), 0 if own else 44, 0, 0, pairs)
+
+    learn(learned, TRUTH, serve_prompts(), 45.0, 0.0)
+    for name in ("step_s", "token_s", "prefill_context_s"):
+        assert 0.6 < getattr(learned.current, name) / getattr(TRUTH, name) < 1.6, name
+    assert learned.current.row_s(44) < 3 * TRUTH.row_s(44)
 
 
 def test_costs_that_no_step_exercises_are_not_changed() -> None:
@@ -166,13 +188,15 @@ def test_the_bounds_contain_the_costs_of_real_machines(on_gpu: bool) -> None:
     shape = ModelShape(32, 32, 8, 128, 4096, 128256, 2, linears, ((0, 1, 2), (3,)))
     bounds: CostBounds = bound_costs(shape, 2 << 20, 16, on_gpu=on_gpu)
     fast = (
-        CostModel(0.007, 2e-5, 1e-4, 1e-7, 4e-5, 4e-11)
+        CostModel(0.007, 2e-5, 1e-4, 1e-7, 4e-5, 4e-11, 1e-9)
         if on_gpu
-        else CostModel(0.1, 0.002, 0.01, 1e-6, 5e-5, 1e-10)
+        else CostModel(0.1, 0.002, 0.01, 1e-6, 5e-5, 1e-10, 1e-7)
     )
-    slow = CostModel(10.0, 0.5, 0.5, 1e-4, 0.01, 5e-9)
+    slow = CostModel(10.0, 0.5, 0.5, 1e-4, 0.01, 5e-9, 1e-4)
     if not on_gpu:
         # This machine may have one core only.
-        lower = replace(bounds.lower, token_s=bounds.lower.token_s / 64, decode_s=bounds.lower.decode_s / 64)
-        bounds = replace(bounds, lower=lower)
+        scaled = {
+            name: getattr(bounds.lower, name) / 64 for name in ("token_s", "decode_s", "prefill_context_s")
+        }
+        bounds = replace(bounds, lower=replace(bounds.lower, **scaled))
     assert bounds.clamp(fast) == fast and bounds.clamp(slow) == slow

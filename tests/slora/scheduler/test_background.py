@@ -292,6 +292,19 @@ def test_a_step_without_interactive_requests_computes_at_least_one_row(slow: str
     assert BackgroundBudget(costs, 100, work).fit(sequence, 1) == 0
 
 
+def test_a_background_prompt_with_a_long_context_is_computed_in_smaller_parts_and_ends() -> None:
+    sequence = make_sequence(TenantAccounts(10).find("a", is_background=True), prompt=9000)
+    costs = replace(COSTS, prefill_context_s=1e-6)
+    first = BackgroundBudget(costs, 100, None).fit(sequence, 9000)
+    sequence.num_computed = 8000
+    later = BackgroundBudget(costs, 100, None).fit(sequence, 1000)
+    assert costs.prefill_s(later, 8000) <= costs.prefill_s(first + 1) and 0 < later < first / 5
+    budget = BackgroundBudget(replace(costs, prefill_context_s=1.0), 100, None)
+    assert budget.fit(sequence, 1000) == 1
+    budget.spend(sequence, 1)
+    assert budget.fit(sequence, 1000) == 0
+
+
 def test_a_step_to_which_an_interactive_request_is_admitted_loads_little_for_background_requests() -> None:
     budget = LoadBudget(COSTS, full_page_bytes=100, pool_pages=1000, fixed=None)  # 1e-5 s per page
     budget.begin_step(num_decoding=0, num_waiting=0)

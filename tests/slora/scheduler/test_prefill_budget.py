@@ -35,6 +35,31 @@ def test_a_long_prompt_is_computed_in_short_steps_beside_rows_of_another_tenant(
     assert bench.planned == {"chat": 1, "long": 200, "own": 500}
 
 
+def test_no_part_of_a_long_prompt_takes_longer_than_its_first_one() -> None:
+    """Born from a bug: each step computed as many tokens, and those with a context of 6,000 took five times as long."""
+    costs = replace(SLOW_STEPS, prefill_context_s=2e-6)
+    bench = make_bench(costs=costs, num_pages=4000)
+    bench.add("chat", tenant="honest", max_tokens=200)
+    bench.step()
+    long = bench.add("long", tenant="other", prompt=6000, max_tokens=2)
+    taken = []
+    while long.num_computed < 6000:
+        bench.step()
+        assert bench.planned["chat"] == 1
+        taken.append(bench.planned["long"])
+        assert costs.prefill_s(taken[-1], bench.last_plan.chunks[-1].start) < 0.401
+    assert 300 < taken[0] < 400 and 25 < taken[-2] < 35
+
+
+def test_a_prompt_whose_every_token_takes_too_long_still_ends() -> None:
+    bench = make_bench(costs=replace(SLOW_STEPS, prefill_context_s=0.1))
+    bench.add("chat", tenant="honest", max_tokens=200)
+    bench.step()
+    long = bench.add("long", tenant="other", prompt=60, max_tokens=2)
+    bench.run_steps(61)
+    assert long.is_finished
+
+
 def test_a_tenant_alone_gets_whole_steps() -> None:
     bench = make_bench()
     bench.add("chat", max_tokens=50)
@@ -169,7 +194,7 @@ def test_a_short_prefill_pays_for_the_fixed_cost_of_its_step(token_s: float, sec
 
 def test_what_is_not_computed_stays_in_the_budget() -> None:
     first, second, third = (TenantAccounts(10).find(name) for name in "abc")
-    budget = PrefillBudget(100, 30, {first}, {first, second})
+    budget = PrefillBudget(COSTS, 100, 30, {first}, {first, second})
     assert budget.fit(second) == 15
     assert budget.fit(first) == 100
     budget.spend(first, 80)
