@@ -13,7 +13,6 @@ in headers are not trusted. The size of the headers is limited before they are p
 
 import gzip
 import json
-import os
 import resource
 import struct
 import sys
@@ -562,10 +561,6 @@ def _read_base_name(directory: Path) -> str | None:
     return name.rstrip("/").rpartition("/")[2][:_MAX_BASE_NAME_CHARS] or None
 
 
-# A nice value that gives priority to the processes that serve requests on the same cores.
-_NICE = 10
-
-
 class OutOfMemory(Exception):
     """The inspection exceeded its memory limit."""
 
@@ -610,7 +605,6 @@ class InspectionTask:
 def _bound(task: InspectionTask) -> None:
     """Sets the kernel's limits on this process."""
     die_with(task.parent)
-    os.nice(_NICE)
     # A core file could fill the disk.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # The soft limit sends SIGXCPU, which the server recognises. The hard limit sends SIGKILL, which can also have other

@@ -122,8 +122,6 @@ def _first_line(error: BaseException) -> str:
 # The hub's client reads the list of the repository's files, of which a hostile repository may have a million.
 _MEMORY_BYTES = 1 << 30
 _CPU_SECONDS = 60
-# As for inspections: the processes that serve requests on the same cores come first.
-_NICE = 10
 _SERVER_REMEDY = (
     "push it from a machine that can read it, or ask the operator for a file with a token (HF_TOKEN_PATH)"
 )
@@ -159,7 +157,6 @@ def _download_within(task: DownloadTask) -> HubReference:
 
 def _bound(task: DownloadTask) -> None:
     die_with(task.parent)
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_FSIZE, (task.max_bytes, task.max_bytes))

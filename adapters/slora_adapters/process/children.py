@@ -1,4 +1,4 @@
-"""What child processes get from their parent: environment variables, and their end.
+"""What child processes get from their parent: environment variables, their priority, and their end.
 
 The children read files, templates and forms of tenants. They must not hold secrets that they do not need, such as the
 operator's key or URLs with passwords. An allow-list of variables also excludes secrets that are unrelated to slora.
@@ -6,11 +6,16 @@ operator's key or URLs with passwords. An allow-list of variables also excludes 
 All children get the same base, so that they find the same packages, files and times as the server.
 """
 
+import asyncio
 import os
 import signal
+import sys
 import threading
+from asyncio.subprocess import Process
 from collections.abc import Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
+from typing import Any
 
 # Variables of Python and the C library. None of them holds a secret.
 BASE_VARIABLES: tuple[str, ...] = (
@@ -67,6 +72,24 @@ def pass_on(environment: Mapping[str, str], allowed: tuple[str, ...]) -> dict[st
         if any(fnmatchcase(name, pattern) for pattern in allowed)
     }
     return _DEFAULTS | passed
+
+
+# The niceness of processes that work for one tenant, so that processes that serve all tenants have a higher priority.
+# `slora_adapters.loader.loader_process` sets the same.
+NICENESS = 10
+
+
+async def start_tenant_child(*arguments: str, environment: Mapping[str, str], **options: Any) -> Process:
+    """Starts Python with a lower priority than this process has. options: those of `asyncio.create_subprocess_exec`.
+
+    The child does not lower its priority itself, because its imports take most of the CPU time of a short task.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-P", *arguments, env=dict(environment), **options
+    )
+    with suppress(ProcessLookupError):  # It has already ended.
+        os.setpriority(os.PRIO_PROCESS, process.pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+    return process
 
 
 def describe_exit(exit_code: int) -> str:

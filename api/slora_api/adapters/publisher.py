@@ -23,7 +23,6 @@ import logging
 import math
 import os
 import signal
-import sys
 import uuid
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -52,7 +51,7 @@ from slora_adapters.errors import AdapterInvalid, Reason, StoreUnavailable
 from slora_adapters.inspection.inspection_process import InspectionTask, OutOfMemory, decode_answer
 from slora_adapters.peft.adapter import AdapterExtras, AdapterLimits, CheckedAdapter
 from slora_adapters.peft.extras import read_added_rows, read_added_tokens
-from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on, start_tenant_child
 from slora_adapters.registry.record import StorageUsage, check_adapter_name
 from slora_adapters.registry.registry import RESERVATION_S, StoredAdapters
 from slora_adapters.version import AdapterVersion
@@ -169,10 +168,10 @@ class Inspector:
 
 
 async def _start(task: InspectionTask) -> Process:
-    arguments = ("-P", "-m", "slora_adapters.inspection.inspection_process", task.to_json())
+    arguments = ("-m", "slora_adapters.inspection.inspection_process", task.to_json())
     environment = pass_on(os.environ, BASE_VARIABLES) | _ENVIRONMENT
-    return await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES, env=environment
+    return await start_tenant_child(
+        *arguments, environment=environment, stdin=DEVNULL, stdout=PIPE, limit=_MAX_ANSWER_BYTES
     )
 
 

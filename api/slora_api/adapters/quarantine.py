@@ -19,7 +19,6 @@ import re
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -34,7 +33,7 @@ from slora_adapters.peft.extras import EXTRA_FIELDS, max_extra_bytes
 from slora_adapters.peft.hub_reference import DownloadTask, HubReference, decode_download
 from slora_adapters.peft.peft_config import CONFIG_NAME
 from slora_adapters.peft.peft_directory import MEMBER_NAMES, refuse_pickles
-from slora_adapters.process.children import BASE_VARIABLES, NETWORK_VARIABLES, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, NETWORK_VARIABLES, pass_on, start_tenant_child
 from slora_adapters.process.full_disk import DiskReserve, is_full
 from slora_api.core.errors import BadRequest, Forbidden, HubUnavailable, NotFound
 from slora_api.core.fair_slots import FairSlots, slots_of_process
@@ -242,11 +241,11 @@ class HubAdapters:
 
 
 async def _download(task: DownloadTask, reference: HubReference) -> HubReference:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "slora_adapters.peft.hub", task.to_json()),
+    process = await start_tenant_child(
+        *("-m", "slora_adapters.peft.hub", task.to_json()),
+        environment=pass_on(os.environ, _HUB_VARIABLES) | _HUB_SETTINGS,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
-        env=pass_on(os.environ, _HUB_VARIABLES) | _HUB_SETTINGS,
     )
     try:
         assert process.stdout is not None

@@ -8,7 +8,6 @@ Requests and answers are frames (`wire`) on stdin and stdout. The process ends w
 does not depend on tenants.
 """
 
-import os
 import resource
 import signal
 import sys
@@ -22,8 +21,6 @@ from slora_adapters.process.wire import encode, receive
 
 # Limit of the process's private memory. Shared libraries do not count.
 MEMORY_BYTES = 256 << 20
-# The niceness of a sandbox, so that processes that serve requests have a higher priority.
-_NICE = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +44,6 @@ def serve_requests(answer: Callable[[Any], tuple[str | None, str | None]], cpu_l
     answer: called with a request. Returns the text and None, or None and the reason why there is no text.
     cpu_limit_s: limit of the CPU seconds of one request.
     """
-    os.nice(_NICE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
     requests, answers = sys.stdin.buffer, sys.stdout.buffer

@@ -3,12 +3,11 @@
 import asyncio
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from typing import Any
 
-from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on
+from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on, start_tenant_child
 from slora_adapters.process.wire import BrokenFrame, read_message
 from slora_api.sandbox.sandbox import SandboxAnswer
 
@@ -48,8 +47,8 @@ class SandboxProcess:
         be buffered.
         """
         environment = pass_on(os.environ, BASE_VARIABLES)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", *command), stdin=PIPE, stdout=PIPE, limit=limit, env=environment
+        process = await start_tenant_child(
+            "-m", *command, environment=environment, stdin=PIPE, stdout=PIPE, limit=limit
         )
         sandbox = SandboxProcess(process)
         # The first answer shows that the process has finished its imports.

@@ -427,3 +427,29 @@ def test_a_template_renders_the_same_time_in_a_sandbox_as_in_the_server(
     hours = [datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
     rendered = render("{{ strftime_now('%d %H') }}{{ messages[0].content }}").removesuffix("hi ünï")
     assert rendered in [*hours, datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
+
+
+# Answers each request with the niceness of the process.
+_TELL_NICENESS = """
+import os, sys
+from slora_adapters.process.wire import encode, receive
+from slora_api.sandbox.sandbox import SandboxAnswer
+while receive(sys.stdin.buffer.read) is not None:
+    niceness = str(os.getpriority(os.PRIO_PROCESS, 0))
+    sys.stdout.buffer.write(encode(SandboxAnswer(niceness, None, 0.0, 0)))
+    sys.stdout.buffer.flush()
+"""
+
+
+def test_a_sandbox_has_a_lower_priority_before_it_has_imported_anything() -> None:
+    """Born from a bug: it lowered its priority after its imports, which take most of the time of an inspection."""
+
+    async def run() -> str | None:
+        command = ("timeit", "--number=1", "--repeat=1", f"--setup={_TELL_NICENESS}", "0")
+        sandbox = await SandboxProcess.start(command, template_process.pack_request(""), 60.0)
+        try:
+            return (await sandbox.ask(template_process.pack_request(""), 60.0))[0].text
+        finally:
+            await sandbox.close()
+
+    assert asyncio.run(run()) == str(min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10))
