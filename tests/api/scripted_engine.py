@@ -3,8 +3,9 @@
 import asyncio
 import threading
 from array import array
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from typing import Any, get_origin, get_type_hints
 
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers
@@ -43,20 +44,77 @@ from slora_api.adapters.publisher import CANARY_TENANT
 from tests.adapters.hand_made import SHAPE
 
 EOS = 256
-STATS = EngineStats(
-    1, 2, 0, 100, 60, 30, 10, 5, 1, (), (),
-    3, 2, 4, 3, 5, 1, 90, 32, 7, 5, 4, 20, 6, 2, 50, 40, 6, 20, 15, 9, 3,
-    {"request": 2, "pin": 1}, {"pages": 2, "slot": 0}, {"swap": 1, "recompute": 3},
-    {"fetched": 3, "corrupt": 1},
-    *([HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)] * 3),
-    {"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
-    {"t/abc": ServedCounts(2, 20, 16, 10, 1), "t/def": ServedCounts(1), "other": ServedCounts()},
-    ("t/abc",),
-    PageCounts(27, 8, 3, 2), {"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
-    LoadPaces(1e-9, {"file": 4e-9}), CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9), RequestUsage(),
-    CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
-    LiveState(0.0, PageMap(1, bytes(200), ()), TenantState(), {}, (), 0, None, 0.0, 0.0, ()),
-)  # fmt: skip
+_EMPTY: dict[Any, Callable[[], object]] = {
+    Mapping: dict,
+    HistogramCounts: lambda: HistogramCounts((), (0,), 0.0),
+    LoadPaces: lambda: LoadPaces(1e-9, {}),
+    CostModel: lambda: CostModel(0.01, 0.001, 0.002, 1e-6, 0.003, 1e-9),
+}
+
+
+def make_stats(**given: Any) -> EngineStats:
+    """Statistics with the given fields. Every other count has a number of its own, and other fields are empty."""
+    kinds = get_type_hints(EngineStats)
+    values = dict[str, Any]()
+    for number, part in enumerate(fields(EngineStats)):
+        if part.default is MISSING:
+            kind = get_origin(kinds[part.name]) or kinds[part.name]
+            values[part.name] = number if kind is int else _EMPTY.get(kind, kind)()
+    return EngineStats(**values | given)
+
+
+_TIMES = HistogramCounts((0.5, 1.0), (1, 2, 3), 9.0)
+STATS = make_stats(
+    running=1,
+    waiting=2,
+    awaiting_adapter=0,
+    pages_total=100,
+    pages_free=60,
+    pages_held=30,
+    pages_cached=10,
+    adapter_pages=5,
+    resident_adapters=1,
+    adapter_loads=3,
+    adapter_evictions=2,
+    pinned_adapters=4,
+    pinned_loaded=3,
+    pin_failures=5,
+    preemptions=1,
+    prefix_queries=90,
+    prefix_hits=32,
+    prefix_evictions=7,
+    swapped_out_pages=5,
+    swapped_in_pages=4,
+    swap_pages_total=20,
+    swap_pages_used=6,
+    deadline_misses=2,
+    prompt_tokens=50,
+    generated_tokens=40,
+    drafts=6,
+    draft_tokens=20,
+    accepted_draft_tokens=15,
+    steps=9,
+    not_finite=3,
+    loads_by_cause={"request": 2, "pin": 1},
+    evictions_by_cause={"pages": 2, "slot": 0},
+    preemptions_by_kind={"swap": 1, "recompute": 3},
+    fetches_by_outcome={"fetched": 3, "corrupt": 1},
+    step_seconds=_TIMES,
+    step_tokens=_TIMES,
+    token_gaps=_TIMES,
+    tenants={"t": ServedCounts(3, 40, 32, 20, 1, 0.5), "other": ServedCounts(1, 7)},
+    adapters={
+        "t/abc": ServedCounts(2, 20, 16, 10, 1),
+        "t/def": ServedCounts(1),
+        "other": ServedCounts(),
+    },
+    pooled_adapters=("t/abc",),
+    pages=PageCounts(27, 8, 3, 2),
+    tenant_pages={"t": PageCounts(20, 4, 3, 2), "other": PageCounts(2)},
+    load_paces=LoadPaces(1e-9, {"file": 4e-9}),
+    host_cache=CacheCounts(5, 600, 1000, {"t": 400}, ("t/abc", "t/def")),
+    live=LiveState(0.0, PageMap(1, bytes(200), ()), TenantState(), {}, (), 0, None, 0.0, 0.0, ()),
+)
 
 
 def fast_byte_tokenizer() -> FastTokenizer:

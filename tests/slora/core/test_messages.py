@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from slora.core.engine_state import EngineStats, HistogramCounts, LoadPaces, PageCounts, Pin, ServedCounts
+from slora.core.engine_state import HistogramCounts, LoadPaces, PageCounts, Pin, ServedCounts
 from slora.core.errors import (
     AdapterFetchFailed,
     ContextTooLong,
@@ -28,7 +28,7 @@ from slora.core.request import (
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.loader.cached_versions import CacheCounts
 from slora_adapters.version import AdapterVersion
-from tests.support.driving import COSTS
+from tests.api.scripted_engine import make_stats
 from tests.support.engine_stack import over_the_wire
 
 REQUEST = EngineRequest("r", "t", [1, 2], (), SamplingParams())
@@ -89,30 +89,20 @@ def test_pins_arrive_with_the_shares_of_their_tenants() -> None:
 
 
 def test_numbers_arrive_by_name() -> None:
-    stats = EngineStats(
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-        7,
-        8,
-        9,
-        (("t", "a"), ("t", "b")),
-        (("t", "c"),),
-        *range(10, 31),
-        *({"a": number} for number in range(4)),
-        *(HistogramCounts((0.5, 1.0), (1, 2, number), 1.5) for number in range(3)),
-        {"t": ServedCounts(1, 2, 3, 4, 5, 0.5)},
-        {"t/0": ServedCounts(6)},
-        ("t/0",),
-        PageCounts(1, 2, 3, 4),
-        {"t": PageCounts(1, 2)},
-        LoadPaces(1e-10, {"file": 2e-10}),
-        COSTS,
-        RequestUsage(1, 2, 3, 4, 5.5),
-        CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
+    stats = make_stats(
+        loaded_adapters=(("t", "a"), ("t", "b")),
+        waiting_adapters=(("t", "c"),),
+        loads_by_cause={"a": 1},
+        preemptions_by_kind={"b": 2},
+        step_seconds=HistogramCounts((0.5, 1.0), (1, 2, 3), 1.5),
+        tenants={"t": ServedCounts(1, 2, 3, 4, 5, 0.5)},
+        adapters={"t/0": ServedCounts(6)},
+        pooled_adapters=("t/0",),
+        pages=PageCounts(1, 2, 3, 4),
+        tenant_pages={"t": PageCounts(1, 2)},
+        load_paces=LoadPaces(1e-10, {"file": 2e-10}),
+        usage=RequestUsage(1, 2, 3, 4, 5.5),
+        host_cache=CacheCounts(2, 30, 100, {"t": 20}, ("t/0",)),
     )
     assert Observe.read_result(over_the_wire(Reply(1, stats)).result) == stats
 
