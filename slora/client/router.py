@@ -15,11 +15,6 @@ from slora.core.messages import Report, VersionChanges
 from slora.core.request import EngineRequest
 from slora_adapters.version import AdapterVersion
 
-# Rendezvous hashing: each key has its own order of the replicas.
-#
-# When a replica leaves, the order of all other replicas stays the same. So only keys with their home on this replica
-# get another home, and routers agree on homes without communicating.
-
 UInt64Array = npt.NDArray[np.uint64]
 IntArray = npt.NDArray[np.int64]
 
@@ -38,7 +33,12 @@ def hash_names(names: Iterable[str]) -> UInt64Array:
 
 
 def rank_names(key: int, name_hashes: UInt64Array, most: int) -> IntArray:
-    """Returns the positions of the first `most` names in the key's order."""
+    """Returns the positions of the first `most` names in the key's order.
+
+    Rendezvous hashing: each key has its own order of the replicas. When a replica leaves, the order of all other
+    replicas stays the same. So only keys with their home on this replica get another home, and routers agree on homes
+    without communicating.
+    """
     scores = _mix(name_hashes ^ np.uint64(key))
     if most < len(scores):
         first = np.argpartition(scores, most - 1)[:most]
@@ -53,13 +53,11 @@ def _mix(values: UInt64Array) -> UInt64Array:
     return values ^ (values >> np.uint64(31))
 
 
-# The share of each adapter in the recent tokens, without a clock.
-
-
 class TrafficShare:
-    """Counts tokens in two windows of `window` requests each. The old window counts less as the new window fills.
+    """The share of each adapter in the recent tokens, without a clock.
 
-    At most 2 * window adapters are remembered.
+    It counts tokens in two windows of `window` requests each. The old window counts less as the new window fills. At
+    most 2 * window adapters are remembered.
     """
 
     def __init__(self, window: int) -> None:
@@ -93,12 +91,9 @@ class TrafficShare:
         return (self._new.get(version, 0) + weight * self._old.get(version, 0)) / total if total else 0.0
 
 
-# What a router knows: the state of each replica, and the request to place.
-
-
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """The last report of one replica. It may be stale."""
+    """What a router knows of one replica: its last report, which may be stale."""
 
     name: str
     resident: Set[AdapterVersion]  # Adapters in the page pool.
@@ -294,12 +289,6 @@ class Router:
         return seconds
 
 
-# What an API process knows of an engine: its last report, and what this process has sent since.
-#
-# The report says how many of this process's requests the engine had taken by then. So each request counts once: as
-# sent, or as part of the report.
-
-
 def count_answer_tokens(request: EngineRequest) -> int:
     """Returns the expected number of tokens of the answers."""
     if request.pooling is not None:
@@ -315,7 +304,11 @@ class _Sent(NamedTuple):
 
 
 class ReportedState:
-    """The state of one engine, as the router sees it."""
+    """What an API process knows of an engine: its last report, and what this process has sent since.
+
+    The report says how many of this process's requests the engine had taken by then. So each request counts once: as
+    sent, or as part of the report.
+    """
 
     def __init__(self) -> None:
         self.clear()

@@ -1,6 +1,14 @@
 """Where an engine listens, and how an API process connects to it: a Unix socket on the same host, or TCP between hosts.
 
-Both carry the same frames. A TCP connection begins with a handshake.
+Both carry the same frames. A TCP connection begins with a handshake. Both ends prove that they know the secret of the
+cluster, and neither sends the secret:
+
+    engine to API:  challenge (a nonce)
+    API to engine:  proof (a nonce, and an HMAC of both nonces)
+    engine to API:  proof (another HMAC of both nonces)
+
+The handshake keeps strangers out. It does not encrypt the connection, so the network between the hosts must be private.
+Unix sockets need no handshake: only the user of the server can open them.
 """
 
 import asyncio
@@ -15,17 +23,6 @@ from pathlib import Path
 
 from slora.core.errors import SloraError
 from slora_adapters.process.wire import BrokenFrame, read_message, write_message
-
-# The handshake that begins each TCP connection between an API process and an engine.
-#
-# Both ends prove that they know the secret of the cluster, and neither sends the secret:
-#
-#     engine to API:  challenge (a nonce)
-#     API to engine:  proof (a nonce, and an HMAC of both nonces)
-#     engine to API:  proof (another HMAC of both nonces)
-#
-# The handshake keeps strangers out. It does not encrypt the connection, so the network between the hosts must be
-# private. Unix sockets need no handshake: only the user of the server can open them.
 
 _log = logging.getLogger(__name__)
 

@@ -189,15 +189,13 @@ class EngineConfig:
         return max(self.max_num_seqs, 512 if device_type == "cpu" else 4096)
 
 
-# The maximum number of pages that the KV of one sequence occupies at any time.
-#
-# If every layer has a sliding window, blocks completely behind the window of the next token are freed while the
-# sequence runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
-
-
 @dataclass(frozen=True, slots=True)
 class KVFootprint:
-    """The KV footprint of any sequence of one model."""
+    """How many pages the KV of any sequence of one model occupies at most.
+
+    If every layer has a sliding window, blocks completely behind the window of the next token are freed while the
+    sequence runs. Then the footprint depends on the number of tokens computed at a time, not on the sequence's length.
+    """
 
     block_tokens: int
     # The maximum number of tokens, itself included, that a token attends to in any layer. None if a layer attends to
@@ -237,14 +235,12 @@ class KVFootprint:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
 
-# The limits of a step, and the policies that the operator chooses, as plain values.
-
 _DEFAULTS: dict[str, Any] = {declared.name: declared.default for declared in fields(EngineConfig)}
 
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """The configuration of the scheduler."""
+    """The configuration of the scheduler: the limits of a step, and the policies that the operator chooses."""
 
     num_pages: int  # Number of pages in the pool.
     num_slots: int  # Maximum number of adapters in the pool.

@@ -54,9 +54,6 @@ class PageCounts:
         )
 
 
-# A drawing of the page pool: what each page holds and for which tenant.
-
-
 class PageOwner(NamedTuple):
     """The content and the owner of a page, as a cell of a map shows them."""
 
@@ -67,8 +64,9 @@ class PageOwner(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PageMap:
-    """The cells of a drawing. stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page,
-    N is owners[N - 1].
+    """A drawing of the page pool: what each page holds, and for which tenant.
+
+    stride: cell C shows page C * stride. cells: one uint16 for each cell; 0 is a free page, N is owners[N - 1].
     """
 
     stride: int
@@ -76,15 +74,15 @@ class PageMap:
     owners: tuple[PageOwner, ...]
 
 
-# The backlog of an engine: the work that its unfinished requests still need. Routers compare it between engines.
-
 # The expected number of further tokens of an answer, unless `max_tokens` allows fewer. It is the same for new and for
 # long answers, because nothing is known of their lengths.
 ANSWER_TOKENS = 256
 
 
 class Backlog(NamedTuple):
-    """num_waiting, num_running: numbers of sequences.
+    """The work that the unfinished requests of an engine still need. Routers compare it between engines.
+
+    num_waiting, num_running: numbers of sequences.
 
     load_s: estimated seconds of work of these sequences, in full batches.
     prompt_token_s, answer_token_s: estimated seconds of work of each further token of a prompt or an answer.
@@ -97,11 +95,10 @@ class Backlog(NamedTuple):
     answer_token_s: float = 0.0
 
 
-# What an engine charged to one tenant between two reports, for the other engines.
-
-
 class ServiceSpan(NamedTuple):
-    """start, end: the tokens that the engine had charged to the account since its start, at the last report and now.
+    """What an engine charged to one tenant between two reports, for the other engines.
+
+    start, end: the tokens that the engine had charged to the account since its start, at the last report and now.
 
     A receiver adds a span once, however often it arrives: it remembers the largest end. If it does not know the
     account's counter, it adds only this span, and not what the tenant received before.
@@ -128,12 +125,9 @@ class AdapterPlace(StrEnum):
     FETCHING = "fetching"
 
 
-# Histograms of the engine, in the form that Prometheus expects.
-
-
 @dataclass(frozen=True, slots=True)
 class HistogramCounts:
-    """The counts of a histogram at one moment.
+    """The counts of a histogram at one moment, as Prometheus expects them.
 
     counts[i]: number of values above bounds[i - 1], up to bounds[i]. The last count is the number of values above all
         bounds.
@@ -175,12 +169,9 @@ class Histogram:
         return HistogramCounts(self._bounds, tuple(self._counts), self._total)
 
 
-# Measured load times of adapters. They predict the cold start of an adapter that is not in the pool.
-
-
 @dataclass(frozen=True, slots=True)
 class LoadPaces:
-    """Seconds per byte of a packed adapter."""
+    """Measured seconds per byte of a packed adapter. They predict the cold start of an adapter outside the pool."""
 
     # The copy from the host cache to the pool. With tensor parallelism, only the bytes of one rank count.
     pool: float
@@ -316,9 +307,6 @@ class TenantPurge:
             self.num_adapters + other.num_adapters,
             self.num_pages + other.num_pages,
         )
-
-
-# The snapshot of an engine. The engine makes it, and an API process adds up those of several engines field by field.
 
 
 class Quantiles(NamedTuple):
@@ -480,7 +468,7 @@ class EngineState(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine: all that metrics, consoles and operators see of it. Gauges show the current state, and
-    counters count since the engine started.
+    counters count since the engine started. An API process adds up the snapshots of several engines field by field.
     """
 
     running: int
@@ -547,8 +535,6 @@ class EngineStats:
         return _merge_fields(stats)
 
 
-# What an engine reports to the API processes about ten times a second: for the router, and for the other engines.
-
 # Seconds between two reports of a busy engine. A report is late by at most one step. An idle engine reports changes.
 REPORT_S = 0.1
 # The most accounts in one report. The next reports have the rest.
@@ -557,7 +543,9 @@ MAX_SPANS = 256
 
 @dataclass(frozen=True, slots=True)
 class EngineReport:
-    """The state of an engine between two steps."""
+    """What an engine reports to the API processes about ten times a second, for the router and for the other engines:
+    its state between two steps.
+    """
 
     num_taken: int = 0  # Number of requests that the engine has taken from its inbox since its start.
     backlog: Backlog = field(default_factory=Backlog)

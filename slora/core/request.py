@@ -10,8 +10,6 @@ from slora.core.errors import ConfigError, RequestRefused, restore_error
 from slora.core.sampling_params import SamplingParams
 from slora_adapters.version import AdapterVersion
 
-# The share of a tenant: its weight, its bounds in the page pool and its priority class. A plain value.
-
 
 @dataclass(frozen=True, slots=True)
 class TenantShare:
@@ -48,11 +46,6 @@ class TenantShare:
 DEFAULT_SHARE = TenantShare()
 
 
-# How the hidden states of a prompt become its embedding. Options that vLLM also has work as in vLLM.
-#
-# `slora.core.request_check` checks what depends on the model.
-
-
 class PoolingKind(StrEnum):
     """Which hidden states of the last layer, after its norm, make the embedding.
 
@@ -68,7 +61,11 @@ class PoolingKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """The parameters of an embedding. Raises RequestRefused, which names the field, for a value out of range."""
+    """How the hidden states of a prompt become its embedding. Options that vLLM also has work as in vLLM. Raises
+    RequestRefused, which names the field, for a value out of range.
+
+    `slora.core.request_check` checks what depends on the model.
+    """
 
     kind: PoolingKind = PoolingKind.LAST
     dimensions: int | None = None  # Number of components to keep. None keeps all `hidden_size` components.

@@ -12,15 +12,16 @@ from typing import Any, NamedTuple, TypeVar
 
 from slora.core.errors import RequestRefused
 
-# Lone surrogates: halves of UTF-16 pairs, which a Python string can hold but no encoded text can.
-#
-# JSON escapes and decoding with `surrogateescape` produce them. Tokenizers, message formats and databases fail on them.
-
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def refuse_surrogate(text: str, name: str, param: str) -> None:
-    """Raises RequestRefused if `text` holds a lone surrogate. name: the name of the text in the message."""
+    """Raises RequestRefused if `text` holds a lone surrogate: half of a UTF-16 pair, which a Python string can hold but
+    no encoded text can. name: the name of the text in the message.
+
+    JSON escapes and decoding with `surrogateescape` produce lone surrogates. Tokenizers, message formats and databases
+    fail on them.
+    """
     found = _SURROGATE.search(text)
     if found is not None:
         raise RequestRefused(
@@ -29,11 +30,6 @@ def refuse_surrogate(text: str, name: str, param: str) -> None:
             param,
         )
 
-
-# The form that an answer must have.
-#
-# A form is a JSON schema, any JSON object, a regular expression, a choice of strings, or a grammar. It is a plain
-# value. `slora.grammar` compiles it.
 
 MAX_FORM_CHARS = 65_536
 # The most compiled grammars that the engine keeps, for all tenants together and for one tenant. A typical grammar takes
@@ -60,7 +56,9 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """The form of an answer. Raises RequestRefused, which names `param`, for a form that is too long.
+    """The form that an answer must have: a JSON schema, any JSON object, a regular expression, a choice of strings, or
+    a grammar. It is a plain value, which `slora.grammar` compiles. Raises RequestRefused, which names `param`, for a
+    form that is too long.
 
     An answer that ends with finish_reason `stop` has this form, unless a stop string has cut it off.
     """

@@ -10,6 +10,10 @@ share one fsync and no event loop waits for the disk.
 Besides the open segment there is a spare segment, already allocated. There is no spare segment if the disk is full or
 the journal has reached its limit. Then `check` refuses new requests as soon as the open segment is half full. The other
 half has room for the records of the requests in progress.
+
+A segment is one file. The writer allocates the whole file first, so that appending needs no free space, and holds the
+file's lock (flock) while it writes. A segment without a lock is closed: its writer closed it or died. It ends with NUL
+bytes if its writer died.
 """
 
 import asyncio
@@ -30,10 +34,7 @@ from slora.core.errors import UsageJournalFull
 from slora.core.request import RequestUsage
 from slora_adapters.process.durable_file import sync_directory
 
-# The usage of one ended request, as one line of a journal.
-#
-# A line is the CRC-32 of a JSON object, a space, the object and a newline. The object is ASCII, so a line contains no
-# other newline and no NUL byte.
+_log = logging.getLogger(__name__)
 
 MAX_LINE_BYTES = 2048
 _CHECKSUM_CHARS = 8
@@ -46,8 +47,11 @@ class BadLine(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class UsageRecord:
-    """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once,
-    with its largest usage.
+    """The usage of one request. Writing a record twice is harmless: the ledger counts each request id once, with its
+    largest usage.
+
+    Its line in a journal is the CRC-32 of a JSON object, a space, the object and a newline. The object is ASCII, so a
+    line contains no other newline and no NUL byte.
     """
 
     request_id: str  # The id that the server chose, which is unique.
@@ -91,14 +95,6 @@ class UsageRecord:
 _OWN_FIELDS = tuple(field.name for field in fields(UsageRecord) if field.name != "usage")
 _USAGE_FIELDS = tuple(field.name for field in fields(RequestUsage))
 
-
-# One file of a journal. It is written by one process and shipped by any process of the host.
-#
-# The writer allocates the whole file first, so that appending needs no free space, and holds the file's lock (flock)
-# while it writes. A segment without a lock is closed: its writer closed it or died. It ends with NUL bytes if its
-# writer died.
-
-_log = logging.getLogger(__name__)
 
 _SUFFIX = ".usage"
 _CORRUPT_SUFFIX = ".corrupt"

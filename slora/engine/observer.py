@@ -34,15 +34,13 @@ from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
 from slora_adapters.loader.source import AdapterSource
 from slora_adapters.version import AdapterVersion
 
-# Draws the page pool.
-#
-# A large pool is sampled, so that a drawing takes about a millisecond: a cell shows one of every `stride` pages.
-
 MAX_CELLS = 4096
 
 
 class PageMapper:
-    """Draws the pages of `paging`. It keeps the cells of resident adapters, because these do not change."""
+    """Draws the pages of `paging`. It keeps the cells of resident adapters, because these do not change. A large pool
+    is sampled, so that a drawing takes about a millisecond: a cell shows one of every `stride` pages.
+    """
 
     def __init__(self, paging: UnifiedPaging) -> None:
         self._paging = paging
@@ -76,10 +74,6 @@ class PageMapper:
         stride = self._stride
         return [page // stride for page in resident.pages if page % stride == 0] if known is None else known
 
-
-# Measures the steps of the engine while a console watches it: tokens, times, and which adapters they used.
-#
-# While no console watches, nothing is recorded and steps have no extra cost.
 
 # Steps are recorded for this time after a console last asked. A console asks several times a second.
 _WATCHED_S = 5.0
@@ -115,7 +109,11 @@ class _Period:
 
 
 class StepMeter:
-    """Records steps while they are watched. All times are seconds of a monotonic clock."""
+    """Measures the steps of the engine while a console watches it: tokens, times, and which adapters they used.
+
+    While no console watches, nothing is recorded and steps have no extra cost. All times are seconds of a monotonic
+    clock.
+    """
 
     def __init__(self) -> None:
         self._watched_until = float("-inf")

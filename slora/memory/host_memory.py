@@ -1,4 +1,4 @@
-"""Allocates large tensors in huge pages of the operating system, where it supports them.
+"""Host memory: large tensors in huge pages of the operating system, pages for preempted KV, and page-locking.
 
 Linux clears memory on first touch, 4 KiB at a time by default. On two cores of a virtual machine, touching 2 GB took
 5.5 s in small pages and 1.5 s in huge pages. Reading weights took 1.2 s in small pages and 0.5 s in huge pages.
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from slora_adapters.peft.packing import ByteArray
+
+_log = logging.getLogger(__name__)
 
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # Linux constants. The second one needs Linux 5.14.
 _HUGE_PAGE_BYTES = 2 << 20
@@ -73,19 +75,18 @@ def _whole_pages(tensor: Tensor) -> tuple[int, int]:
 _madvise = ctypes.CDLL(None).madvise
 
 
-# Pages of host memory for the KV of preempted sequences. `SwapSpace` decides which sequence owns a page.
-#
-# The pages are allocated in slabs. Each slab is allocated when its first page is used. On a CPU, a single allocation
-# would do, because untouched memory takes no physical memory in Linux. For a GPU the pages are page-locked, and
-# page-locking takes the physical memory immediately. Locking tens of GiB at start would take seconds, and most of the
-# memory might never be used. torch also rounds a page-locked size up to a power of two.
-
 # A slab is large enough for huge pages, and small enough to be page-locked within one step.
 _SLAB_BYTES = 64 << 20
 
 
 class HostPages:
-    """`num_pages` pages of `page_bytes` each.
+    """Pages of host memory for the KV of preempted sequences: `num_pages` pages of `page_bytes` each. `SwapSpace`
+    decides which sequence owns a page.
+
+    The pages are allocated in slabs. Each slab is allocated when its first page is used. On a CPU, a single allocation
+    would do, because untouched memory takes no physical memory in Linux. For a GPU the pages are page-locked, and
+    page-locking takes the physical memory immediately. Locking tens of GiB at start would take seconds, and most of the
+    memory might never be used. torch also rounds a page-locked size up to a power of two.
 
     is_page_locked: whether the pages are page-locked. A GPU then copies from and to them asynchronously.
     """
@@ -124,15 +125,12 @@ class HostPages:
         return empty_tensor(shape, torch.uint8, torch.device("cpu"))
 
 
-# Page-locks host memory that another object owns, so that copies from it to a GPU run in parallel with kernels.
-
-_log = logging.getLogger(__name__)
-
 _PORTABLE = 1  # cudaHostRegisterPortable: page-locked for all contexts of the process.
 
 
 class PageLockedMemory:
-    """Page-locks `memory` for the lifetime of this object.
+    """Page-locks `memory`, which another object owns, for the lifetime of this object. Copies from it to a GPU then run
+    in parallel with kernels.
 
     If the system refuses, a warning is logged and copies are slower.
     """

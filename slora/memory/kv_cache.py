@@ -329,28 +329,27 @@ class KVCache:
             self._leave_idle(block)
 
 
-# The block table of one sequence: the pages that hold its KV blocks, in order.
-#
-# Forked sequences share the pages of their common tokens, and each sequence has its own reference. A shared page is
-# never written: it is copied first (copy-on-write). A page with a key is never written either, because other requests
-# may read it at any time.
-#
-# With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries stay in
-# the table. No result depends on these entries, but each must be the id of a page with finite values. So they point to
-# the first page that the sequence still holds.
-#
-# A model with recurrent layers keeps a state for each sequence, which every step overwrites. Its bytes fill whole pages
-# that belong to the same table. Forks share them until one of them computes its next token. If these pages have a key,
-# the sequence computes its next token on a copy, and the prefix cache keeps them.
-
-
 class BlockTable:
-    """The pages of one sequence. Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
+    """The block table of one sequence: the pages that hold its KV blocks, in order.
+
+    Page `i` holds tokens `[i * block_tokens, (i + 1) * block_tokens)`.
 
     Worked example, 16 tokens per block: 33 tokens need 3 pages, and the third page has room for 15 more tokens. With a
     recurrent state of 2 pages they need 5.
 
     Entries [0, num_freed) were freed. The sequence has one reference to each page in [num_freed, num_pages).
+
+    Forked sequences share the pages of their common tokens, and each sequence has its own reference. A shared page is
+    never written: it is copied first (copy-on-write). A page with a key is never written either, because other requests
+    may read it at any time.
+
+    With a sliding window, blocks that no later token attends to are freed while the sequence runs. Their entries stay
+    in the table. No result depends on these entries, but each must be the id of a page with finite values. So they
+    point to the first page that the sequence still holds.
+
+    A model with recurrent layers keeps a state for each sequence, which every step overwrites. Its bytes fill whole
+    pages that belong to the same table. Forks share them until one of them computes its next token. If these pages have
+    a key, the sequence computes its next token on a copy, and the prefix cache keeps them.
 
     num_state_pages: number of pages that the recurrent state takes. 0 if the model has none.
     state_pages: these pages, in order. They are allocated together with the first block.

@@ -1,6 +1,13 @@
 """A step plan as tensors: flat tokens without padding, block tables, and the LoRA work as tiles.
 
 The batch is built once per step and read by every layer. All arrays are copied to the device together.
+
+A tile is a run of rows with the same adapter and weight. The kernels limit its length. A row is in at most one tile of
+a layer: layer 0 has the first adapter of each request, layer 1 the second adapters of composed requests, and so on. The
+model adds the layers' outputs in this order.
+
+All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output head
+has tiles of its own. An adapter that does not change the head has no tiles at the head. `StepBatch` uploads the tiles.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -21,16 +28,6 @@ from slora.scheduler.step_plan import Chunk, StepPlan
 from slora_kernels.batch import AttentionBatch, LoraTiles, TileLimits
 from slora_kernels.host_copies import upload
 from slora_kernels.layout import Int32Array, LoraTargets
-
-# Cuts the LoRA work of a step into tiles, which are runs of rows with the same adapter and weight.
-#
-# The kernels limit the length of a tile. A row is in at most one tile of a layer: layer 0 has the first adapter of each
-# request, layer 1 the second adapters of composed requests, and so on. The model adds the layers' outputs in this
-# order.
-#
-# All tokens of a step pass the embedding and the linears, but only sampling rows pass the output head. So the output
-# head has tiles of its own. An adapter that does not change the head has no tiles at the head. `StepBatch` uploads
-# the tiles.
 
 
 class Tile(NamedTuple):

@@ -31,11 +31,6 @@ from slora.core.cost_model import CostModel, StepTimes, StepWork
 from slora_kernels.layout import ModelShape
 from slora_kernels.machine_limits import machine_limits
 
-# Lower and upper bounds of each cost, derived from the model's FLOPs and bytes. No estimate may leave these bounds.
-#
-# The bounds are not predictions. They exclude estimates that come from noise, such as a cost of zero for a decoding
-# row. The fastest machine assumed here is faster than any that runs this engine, and the slowest one is slower.
-
 # FLOP/s of one core with matrix units, of one GPU, and of a machine whose cores are busy with other work.
 _CORE_FLOPS, _GPU_FLOPS, _SLOWEST_FLOPS = 1e12, 2e16, 1e8
 # Bytes/s of the fastest host memory, of the fastest GPU memory, and of the slowest memory.
@@ -63,6 +58,13 @@ _MAX_HOST_S = CostModel(
 
 @dataclass(frozen=True, slots=True)
 class CostBounds:
+    """Lower and upper bounds of each cost, derived from the model's FLOPs and bytes. No estimate may leave these
+    bounds.
+
+    The bounds are not predictions. They exclude estimates that come from noise, such as a cost of zero for a decoding
+    row. The fastest machine assumed here is faster than any that runs this engine, and the slowest one is slower.
+    """
+
     lower: CostModel
     upper: CostModel
 

@@ -125,18 +125,6 @@ class PrefillBudget:
         return len(self._decoding) > (tenant in self._decoding)
 
 
-# How many decode rows of each tenant one step computes.
-#
-# Each row makes the step longer, so a tenant with many rows delays every token of the others: on two cores, 256 beams
-# made a step ten times as long. If two tenants each get half of the machine, an answer takes twice as long as alone.
-# So beside another tenant, the rows of a tenant take at most the fixed cost of a step, or the time of the other
-# tenant's work in this step if that is more. Tenants with equally many rows do not limit each other, and a tenant that
-# is alone in a step has no limit. On a GPU, all rows of a batch usually take less time than the fixed cost of a step.
-#
-# The next request of a tenant often comes soon after the last one. So a tenant that has just computed still counts for
-# `ABSENT_STEPS` steps. Otherwise each of its requests would first wait for the end of a step with all rows of another
-# tenant, which took 0.7 s with 256 rows on two cores.
-
 ABSENT_STEPS = 8
 # A step may always compute this many rows of a tenant. While all steps have one row, `LearnedCosts` cannot tell the
 # cost of a row from that of a step. With few rows in a step, it would not learn that further rows cost little.
@@ -147,6 +135,17 @@ class RowBudget:
     """The decode rows of one step. Those above the limit are held back until the other work of the step is known.
 
     A row that the step does not compute keeps its place and its pages. Rows that more steps left out go first.
+
+    Each row makes the step longer, so a tenant with many rows delays every token of the others: on two cores, 256 beams
+    made a step ten times as long. If two tenants each get half of the machine, an answer takes twice as long as alone.
+    So beside another tenant, the rows of a tenant take at most the fixed cost of a step, or the time of the other
+    tenant's work in this step if that is more. Tenants with equally many rows do not limit each other, and a tenant
+    that is alone in a step has no limit. On a GPU, all rows of a batch usually take less time than the fixed cost of a
+    step.
+
+    The next request of a tenant often comes soon after the last one. So a tenant that has just computed still counts
+    for `ABSENT_STEPS` steps. Otherwise each of its requests would first wait for the end of a step with all rows of
+    another tenant, which took 0.7 s with 256 rows on two cores.
 
     held_back: the sequences of the rows that are held back.
     """
@@ -235,19 +234,6 @@ def _priority(tenant: TenantAccount) -> int:
     return tenant.share.priority
 
 
-# How much background work one step may compute.
-#
-# In a step with interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated
-# duration. So the time between two tokens of an interactive request hardly changes. Often not even one background row
-# fits, for example on a CPU, where each row takes additional time. Background requests then wait for a step without
-# interactive requests.
-#
-# A step without interactive requests is also kept short, because an interactive request that arrives during the step
-# must wait until the step ends. While interactive requests come and go, such a step takes about one and a half times as
-# long as a step with a single row. After `QUIET_STEPS` without one, it may take as long as `short_prefill_s` allows,
-# which computes more background tokens per second. The first row of such a step is computed even if it takes longer,
-# for example because of its mask. Otherwise the request of this row would never end.
-
 MAX_GROWTH = 0.03
 QUIET_STEPS = 100
 _STEP_COSTS_BETWEEN, _MIN_TOKENS_BETWEEN = 0.5, 8
@@ -256,6 +242,17 @@ _MIN_TOKENS_QUIET = 64
 
 class BackgroundBudget:
     """The remaining budget of one step for background work.
+
+    In a step with interactive requests, background work may lengthen the step by at most `MAX_GROWTH` of its estimated
+    duration. So the time between two tokens of an interactive request hardly changes. Often not even one background row
+    fits, for example on a CPU, where each row takes additional time. Background requests then wait for a step without
+    interactive requests.
+
+    A step without interactive requests is also kept short, because an interactive request that arrives during the step
+    must wait until the step ends. While interactive requests come and go, such a step takes about one and a half times
+    as long as a step with a single row. After `QUIET_STEPS` without one, it may take as long as `short_prefill_s`
+    allows, which computes more background tokens per second. The first row of such a step is computed even if it takes
+    longer, for example because of its mask. Otherwise the request of this row would never end.
 
     num_tokens: tokens that the step may still compute.
     interactive: the interactive work of the step; None if no interactive request runs.
@@ -312,26 +309,24 @@ def _decodes(sequence: Sequence) -> bool:
     return sequence.num_uncomputed == 1 and sequence.num_computed >= sequence.num_prompt
 
 
-# The number of adapter pages that a step may load into the pool while sequences decode.
-#
-# If a step spends t seconds on loads, every decoding sequence is delayed by t. In return, the requests that wait for
-# these adapters start sooner. The limit weighs the delay against this gain. With W waiting requests and D decoding
-# sequences, loads may lengthen the step by the fraction (W - 1) / D of its duration.
-#
-# At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the delay
-# is not noticeable. A step without decoding sequences has no limit.
-#
-# A GPU copies adapters while it computes, so loads delay a step only if they take longer. There, at least half of the
-# duration is allowed.
-#
-# The budget is smaller for adapters that only background requests wait for. Their loads may lengthen the steps of
-# interactive requests only as much as background computation may.
-
 _MIN_SHARE, _MIN_SHARE_BESIDE = 0.1, 0.5
 
 
 class LoadBudget:
-    """The load budget of the step that is being planned.
+    """How many adapter pages a step may load into the pool while sequences decode.
+
+    If a step spends t seconds on loads, every decoding sequence is delayed by t. In return, the requests that wait for
+    these adapters start sooner. The limit weighs the delay against this gain. With W waiting requests and D decoding
+    sequences, loads may lengthen the step by the fraction (W - 1) / D of its duration.
+
+    At least a tenth of the duration is always allowed. A single waiting request thus gets its adapter soon, and the
+    delay is not noticeable. A step without decoding sequences has no limit.
+
+    A GPU copies adapters while it computes, so loads delay a step only if they take longer. There, at least half of the
+    duration is allowed.
+
+    The budget is smaller for adapters that only background requests wait for. Their loads may lengthen the steps of
+    interactive requests only as much as background computation may.
 
     num_pages: adapter pages that the step may still load.
     num_background_pages: how many of these may be for background requests.

@@ -57,8 +57,6 @@ def charge_load(sequence: Sequence, num_bytes: int, costs: CostModel) -> None:
     sequence.tenant.charge(_PROMPT_PRICE * costs.tokens(costs.load_s(num_bytes)))
 
 
-# Estimates the backlog of an engine in seconds of work.
-
 # With more unfinished sequences, the oldest ones are measured and stand for the rest. This takes about 0.3 ms.
 _MAX_MEASURED = 512
 
@@ -70,7 +68,7 @@ def estimate_backlog(
     costs: CostModel,
     config: SchedulerConfig,
 ) -> Backlog:
-    """Estimates the work of the sequences. unfinished: all of them, oldest first.
+    """Estimates the backlog of an engine in seconds of work. unfinished: all of its sequences, oldest first.
 
     A step costs `step_s`, however many answers it continues. So an answer's share of a step is that of a full batch: as
     many answers as the pool has room for, at most `max_num_seqs`. Otherwise one request would seem to fill an idle

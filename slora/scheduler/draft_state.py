@@ -61,11 +61,6 @@ def copy_from(token_ids: list[int], position: int, count: int) -> list[int]:
     return known
 
 
-# How often drafted tokens were accepted, for each sequence and for the adapters of each tenant.
-#
-# A sequence starts with the rates of earlier sequences of the same tenant and adapter. A tenant's rates do not depend
-# on other tenants, so no tenant can slow another one down with drafts that are never accepted.
-
 # The acceptance rate that is assumed before the first draft, and its weight as a number of drafted tokens.
 _FIRST_RATE, _FIRST_WEIGHT = 0.5, 2.0
 # Each new draft multiplies the weight of older drafts by this factor. A sequence forgets old drafts sooner than an
@@ -102,7 +97,11 @@ Rates = tuple[AcceptanceRate, ...]
 
 
 class AcceptanceHistory:
-    """The acceptance rates of the most recently used pairs of a tenant and its adapters."""
+    """The acceptance rates of the most recently used pairs of a tenant and its adapters.
+
+    A sequence starts with the rates of earlier sequences of the same tenant and adapter. A tenant's rates do not depend
+    on other tenants, so no tenant can slow another one down with drafts that are never accepted.
+    """
 
     def __init__(self) -> None:
         self._rates: OrderedDict[tuple[str, tuple[AdapterVersion, ...]], Rates] = OrderedDict()
@@ -125,16 +124,14 @@ def start_rates(history: Rates) -> Rates:
     return tuple(AcceptanceRate(rate.value, _SEQUENCE_DECAY) for rate in history)
 
 
-# The drafting state of one sequence: its n-grams, and how often its drafts were accepted.
-
 # While drafts are not expected to save time, one token is drafted after this many matches, to see if it is accepted.
 # Each draft without an accepted token doubles this number, up to the maximum.
 _FIRST_PATIENCE, _MAX_PATIENCE = 8, 128
 
 
 class DraftState:
-    """The state of drafting for one sequence. rates: its own acceptance rates. Its drafts also count in the rates of
-    its adapters (`history`).
+    """The state of drafting for one sequence: its n-grams, and how often its drafts were accepted. rates: its own
+    acceptance rates. Its drafts also count in the rates of its adapters (`history`).
     """
 
     __slots__ = ("_history", "_num_skipped", "_patience", "_rank", "index", "rates")

@@ -32,10 +32,10 @@ from slora.scheduler.waiting_queues import FairQueue, FifoQueue, WaitingQueue
 from slora_adapters.loader.source import FetchFailed
 from slora_adapters.version import AdapterVersion
 
-# The sequences that wait until their grammar is compiled.
-
 
 class GrammarWaiting:
+    """The sequences that wait until their grammar is compiled."""
+
     def __init__(self, grammars: GrammarCompiler | None) -> None:
         self._grammars = grammars
         self._waiters: dict[tuple[str, StructuredOutput], list[Sequence]] = {}
@@ -67,11 +67,10 @@ class GrammarWaiting:
                     yield sequence, None
 
 
-# The unfinished requests and their sequences. A request has one sequence, or one per choice after the fork.
-
-
 class UnfinishedRequests:
-    """Sequences by request. A deleted adapter is remembered until the last request that names it has ended."""
+    """The unfinished requests and their sequences. A request has one sequence, or one per choice after the fork. A
+    deleted adapter is remembered until the last request that names it has ended.
+    """
 
     def __init__(self) -> None:
         self._sequences: dict[str, list[Sequence]] = {}

@@ -12,6 +12,8 @@ requests wait for. Fetching the adapter again is cheap.
 
 Loading a pinned adapter is not charged to any tenant. All pins together hold at most half of the pool; pins earlier in
 the list take precedence.
+
+`Prewarming` loads an adapter once, without a pin.
 """
 
 import logging
@@ -28,16 +30,6 @@ from slora.scheduler.step_plan import StepPlan
 from slora_adapters.loader.source import Fetched, FetchFailed
 from slora_adapters.version import AdapterVersion
 
-# Prewarming: loads adapters before their first request, to the host and, if there is room, into the pool.
-#
-#     requested --fetch--> on the host --free pages and a slot--> loading --> in the pool, idle
-#                               | none
-#                               v
-#                          released: it stays in the host cache until evicted there
-#
-# Prewarming evicts nothing from the pool, and tries only once. An adapter that must stay in the pool needs a pin.
-# Tenants may prewarm their own adapters as often as they like, because prewarming uses only free pages.
-
 _log = logging.getLogger(__name__)
 
 # Maximum number of adapters that are recorded as fetched to the host. The oldest records are dropped.
@@ -45,7 +37,18 @@ _MAX_RECORDED = 4096
 
 
 class Prewarming:
-    """Handles prewarm requests in each step, after all running and waiting requests."""
+    """Loads adapters before their first request, to the host and, if there is room, into the pool.
+
+        requested --fetch--> on the host --free pages and a slot--> loading --> in the pool, idle
+                                  | none
+                                  v
+                             released: it stays in the host cache until evicted there
+
+    Prewarming evicts nothing from the pool, and tries only once. An adapter that must stay in the pool needs a pin.
+    Tenants may prewarm their own adapters as often as they like, because prewarming uses only free pages.
+
+    Each step handles prewarm requests after all running and waiting requests.
+    """
 
     def __init__(
         self, paging: UnifiedPaging, adapters: AdapterLoading, preemption: Preemption, batch: RunningBatch

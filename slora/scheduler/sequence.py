@@ -42,11 +42,10 @@ from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.beam_search import BeamSearch
 from slora.scheduler.draft_state import DraftState
 
-# The times at which one unfinished request passed the stages of the engine.
-
 
 class RequestTimes:
-    """The times of one request, which all of its sequences share. Seconds on the clock of `Scheduler.schedule`.
+    """The times at which one unfinished request passed the stages of the engine. All of its sequences share them.
+    Seconds on the clock of `Scheduler.schedule`.
 
     fetch_s: time that the request waited for its adapters to be on the host, before its first admission.
     is_cold: whether the request waited for an adapter to be fetched to the host or to be loaded into the pool.
@@ -103,11 +102,9 @@ class RequestTimes:
         )
 
 
-# Counts what all sequences of one unfinished request use together.
-
-
 class UsageCounter:
-    """The parts of `RequestUsage` that grow while the request runs.
+    """Counts what all sequences of one unfinished request use together: the parts of `RequestUsage` that grow while the
+    request runs.
 
     page_seconds: complete only after all sequences of the request have ended.
     """

@@ -46,14 +46,14 @@ class WaitingQueue(Protocol):
         """
 
 
-# First come, first served, regardless of tenant. Background sequences come after all others.
-
 _FifoEntry = tuple[bool, Sequence]
 
 
 class FifoQueue:
-    """A heap of sequences, sorted by class and then by arrival. A removed sequence stays in the heap until it reaches
-    the top.
+    """First come, first served, regardless of tenant. Background sequences come after all others.
+
+    It is a heap of sequences, sorted by class and then by arrival. A removed sequence stays in the heap until it
+    reaches the top.
     """
 
     def __init__(self) -> None:
@@ -110,20 +110,6 @@ def _order(sequence: Sequence) -> _FifoEntry:
     return sequence.is_background, sequence
 
 
-# Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
-#
-# Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The tenant
-# with the smallest counter is served next. So two tenants that always have waiting requests each get their share,
-# however many requests or adapters the other tenant uses. Within a tenant, the request's own priority counts first,
-# then arrival.
-#
-# The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
-# counter among the waiting tenants. If no tenant waits, the counter is raised to that of the last tenant that waited.
-# Only tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out
-# all others.
-#
-# Priority classes come before counters: while a tenant of one class waits, all later classes wait.
-
 _FairEntry = tuple[int, Sequence]
 # A tenant yields places after it has received as much more service as the waiting tenant receives in this many steps.
 # With 0, one request of ten was preempted while two tenants always had waiting requests; with 8, none.
@@ -131,7 +117,22 @@ _PATIENCE = 8
 
 
 class FairQueue:
-    """One heap per tenant with waiting sequences. `peek` looks at each of these tenants once."""
+    """Weighted fair queueing between tenants with virtual token counters (VTC, Sheng et al., OSDI'24).
+
+    Each tenant has a counter of the service that it received, divided by its weight (`TenantAccount.service`). The
+    tenant with the smallest counter is served next. So two tenants that always have waiting requests each get their
+    share, however many requests or adapters the other tenant uses. Within a tenant, the request's own priority counts
+    first, then arrival.
+
+    The lift rule: an idle tenant earns no credit. When it sends a request again, its counter is raised to the smallest
+    counter among the waiting tenants. If no tenant waits, the counter is raised to that of the last tenant that waited.
+    Only tenants of the same priority class count. Without this rule a tenant could save up idle hours and then lock out
+    all others.
+
+    Priority classes come before counters: while a tenant of one class waits, all later classes wait.
+
+    It has one heap per tenant with waiting sequences. `peek` looks at each of these tenants once.
+    """
 
     def __init__(self) -> None:
         self._heaps: dict[TenantAccount, list[_FairEntry]] = {}

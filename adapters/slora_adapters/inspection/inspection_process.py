@@ -274,13 +274,6 @@ def _quote(name: str) -> str:
     return ascii(name if len(name) <= 120 else name[:117] + "...")
 
 
-# A tar is read in one pass, and the size of all headers is limited.
-#
-# Supported formats are POSIX ustar and pax, GNU tar's long names, and pre-POSIX tars. Uploads are not read with
-# Python's `tarfile`. It takes a damaged header, a cut between members or a pax size that is no number for the end of
-# the archive, so it would silently serve an adapter without some of its files. It also recurses once for each
-# consecutive header, and parses headers of any length and number. Here headers are counted before they are read, so the
-# work is proportional to the content of the members.
 _BLOCK_BYTES = 512
 # A tar ends with two blocks of zeros.
 _END_BYTES = 2 * _BLOCK_BYTES
@@ -357,7 +350,13 @@ class _Extension:
 
 
 def read_tar(file: BinaryIO | gzip.GzipFile, max_bytes: int) -> Iterator[Member]:
-    """Yields the members in `file`, which is only read forward.
+    """Yields the members in `file`, which is read in one pass, only forward. The size of all headers is limited.
+
+    Supported formats are POSIX ustar and pax, GNU tar's long names, and pre-POSIX tars. Uploads are not read with
+    Python's `tarfile`. It takes a damaged header, a cut between members or a pax size that is no number for the end of
+    the archive, so it would silently serve an adapter without some of its files. It also recurses once for each
+    consecutive header, and parses headers of any length and number. Here headers are counted before they are read, so
+    the work is proportional to the content of the members.
 
     max_bytes: limit on the decompressed size of the whole tar. Raises ValueError if the file is not a tar or is
     truncated, and AdapterInvalid if it exceeds a limit.

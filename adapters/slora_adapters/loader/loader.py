@@ -28,6 +28,8 @@ from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import AdapterLayout, ModelShape
 from slora_kernels.machine_limits import machine_limits
 
+logger = logging.getLogger(__name__)
+
 
 class LoadQueue:
     """The requested loads that have not started, and the number of running loads of each tenant.
@@ -111,8 +113,6 @@ class FetchPace:
         """Returns the expected duration of a fetch of `num_bytes` in seconds; 0 before the first fetch."""
         return self._seconds * num_bytes / self._num_bytes if self._num_bytes else 0.0
 
-
-logger = logging.getLogger(__name__)
 
 NUM_THREADS = 4
 LOADS_PER_TENANT = 2

@@ -76,6 +76,8 @@ from slora_adapters.store.store import Store, check_digest
 from slora_adapters.store.tiered_store import TieredStore
 from slora_adapters.version import AdapterVersion
 
+logger = logging.getLogger(__name__)
+
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.
 RESERVATION_S = 3600.0
@@ -666,9 +668,6 @@ def _parse_pinnable(reference: str) -> tuple[str, str]:
             "for the version and pin that"
         )
     return wanted.name, wanted.alias
-
-
-logger = logging.getLogger(__name__)
 
 
 # How long a shared store keeps a blob that no version refers to. Operators have a day to notice that a registry was

@@ -67,6 +67,8 @@ from slora_api.sandbox.chat_templates import ChatTemplates
 from slora_api.tenants.tenant_store import TenantStore
 from slora_kernels.layout import ModelShape
 
+_log = logging.getLogger(__name__)
+
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
@@ -338,8 +340,6 @@ def _list_scores(entries: Sequence[TokenLogprobs | None]) -> Iterator[tuple[tupl
 def _refused(code: str, message: str) -> AdapterInvalid:
     return AdapterInvalid((Reason(code, message),))
 
-
-_log = logging.getLogger(__name__)
 
 # Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
 MAX_WRITERS = 4

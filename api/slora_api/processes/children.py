@@ -26,6 +26,8 @@ from slora_api.processes.supervisor import Child
 from slora_kernels.kernel_cache import FALLBACK_VARIABLE
 from slora_kernels.machine_limits import machine_limits
 
+logger = logging.getLogger(__name__)
+
 # Linux's limit for the path of a Unix socket, in bytes, without the terminating zero byte.
 _SOCKET_PATH_BYTES = 107
 
@@ -77,8 +79,6 @@ def open_sockets(stack: AsyncExitStack, data: DataDir, num_engines: int = 1) -> 
         stale.unlink(missing_ok=True)
     return sockets
 
-
-logger = logging.getLogger(__name__)
 
 # The modules of the processes that read untrusted input. They start with the first such input.
 _SANDBOX_MODULES = (

@@ -31,6 +31,8 @@ from slora_api.tenants.named_tenant import NamedTenant
 from slora_api.tenants.tenant_store import TenantStore
 from slora_api.usage.usage_ledger import UsageLedger
 
+logger = logging.getLogger(__name__)
+
 router = APIRouter(tags=["quotas"])
 
 
@@ -182,9 +184,6 @@ async def change_key_quota(
     changes = body.model_dump(exclude_unset=True)
     await control_thread(services.quota_store.change_key_quota, key_id, changes)
     return await _describe_key(services, key_id)
-
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
