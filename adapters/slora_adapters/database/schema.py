@@ -164,7 +164,7 @@ adapter_extras = Table(
     PrimaryKeyConstraint("tenant", "name", "number"),
 )
 
-# history: the earlier states as JSON; see `named_adapter.encode_states`.
+# history: the earlier states as JSON; see `encode_states` in `registry/record.py`.
 adapter_aliases = Table(
     "adapter_aliases",
     metadata,

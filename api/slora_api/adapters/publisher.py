@@ -14,8 +14,9 @@ The table shows what is durable after each step, and what a crash leaves behind.
 The blob is stored before the canary, because the engine loads the adapter from the store like any other adapter. No
 request can name the adapter before the commit.
 
-Blocking calls run on asyncio's default threads. At most `MAX_WRITERS` of these threads write to the store or create
-versions for uploads, so that a slow store leaves threads for everything else. No thread waits for the canary.
+Blocking calls run in the tenants' pool of threads (`slora_api.core.threads`). At most `MAX_WRITERS` of these threads
+write to the store or create versions for uploads, so that a slow store leaves threads for everything else. No thread
+waits for the canary.
 """
 
 import asyncio
@@ -341,7 +342,7 @@ def _refused(code: str, message: str) -> AdapterInvalid:
     return AdapterInvalid((Reason(code, message),))
 
 
-# Equal to the number of uploads that are inspected at once. asyncio has at least five default threads.
+# Equal to the number of uploads that are inspected at once, and half of the threads of the tenants' pool.
 MAX_WRITERS = 4
 
 # Raises QuotaExceeded if a tenant, with this usage, may not have the adapter as a new version of the name.
