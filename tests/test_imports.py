@@ -111,7 +111,7 @@ LIGHT = [
     "slora.text.generation_defaults",
     "slora.models.model_config",
     "slora.models.model_spec",
-    "slora.client.open_streams",
+    "slora.client.open_requests",
     "slora.core.request_check",
     "slora.core.request",
     "slora.core.sampling_params",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from slora.client.open_streams import OpenStream, OpenStreams
+from slora.client.open_requests import OpenStream, OpenStreams
 from slora.client.router import ReportedState
 from slora.core.engine_address import EngineAddress, HandshakeFailed, connect
 from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, Pin, TenantPurge

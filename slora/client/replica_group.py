@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slora.client.client import RemoteEngine, UsageListener
-from slora.client.open_answer import OpenAnswer, Settlement
+from slora.client.open_requests import OpenAnswer, Settlement
 from slora.client.router import RoutedWork, Router, count_answer_tokens
 from slora.core.engine_address import EngineAddress
 from slora.core.engine_state import (

@@ -14,7 +14,7 @@ from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from slora.client.open_streams import OpenStreams
+from slora.client.open_requests import OpenStreams
 from slora.core.engine_state import AdapterPlace, EngineInfo, EngineStats, Pin, TenantPurge
 from slora.core.errors import EngineUnavailable
 from slora.core.messages import (

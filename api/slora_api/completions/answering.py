@@ -28,7 +28,7 @@ from slora_api.core.fair_slots import FairSlots
 from slora_api.core.threads import tenant_thread
 from slora_api.http.json_slices import PartedResponse, write_json
 from slora_api.http.sse import EventStream
-from slora_api.usage.usage_recorder import OpenRequest
+from slora_api.usage.usage_recorder import UnrecordedRequest
 
 # Reading the tool calls of this many characters takes at most 3 ms.
 _INLINE_CHARS = 1 << 11
@@ -66,7 +66,7 @@ async def _answer(
     usage = AnswerUsage(call.num_prompt_tokens, ReasoningCounter.of(call.syntax if is_read else None))
     deltas = compute_answers(call)
     if not body.stream:
-        completions = await call.until_gone(_complete(deltas, call.answers, call.echoes, usage))
+        completions = await call.until_gone(_collect(deltas, call.answers, call.echoes, usage))
         writing = write_answer(shape, completions, usage, call.tenant, call.services.cpu_slots)
         parts = await call.until_gone(writing)
         return PartedResponse(parts, call.model.headers | timing_headers(call.answers))
@@ -116,7 +116,7 @@ async def write_answer(
     return await write_json(body, tenant, slots)
 
 
-async def _complete(
+async def _collect(
     deltas: _Deltas, answers: Sequence[Answer], echoes: PromptEchoes | None, usage: AnswerUsage
 ) -> list[Completion]:
     """Returns the completions in the order of the prompts. All computed tokens are added to `usage`."""
@@ -237,7 +237,7 @@ async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[Completion
     is_background = call.background_id is not None
     width, width_param = answers[0].request.sampling.width, answers[0].request.sampling.width_param
     answer_tokens = sum(width * (answer.request.sampling.max_tokens or 0) for answer in answers)
-    sent: dict[int, OpenRequest] = {}
+    sent: dict[int, UnrecordedRequest] = {}
 
     def open_usage(answer: Answer) -> None:
         sent[answer.index] = generator.usage.open(answer, spending.open())

@@ -40,8 +40,8 @@ _PROMPTS_AT_ONCE = 16
 _IDS_AT_ONCE = 1 << 15
 
 
-# Fields of SamplingParams that do not have the value of the body's field of the same name. `_draft` and `_complete` say
-# what they have instead.
+# Fields of SamplingParams that do not have the value of the body's field of the same name. `_draft` and
+# `_finish_sampling` say what they have instead.
 _CONVERTED = (
     "max_tokens",
     "logprobs",
@@ -143,7 +143,7 @@ def _draft(
     num_prompts: int,
 ) -> SamplingParams:
     """Does all checks that need no token ids. Returns the sampling parameters of the request, from its fields and the
-    model's defaults. `_complete` adds what only the prompt determines.
+    model's defaults. `_finish_sampling` adds what only the prompt determines.
 
     prompt_logprobs: number of most probable tokens to list for each token of the prompt.
     """
@@ -178,7 +178,7 @@ def _draft(
     return draft
 
 
-def _complete(
+def _finish_sampling(
     call: InferenceCall, body: AnswerFields, draft: SamplingParams, max_tokens: int, **values: Any
 ) -> SamplingParams:
     """Returns the draft with `max_tokens` and other values that were not known when it was made."""
@@ -271,7 +271,7 @@ async def add_completion_answers(call: InferenceCall, body: CompletionRequest) -
             check_max_tokens(max_tokens, len(ids), info.max_model_len)
         # The engine scores a prompt only if it computes at least one token of an answer.
         is_scored = bool(body.echo) and max_tokens == 0
-        sampling = _complete(
+        sampling = _finish_sampling(
             call,
             body,
             draft,
@@ -319,7 +319,7 @@ async def add_conversation_answer(call: InferenceCall, body: ConversationFields)
     form = _conversation_form(call, body)
     await call.services.grammars.check(call.tenant, form)
     bad_words = await encode_bad_words(call, body.bad_words or ())
-    sampling = _complete(call, body, draft, max_tokens, bad_words=bad_words, structured_output=form)
+    sampling = _finish_sampling(call, body, draft, max_tokens, bad_words=bad_words, structured_output=form)
     return call.add_answer(token_ids, sampling, _answer_options(call, body))
 
 

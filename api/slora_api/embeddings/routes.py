@@ -41,7 +41,7 @@ from slora_api.http.json_slices import LongList, PartedResponse, write_json
 from slora_api.http.openapi import json_body
 from slora_api.http.wiring import Wired
 from slora_api.keys.authentication import InferenceKey
-from slora_api.usage.usage_recorder import OpenRequest
+from slora_api.usage.usage_recorder import UnrecordedRequest
 
 T = TypeVar("T")
 
@@ -218,7 +218,7 @@ async def compute_embeddings(
     requests = (
         call.engine_request(index, token_ids, NOT_SAMPLED, pooling) for index, token_ids in enumerate(inputs)
     )
-    sent: list[OpenRequest] = []
+    sent: list[UnrecordedRequest] = []
 
     async def compute(one: EmbeddedInput) -> None:
         sent.append(generator.usage.open(one, spending.open()))

@@ -52,7 +52,7 @@ class ArrivedAnswer(Protocol):
 
 
 @dataclass(slots=True)
-class OpenRequest:
+class UnrecordedRequest:
     """A request whose usage may not be known yet.
 
     on_report: called with the usage.
@@ -72,7 +72,7 @@ class OpenRequest:
 
 
 class _Waiting(NamedTuple):
-    opened: OpenRequest
+    opened: UnrecordedRequest
     record: UsageRecord
 
 
@@ -94,7 +94,7 @@ class UsageRecorder:
         self._client = client
         self.journal = journal
         self._clock = clock
-        self._open: dict[str, OpenRequest] = {}
+        self._open: dict[str, UnrecordedRequest] = {}
         # The next batch for the journal.
         self._batch: list[_Waiting] = []
         # The number of records in the next batch and in the batch that the journal is writing.
@@ -112,16 +112,18 @@ class UsageRecorder:
 
     def open(
         self, answer: ArrivedAnswer, on_report: Callable[[RequestUsage], None] = lambda usage: None
-    ) -> OpenRequest:
+    ) -> UnrecordedRequest:
         """Registers a request. Call this immediately before the request is sent to the engine, and pass the result to
         `wait`.
 
         on_report: called once with the usage of the request, possibly after its stream was closed.
         """
-        opened = self._open[answer.request.request_id] = OpenRequest(answer, on_report, span=current_span())
+        opened = self._open[answer.request.request_id] = UnrecordedRequest(
+            answer, on_report, span=current_span()
+        )
         return opened
 
-    async def wait(self, opened: Sequence[OpenRequest]) -> None:
+    async def wait(self, opened: Sequence[UnrecordedRequest]) -> None:
         """Returns when the records of these requests are durable. Raises UsageJournalFull."""
         for one in opened:
             await one.ended.wait()
@@ -157,7 +159,7 @@ class UsageRecorder:
                 opened.span.add_engine_request(opened.answer.request, found, timing)
         opened.on_report(found)
 
-    def _record(self, opened: OpenRequest, usage: RequestUsage, *, is_complete: bool) -> None:
+    def _record(self, opened: UnrecordedRequest, usage: RequestUsage, *, is_complete: bool) -> None:
         request = opened.answer.request
         record = UsageRecord(
             request.request_id,

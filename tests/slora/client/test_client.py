@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slora.client.open_streams import OpenStreams
+from slora.client.open_requests import OpenStreams
 from slora.client.router import ReportedState
 from slora.core.engine_state import ANSWER_TOKENS, Backlog, EngineReport
 from slora.core.messages import Report
