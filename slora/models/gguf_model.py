@@ -136,10 +136,10 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     if file.fields.get("split.count", 1) not in (0, 1):
         raise file.refusal("it is one part of several; join them with llama-gguf-split --merge")
     architecture = file.architecture
-    if architecture not in _FAMILIES:
+    if architecture not in _ARCHITECTURES:
         raise file.refusal(
-            f"general.architecture is {architecture!r}; of GGUF files, this version serves {', '.join(_FAMILIES)}; use "
-            "the model's safetensors checkpoint"
+            f"general.architecture is {architecture!r}; of GGUF files, this version serves "
+            f"{', '.join(_ARCHITECTURES)}; use the model's safetensors checkpoint"
         )
     fields = _Fields(file)
     for name in _REQUIRED:
@@ -155,7 +155,7 @@ def read_gguf_config(file: GgufFile) -> dict[str, Any]:
     config["head_dim"] = head_dim = fields.take("attention.key_length", config["hidden_size"] // heads)
     fields.require("attention.value_length", head_dim)
     fields.require("attention.causal", True)
-    _FAMILIES[architecture](file, fields, config)
+    _ARCHITECTURES[architecture](file, fields, config)
     fields.refuse_unread()
     # A tensor that is not known is refused here, rather than when the engine starts.
     shapes = {place.name: place.shape for place in locate_gguf_tensors(file)}
@@ -334,7 +334,7 @@ def _read_gemma(model_type: str, pattern: int) -> Callable[[GgufFile, _Fields, d
     return read
 
 
-_FAMILIES: Mapping[str, Callable[[GgufFile, _Fields, dict[str, Any]], None]] = {
+_ARCHITECTURES: Mapping[str, Callable[[GgufFile, _Fields, dict[str, Any]], None]] = {
     "llama": _read_llama,
     "qwen2": _read_qwen("qwen2"),
     "qwen3": _read_qwen("qwen3"),
