@@ -78,6 +78,8 @@ from slora_adapters.version import AdapterVersion
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 # How long an upload may take between storing its blob and creating its version. After that time, the blob of a crashed
 # upload may be dropped.
 RESERVATION_S = 3600.0
@@ -215,7 +217,6 @@ def redeem(connection: Connection, reservation: str, now: float) -> None:
         raise TryAgain("the upload took too long, so its reservation expired; upload again")
 
 
-T = TypeVar("T")
 PinCheck = Callable[[Rollout, Sequence[Rollout]], None]
 StorageCheck = Callable[[StorageUsage], None]
 # Maximum number of lookups of one request. A lookup is repeated if the version that it found was deleted before the

@@ -70,6 +70,9 @@ from slora_kernels.layout import ModelShape
 
 _log = logging.getLogger(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 # One thread per inspection, because the other cores serve requests.
 _ENVIRONMENT = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 # The largest valid answer has a config of 1 MiB and two texts of 256 KiB. Each of these bytes may take six bytes of
@@ -347,9 +350,6 @@ MAX_WRITERS = 4
 
 # Raises QuotaExceeded if a tenant, with this usage, may not have the adapter as a new version of the name.
 CheckQuota = Callable[[str, StorageUsage, str, CheckedAdapter], None]
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 class Publisher:

@@ -9,6 +9,8 @@ from collections.abc import Generator
 from enum import Enum, auto
 from typing import NamedTuple, TypeVar
 
+_T = TypeVar("_T")
+
 
 class PieceKind(Enum):
     """The kind of a piece. A CALL begins a tool call, and its text is the tool's name. ARGUMENTS belong to the latest
@@ -29,7 +31,6 @@ class Piece(NamedTuple):
     start: int = 0
 
 
-_T = TypeVar("_T")
 # A part of a parser. It yields None while it waits for text, and returns a value.
 Waiting = Generator[None, None, _T]
 

@@ -29,12 +29,18 @@ from slora_api.core.threads import tenant_thread
 from slora_api.http.field_types import IgnoredFields
 from slora_api.http.request_bounds import JsonBounds, RequestBounds
 
+T = TypeVar("T")
+
 # The pattern also matches an unterminated string at the end of the searched bytes. Otherwise, the search would try the
 # pattern again at each later quote.
 _TOKEN = re.compile(rb'"([^"\\]*(?:\\.[^"\\]*)*)(?:"|\\?\Z)|[][{},]', re.DOTALL)
 # The search for the name of the largest field covers this many bytes from the start of a body. It takes 1 ms.
 _NAMING_BYTES = 1 << 14
 _SHOWN_BYTES = 128
+_PART_BYTES = 1 << 16
+# Validating and converting a value takes 1 to 4 microseconds. Bodies with more values are validated on a thread.
+_MAX_VALUES_ON_LOOP = 1 << 11
+_SHOWN_CHARS = 128
 # The fields that hold a prompt.
 _PROMPTS = ("prompt", "input", "messages")
 
@@ -125,14 +131,6 @@ class JsonStructure:
                 counts[field] = counts.get(field, 0) + 1
         largest = max(counts, key=lambda name: counts[name], default=b"")
         return largest[:_SHOWN_BYTES].decode(errors="replace") or None
-
-
-T = TypeVar("T")
-
-_PART_BYTES = 1 << 16
-# Validating and converting a value takes 1 to 4 microseconds. Bodies with more values are validated on a thread.
-_MAX_VALUES_ON_LOOP = 1 << 11
-_SHOWN_CHARS = 128
 
 
 async def read_json(

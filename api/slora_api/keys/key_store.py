@@ -51,6 +51,8 @@ from slora_api.keys.key_record import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class _StoredKey:
@@ -201,9 +203,6 @@ _MAX_KEYS = 100_000
 # key causes only one lookup in this time. A client may send a key before another host creates it. The key is then
 # refused until the id has left the cache.
 _MAX_ABSENT, _ABSENT_S = 10_000, 1.0
-
-
-T = TypeVar("T")
 
 
 class KeyCache(Generic[T]):
