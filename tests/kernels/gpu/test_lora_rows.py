@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from slora_kernels.batch import LoraTiles
-from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.lora_expand_rows import ROW_TILE_TOKENS
 from slora_kernels.gpu.lora_sizes import LoraSizes, RowSizes, load_sizes
 from slora_kernels.gpu.triton_kernels import TritonKernels
@@ -88,7 +87,8 @@ def test_a_decode_row_gets_the_same_bits_alone_and_in_any_batch(dtype: torch.dty
     assert not torch.equal(together, before)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.soak), torch.bfloat16])
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adding_a_delta_gives_the_bits_of_expand(dtype: torch.dtype) -> None:
     scene, kernels = build(dtype, DEVICE), TritonKernels()
     tiles = mix(scene)
@@ -168,28 +168,3 @@ def test_an_adapter_may_end_anywhere_in_a_page(
         run_twin(scene, tiles, x, expected, site)
         run_group(TritonKernels(sizes=with_rows(16, 1)), scene, tiles, x, out, site)
         check_close(out, expected, units=2)
-
-
-@pytest.mark.parametrize(
-    ("runs", "num_decodes", "sizes", "expected"),
-    (
-        (DECODES, len(DECODES), with_rows(16, 1), ["shrink", "expand_rows"]),
-        (DECODES + CHUNKS, len(DECODES), with_rows(16, 1), ["shrink", "expand_rows", "expand"]),
-        (CHUNKS, 0, with_rows(16, 1), ["shrink", "expand"]),
-    ),
-    ids=("decodes", "both", "chunks"),
-)
-def test_a_step_launches_as_many_kernels_as_its_tokens_have_forms(
-    runs: list[tuple[int, int, int]], num_decodes: int, sizes: LoraSizes, expected: list[str]
-) -> None:
-    scene = build(torch.float32, DEVICE)
-    launches: list[Launch] = []
-    kernels = TritonKernels(launches.append, sizes)
-    site = scene.shape.layer_sites(1)[QKV]
-    x, out = make_inputs(scene, site, TOKENS)
-    tiles = replace(build_tiles(runs, scene.tables), num_decodes=num_decodes)
-    run_group(kernels, scene, tiles, x, out, site)
-    assert [launch.kernel.__name__ for launch in launches] == [f"_lora_{name}_kernel" for name in expected]
-    assert [launch.grid[0] for launch in launches[1:]] == (
-        [len(runs)] if len(expected) == 2 else [num_decodes, len(runs) - num_decodes]
-    )

@@ -1,38 +1,6 @@
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from slora.memory.swap_space import SwapSpace
-
-
-class SwapSpaceMachine(RuleBasedStateMachine):
-    """Sequences are swapped out and in again."""
-
-    @initialize(num_pages=st.integers(0, 12))
-    def start(self, num_pages: int) -> None:
-        self.space = SwapSpace(num_pages)
-        self.saved: list[list[int]] = []
-
-    @rule(data=st.data())
-    def save(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.space.num_free))
-        pages = self.space.allocate(count)
-        assert len(pages) == count
-        self.saved.append(pages)
-
-    @precondition(lambda self: self.saved)
-    @rule(data=st.data())
-    def restore(self, data: st.DataObject) -> None:
-        self.space.release(self.saved.pop(data.draw(st.integers(0, len(self.saved) - 1))))
-
-    @invariant()
-    def every_page_is_free_or_somebodys(self) -> None:
-        held = [page for pages in self.saved for page in pages]
-        self.space.check_invariants(held)
-        assert self.space.num_free == self.space.num_pages - len(held)
-
-
-TestSwapSpace = SwapSpaceMachine.TestCase
 
 
 @pytest.mark.parametrize("held", [[], [0, 0], [0, 1], [1]])

@@ -4,7 +4,6 @@ import pytest
 
 from slora.core.errors import ConfigError
 from slora.core.request import TenantShare
-from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount, TenantAccounts
 
 
@@ -26,23 +25,6 @@ from slora.memory.tenant_account import TenantAccount, TenantAccounts
 def test_a_share_out_of_range_is_refused(fields: dict[str, float], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TenantShare(**fields)
-
-
-def test_a_tenant_is_made_once_with_the_default_share() -> None:
-    tenants = TenantAccounts(100)
-    tenant = tenants.find("a")
-    assert tenants.find("a") is tenant
-    assert tenant.share == TenantShare()
-    assert list(tenants) == [tenant]
-    assert not tenant.is_bounded
-
-
-def test_a_charge_counts_by_weight() -> None:
-    tenants = TenantAccounts(100)
-    tenants.set_share("heavy", TenantShare(weight=2))
-    tenants.find("heavy").charge(30)
-    tenants.find("light").charge(15)
-    assert tenants.find("heavy").service == tenants.find("light").service == 15
 
 
 def test_fractions_of_the_pool_become_whole_pages_that_add_up() -> None:
@@ -67,16 +49,6 @@ def test_tenants_with_a_floor_or_a_ceiling_are_bounded_as_long_as_they_have_one(
     tenants.set_share("floor", TenantShare())
     assert [tenant.name for tenant in tenants.bounded] == ["ceiling"]
     assert len(before) == 2, "a list that others hold was changed"
-
-
-def test_a_tenant_is_above_its_floor_until_it_owns_no_more_than_that() -> None:
-    tenants = TenantAccounts(100)
-    tenants.set_share("a", TenantShare(min_share=0.05))
-    tenant, pool = tenants.find("a"), PagePool(100)
-    pages = pool.allocate(6, tenant)
-    assert tenant.is_above_floor
-    pool.release(pages[:1])
-    assert not tenant.is_above_floor
 
 
 def test_a_ceiling_counts_owned_and_requested_pages() -> None:

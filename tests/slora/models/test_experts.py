@@ -7,47 +7,10 @@ import torch
 from safetensors.torch import load_file
 
 from slora import LLM, SamplingParams
-from slora.models.decoder import ExpertChoice
 from slora.models.mixture_layers import avoid_grouped_products
-from slora.models.model_config import ExpertConfig
 from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS
 from tests.support.tiny_models import make_model, write_model
-
-
-def make_experts(count: int, chosen: int, *, normalizes: bool) -> ExpertConfig:
-    return ExpertConfig(count, chosen, 8, "moe_intermediate_size", normalizes, frozenset({0}))
-
-
-@pytest.mark.parametrize("normalizes", [True, False])
-@pytest.mark.parametrize(("num_tokens", "count", "chosen"), [(1, 4, 1), (7, 5, 3), (40, 6, 6)])
-def test_each_token_gets_the_weighted_sum_of_its_experts(
-    num_tokens: int, count: int, chosen: int, normalizes: bool
-) -> None:
-    random = torch.Generator().manual_seed(num_tokens)
-    logits = torch.randn(num_tokens, count, generator=random)
-    x = torch.randn(num_tokens, 3, generator=random)
-    choice = ExpertChoice.of(logits, make_experts(count, chosen, normalizes=normalizes))
-    starts, factors = choice.starts.tolist(), torch.arange(1.0, count + 1)
-    assert (starts[0], starts[-1]) == (0, num_tokens * chosen)
-    rows = choice.spread(x)
-    for expert in range(count):
-        rows[starts[expert] : starts[expert + 1]] *= factors[expert]
-    weights = logits.softmax(-1)
-    weights = weights * (weights >= weights.topk(chosen).values[:, -1:])
-    if normalizes:
-        weights /= weights.sum(-1, keepdim=True)
-    torch.testing.assert_close(choice.combine(rows), x * (weights @ factors)[:, None])
-
-
-def test_a_token_has_the_same_bits_in_any_order_of_the_tokens() -> None:
-    config = make_experts(5, 3, normalizes=True)
-    random = torch.Generator().manual_seed(4)
-    logits, x = torch.randn(30, 5, generator=random), torch.randn(30, 8, generator=random)
-    order = torch.randperm(30, generator=random)
-    straight, shuffled = (ExpertChoice.of(logits[rows], config) for rows in (torch.arange(30), order))
-    mixed = straight.combine(straight.spread(x).square())
-    assert torch.equal(shuffled.combine(shuffled.spread(x[order]).square()), mixed[order])
 
 
 @torch.inference_mode()

@@ -61,20 +61,6 @@ def test_cosines_and_sines_are_those_of_transformers(tmp_path: Path, kind: str) 
     torch.testing.assert_close(table, rotated_by(theirs, POSITIONS), rtol=0, atol=1e-6)
 
 
-def test_every_scaling_differs_from_every_other(tmp_path: Path) -> None:
-    tables = [
-        cos_sin_tables(
-            save(tmp_path, {**LLAMA, "rope_parameters": {"rope_theta": 5e5, **scaling}}),
-            POSITIONS,
-            torch.device("cpu"),
-        )[0]
-        for kind, scaling in SCALINGS.items()
-        if kind not in ("yarn_one_mscale",)
-    ]
-    for index, table in enumerate(tables):
-        assert all((table - other).abs().max() > 0.01 for other in tables[:index])
-
-
 @pytest.mark.parametrize("partial", [1.0, 0.75, 0.5])
 @pytest.mark.parametrize("attention_factor", [None, 1.3])
 def test_longrope_has_rows_for_short_and_for_long_sequences(

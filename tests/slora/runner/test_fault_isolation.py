@@ -65,12 +65,6 @@ def isolate(runner: Runner, chunks: list[Chunk], most_runs: int = 64) -> StepRes
     return run(runner, StepPlan(chunks=chunks), most_runs)
 
 
-def test_a_step_that_works_runs_once() -> None:
-    runner = breaking_on()
-    result = isolate(runner, [make_chunk(1), make_chunk(2)])
-    assert result == StepResult([SampledToken(1), SampledToken(2)]) and len(runner.runs) == 1
-
-
 @pytest.mark.parametrize("culprits", [(0,), (255,), (100, 101), (3, 77, 200)])
 def test_fault_isolation_finds_the_culprits_and_computes_all_others_in_order(
     culprits: tuple[int, ...],
@@ -118,14 +112,6 @@ def test_the_number_of_isolation_runs_is_bounded() -> None:
     result = isolate(runner, [make_chunk(number) for number in range(256)])
     assert len(runner.runs) == 65
     assert len(result.culprits) + len(result.given_up) == 256 and len(result.given_up) > 200
-
-
-def test_a_lost_device_is_not_attributed_to_a_request() -> None:
-    runner = breaking_on(1)
-    runner.is_lost = True
-    with pytest.raises(DeviceFailed):
-        isolate(runner, [make_chunk(0), make_chunk(1)])
-    assert len(runner.runs) == 1
 
 
 def test_a_failed_page_transfer_is_not_retried() -> None:

@@ -94,48 +94,6 @@ def test_a_search_as_wide_as_there_are_answers_finds_the_best_of_all(
     assert [one.score for one in found] == pytest.approx([score(tokens) for tokens in best[:10]])
 
 
-def test_the_worked_example_of_the_module() -> None:
-    """The longer of the two hypotheses has the better score per token."""
-    a, b, c, end = 1, 2, 3, 0
-    table = {(): {a: -0.5, c: -0.4}, (a,): {b: -0.5}, (c,): {end: -0.6}, (a, b): {end: -0.2}}
-
-    def model(tokens: tuple[int, ...]) -> list[float]:
-        return [table.get(tokens, {}).get(token, -50.0) for token in range(4)]
-
-    found = run(model, beam_params(2, 2, 5, 1.0, early_stopping=True), frozenset([end]), 4)
-    assert [(one.token_ids, pytest.approx(one.score)) for one in found] == [
-        ((a, b, end), -0.4),
-        ((c, end), -0.5),
-    ]
-
-
-def test_a_hypothesis_tells_the_log_probability_of_each_of_its_tokens() -> None:
-    model = random_model(6, 3)
-    found = run(model, beam_params(3, 3, 4, 1.0, early_stopping=False, logprobs=2), frozenset([0]), 6)
-    for one in found:
-        expected = [model(one.token_ids[:place])[token] for place, token in enumerate(one.token_ids)]
-        assert one.logprobs is not None
-        assert [entry.logprob for entry in one.logprobs] == expected
-        assert all(len(entry.top) == 2 and entry.top[0][1] >= entry.logprob for entry in one.logprobs)
-    plain = run(model, beam_params(3, 3, 4, 1.0, early_stopping=False), frozenset([0]), 6)
-    assert [one.token_ids for one in plain] == [one.token_ids for one in found]
-    assert all(one.logprobs is None for one in plain)
-
-
-def test_a_search_waits_for_a_beam_that_withdrew_its_proposal() -> None:
-    search = BeamSearch(beam_params(2, 2, 4, 1.0, early_stopping=False), frozenset())
-    model = random_model(4, 0)
-    search.propose(0, propose(model, (), 2))
-    survivors = search.advance(4)
-    assert survivors is not None and len(survivors.kept) == len(survivors.forks) == 1
-    search.propose(0, propose(model, (1,), 2))
-    search.propose(1, propose(model, (2,), 2))
-    assert search.is_ready
-    search.withdraw(0)
-    search.withdraw(0)
-    assert not search.is_ready and search.has_proposed(1) and not search.has_proposed(0)
-
-
 # END and STOP end a hypothesis. The other four tokens do not.
 END, STOP, A, B, C, D = range(6)
 

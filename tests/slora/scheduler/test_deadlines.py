@@ -34,27 +34,6 @@ def make_search(stop_ids: frozenset[int]) -> Sequence:
     )
 
 
-def test_requests_past_their_latest_start_are_returned_once_in_order() -> None:
-    deadlines = make_deadlines()
-    late, later, last = (make_waiting() for _ in range(3))
-    for sequence, deadline_s in ((last, 10.0), (late, 2.0), (later, 3.0)):
-        deadlines.add(sequence, deadline_s)
-    assert deadlines.pop_missed(0.5) == []
-    assert deadlines.pop_missed(3.0) == [late, later]
-    assert deadlines.pop_missed(3.0) == []
-    assert deadlines.pop_missed(10.0) == [last]
-
-
-def test_running_answered_and_finished_requests_do_not_miss_deadlines() -> None:
-    deadlines = make_deadlines()
-    running, spoken, over, late = (make_waiting() for _ in range(4))
-    running.is_running = over.is_finished = True
-    spoken.token_ids.append(1)
-    for sequence in (running, spoken, over, late):
-        deadlines.add(sequence, 2.0)
-    assert deadlines.pop_missed(2.0) == [late]
-
-
 def test_the_next_due_time_is_the_earliest_latest_start() -> None:
     deadlines = make_deadlines()
     assert deadlines.next_due_s is None

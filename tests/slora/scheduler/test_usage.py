@@ -3,8 +3,6 @@
 Each step of the bench takes 0.25 s. A page has 4 tokens.
 """
 
-from random import Random
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +10,7 @@ from hypothesis import strategies as st
 from slora.core.engine_state import ServedCounts
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, TenantShare, single_adapter
 from slora.core.sampling_params import SamplingParams
-from slora.scheduler.charges import charge_load, charge_mask, charge_output, charge_prompt
+from slora.scheduler.charges import charge_load, charge_mask, charge_prompt
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.served_counts import OTHERS, ServedRequests
 from slora_adapters.version import AdapterVersion
@@ -269,31 +267,6 @@ def test_loads_are_counted_by_what_caused_them() -> None:
 
 
 # -- charges: each token once, by weight; a load or a mask as the tokens of its duration -----------------------------
-
-
-@pytest.mark.parametrize("weight", [1.0, 4.0])
-def test_a_prompt_token_costs_1_and_a_generated_token_2_divided_by_weight(weight: float) -> None:
-    tenant = make_tenant("a", TenantShare(weight=weight))
-    sequence = make_sequence(tenant, prompt=10)
-    charge_prompt(sequence, 10)
-    assert tenant.service == 10 / weight
-    charge_output(sequence, 1)
-    assert tenant.service == 12 / weight
-
-
-def test_a_prompt_is_charged_once_across_chunks_and_recomputation() -> None:
-    random = Random(0)
-    for _ in range(50):
-        tenant = make_tenant("a")
-        sequence = make_sequence(tenant, prompt=20)
-        sequence.token_ids += [1] * 5  # generated tokens, which are recomputed with the prompt
-        while sequence.num_computed < 25:
-            num_tokens = random.randint(1, 25 - sequence.num_computed)
-            charge_prompt(sequence, num_tokens)
-            sequence.num_computed += num_tokens
-            if random.random() < 0.2:
-                sequence.num_computed = random.choice([0, min(8, sequence.num_computed)])  # preempted
-        assert tenant.service == 20
 
 
 def test_cached_tokens_found_after_a_preemption_are_not_charged() -> None:

@@ -30,20 +30,6 @@ def serve(queue: FairQueue, cost: float) -> TenantAccount:
     return sequence.tenant
 
 
-def test_the_tenant_that_has_had_least_is_next() -> None:
-    queue, a, b = FairQueue(), make_tenant("a"), make_tenant("b")
-    push(queue, a, 5), push(queue, b, 5)
-    a.charge(10)
-    assert [serve(queue, 4) for _ in range(6)] == [b, b, b, a, b, a]
-
-
-def test_service_is_proportional_to_weight() -> None:
-    queue, light, heavy = FairQueue(), make_tenant("light"), make_tenant("heavy", TenantShare(weight=3))
-    push(queue, light, 100), push(queue, heavy, 100)
-    served = [serve(queue, 10) for _ in range(40)]
-    assert served.count(heavy) == 3 * served.count(light) == 30
-
-
 def test_requests_of_one_tenant_are_ordered_by_priority_then_arrival() -> None:
     queue, a = FairQueue(), make_tenant("a")
     last, first, second, early = (make_sequence(a, priority) for priority in (5, 0, 0, -3))
@@ -210,13 +196,6 @@ def test_a_tenant_within_its_page_floor_is_preempted_last(num_pages: int, gives_
     much.min_pages, much.num_pages, little.num_pages = 4, num_pages, 1
     running = [make_sequence(much), make_sequence(little)]
     assert queue.choose_victim(running).tenant.name == gives_way
-
-
-def test_a_victim_is_chosen_even_if_all_tenants_are_within_their_floors() -> None:
-    queue, a = FairQueue(), make_tenant("a")
-    a.min_pages = 4
-    running = [make_sequence(a), make_sequence(a)]
-    assert queue.choose_victim(running) is running[1]
 
 
 # -- victims: the least work, among tenants that hold many pages -------------------------------------------------------

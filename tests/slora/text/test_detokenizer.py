@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
-from slora.text.detokenizer import Detokenizer, StopString
+from slora.text.detokenizer import Detokenizer, StopMatcher, StopString
 from slora.text.tokenizer import Tokenizer
 from tests.support.tiny_tokenizers import TOKENIZERS, byte_level
 
@@ -228,3 +228,13 @@ def test_a_shown_special_token_is_part_of_the_text_and_others_are_not() -> None:
     assert decoder.push(tokens) + decoder.finish() == "a[TOOL_CALLS]b"
     widths = tokenizer.start_measuring(shown=shown)
     assert widths.push(tokens) + widths.finish() == [0, 1, len("[TOOL_CALLS]"), 1, 0, 0]
+
+
+def test_long_strings_that_nearly_match_cost_no_more_than_short_ones() -> None:
+    """Born from a bug: 15 stop strings of thousands of equal letters took milliseconds for each token."""
+    matcher = StopMatcher([StopString("a" * 1000 + str(n)) for n in range(15)])
+    before = time.thread_time()
+    for _ in range(20_000):
+        assert matcher.search("aa") is None
+    assert time.thread_time() - before < 5
+    assert matcher.num_pending == 1000
