@@ -1,52 +1,41 @@
-import io
-import tarfile
-import time
+"""The attacks of the bench, and ten minutes of every attack at random beside honest tenants (`bench.attacks.mixed`)."""
 
-import httpx
+from collections.abc import Callable
+
 import pytest
 
-from bench.attacks.answers import count, say, seconds_until
 from bench.attacks.catalogue import ATTACKS
 from bench.attacks.honest import Harvest
-from bench.attacks.mixed import Outcome
-from bench.attacks.templates import slow_template
-from bench.attacks.uploads import long_name_tar, pax_tar
-from slora.text.chat_template import compile_chat_template
+from bench.attacks.mixed import Outcome, run_mixed
+
+MINUTES, MINUTES_WITH_WORKERS = 10.0, 3.0
+MAX_GROWTH_BYTES = 64 << 20
+
+
+@pytest.mark.soak
+def test_attackers_with_valid_keys_hardly_slow_honest_tenants_down(report: Callable[[str], None]) -> None:
+    outcome = run_mixed(MINUTES)
+    report(
+        f"mixed attacks: goodput {outcome.goodput_ratio:.3f} of that without them, {outcome.server_errors} lost, "
+        f"{sum(outcome.sent.values())} attacks"
+    )
+    assert outcome.goodput_ratio >= 0.9
+    assert outcome.server_errors == 0
+    before, _, after = outcome.rss_bytes
+    assert after - before <= MAX_GROWTH_BYTES
+
+
+@pytest.mark.soak
+def test_attackers_gain_nothing_from_a_second_api_worker(report: Callable[[str], None]) -> None:
+    outcome = run_mixed(MINUTES_WITH_WORKERS, api_workers=2)
+    report(f"mixed attacks on two API workers: goodput {outcome.goodput_ratio:.3f} of that without them")
+    assert outcome.goodput_ratio >= 0.9
+    assert outcome.server_errors == 0
 
 
 def test_each_finding_has_an_attack() -> None:
     assert {attack.number for attack in ATTACKS} == set(range(1, 19))
     assert len({attack.title for attack in ATTACKS}) == len(ATTACKS)
-
-
-def test_a_response_is_summarised_by_status_field_and_message() -> None:
-    error = {"error": {"message": "too long", "param": "prompt"}}
-    assert say(httpx.Response(400, json=error)) == "400 [prompt] too long"
-    assert say(httpx.Response(200, content=b"abc")) == "200 (3 bytes)"
-    assert say(httpx.Response(502, content=b"bad gateway")) == "502 bad gateway"
-    assert count(["a", "b", "a"]) == "2 x a; 1 x b"
-
-
-def test_an_event_that_does_not_happen_in_time_has_no_duration() -> None:
-    assert seconds_until(lambda: False, 0.01, every_s=0.001) is None
-    assert seconds_until(lambda: True, 1.0) == 0.0
-
-
-def test_chained_long_names_end_in_a_recursion_or_an_error_of_the_library() -> None:
-    file = io.BytesIO(long_name_tar(3000))
-    with pytest.raises((RecursionError, tarfile.TarError)), tarfile.open(fileobj=file) as archive:
-        archive.getmembers()
-
-
-def test_a_pax_header_has_the_size_that_was_asked_for() -> None:
-    assert len(pax_tar(1 << 16)) == pytest.approx(1 << 16, rel=0.1)
-
-
-def test_a_slow_template_takes_cpu_time() -> None:
-    template = compile_chat_template(slow_template(0.2))
-    start = time.thread_time()
-    template.render(messages=[{"content": "a"}])
-    assert time.thread_time() - start > 0.05
 
 
 def test_goodput_is_compared_by_share_of_what_was_offered() -> None:

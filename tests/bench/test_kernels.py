@@ -65,12 +65,3 @@ def test_a_floor_is_bytes_over_bandwidth_until_products_take_longer(model: MetaM
     assert by_products["keeps %"] == pytest.approx(
         100 * count.base_flops / (count.base_flops + count.lora_flops)
     )
-
-
-# `test_the_floor_of_eight_adapters_is_that_of_their_bytes` counts it without a model.
-@pytest.mark.soak
-def test_eight_adapters_of_rank_16_could_keep_957_of_1000_of_llama_8b() -> None:
-    """The figure that the bars are set against: 8 x 80 MiB beside weights of 15.0 GB, contexts left out."""
-    row = floor_row(MetaModel(MODELS["llama-8b"]), StepShape(8, 8, context=-1), GpuRates())
-    assert row["keeps %"] == pytest.approx(95.7, abs=0.05)
-    assert (row["vLLM"], row["SGLang"]) == (384, 256) and row["LoRA launches"] <= 256

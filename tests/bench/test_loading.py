@@ -7,11 +7,8 @@ from bench.live_platform import Setup
 from bench.load_storm import storm_tables
 from bench.load_stream import stream_tables
 from bench.many_adapters import many_tables
-from bench.tier_rates import CHUNK_BYTES, TierRates
+from bench.tier_rates import CHUNK_BYTES
 from bench.workload import ModelSize
-from tests.redis_server import RedisServer, make_redis
-
-__all__ = ["make_redis"]
 
 _TINY = ModelSize(hidden=64, layers=2, heads=4, kv_heads=2, head_dim=16, intermediate=128, vocab=96)
 _SETUP = Setup(_TINY, CHUNK_BYTES, ("--kernels", "torch"))
@@ -55,14 +52,3 @@ def test_servers_with_few_and_with_many_adapters_are_compared() -> None:
     assert all(row[name] > 0 for row in rows for name in measured)
     assert [row["of"] for row in verdicts] == 2 * measured
     assert all(row["times"] == 1.0 and row["verdict"] == "met" for row in verdicts)
-
-
-def test_the_plainest_program_gets_as_many_chunks_from_redis_as_the_bytes_are(
-    make_redis: type[RedisServer],
-) -> None:
-    rates = TierRates(CHUNK_BYTES, 2 * CHUNK_BYTES)
-    with make_redis().client() as client:
-        rates.fill_redis(client)
-        assert rates.redis_s(client, 5 * CHUNK_BYTES) > 0  # round the ring
-        assert client.info("commandstats")["cmdstat_get"]["calls"] == 5
-        assert client.info("stats")["keyspace_misses"] == 0

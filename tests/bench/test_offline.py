@@ -4,26 +4,23 @@ import json
 import re
 import sys
 import time
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from subprocess import PIPE, Popen
 
 import pytest
 import torch
 
 import bench.peer_environments as peer_environments
 from bench.bars import verdict_rows
-from bench.contender import ROOT, ContenderFailed, ContenderProcess, Launch, slora_launch
+from bench.contender import ROOT, ContenderProcess, Launch, slora_launch
 from bench.contenders.answering import Run, Setup
-from bench.engine_footprint import read_pss_bytes
-from bench.floor import adapter_numbers, adapters_s, single_step_s
+from bench.floor import adapter_numbers, adapters_s
 from bench.machine_rates import MachineRates, RateMeter
 from bench.prompt_lookup import compare_answers
-from bench.step_clock import REST, StepClock, Timed
+from bench.step_clock import StepClock
 from bench.step_profile import EXPAND, PARTS, SHRINK, Scene, profile_rows, timed_functions
 from bench.stepped_engine import SteppedEngine
-from bench.throughput import BASE, Fleet, Plan, Shape, give_out, throughput_rows
+from bench.throughput import BASE, Fleet, Plan, Shape, throughput_rows
 from bench.workload import write_adapter
 from tests.support.model_kit import ModelKit, make_kit
 
@@ -60,56 +57,9 @@ def test_an_adapter_that_several_use_is_read_once_a_token_and_multiplied_for_eac
     assert adapters_s([None], 3, 2, 2, _RATES) == 0
 
 
-def test_a_single_step_reads_the_weights_but_for_the_embedding() -> None:
-    assert single_step_s(2, _RATES) == pytest.approx(2 * 100_073_472 / 1e9)
-
-
 def test_the_read_and_compute_rates_of_the_machine_are_measured() -> None:
     rates = RateMeter(torch.float32, read_bytes=1 << 20).measure(1)
     assert rates.read_bytes_per_s > 0 and rates.flops > rates.read_bytes_per_s
-
-
-def test_few_adapters_are_assigned_in_turn_and_many_are_sampled_in_each_round() -> None:
-    assert give_out(0, 3, 1) == [None] * 3
-    assert give_out(2, 5, 1) == give_out(2, 5, 2) == [0, 1, 0, 1, 0]
-    first, second = give_out(1000, 64, 1), give_out(1000, 64, 2)
-    assert first != second and first == give_out(1000, 64, 1)
-    assert len(set(first)) > 50 and all(index is not None and 0 <= index < 1000 for index in first)
-
-
-class Clockwork:
-    def outer(self) -> int:
-        return self.inner() + 1
-
-    @staticmethod
-    def still() -> int:
-        return 2
-
-    def inner(self) -> int:
-        return 1
-
-
-def test_the_time_of_a_part_excludes_the_parts_that_it_calls() -> None:
-    ticks = iter(range(100))
-    clock = StepClock(lambda: float(next(ticks)))
-    timed = [Timed(Clockwork, "outer", "a"), Timed(Clockwork, "inner", "b"), Timed(Clockwork, "still", "b")]
-    before = dict(vars(Clockwork))
-    with clock.timing(timed), clock.step():
-        assert Clockwork().outer() + Clockwork.still() == 4
-    assert clock.steps == [{"a": 2.0, "b": 2.0, REST: 3.0}]
-    assert dict(vars(Clockwork)) == before
-    with clock.timing([replace(timed[0], is_whole=True), *timed[1:]]), clock.step():
-        Clockwork().outer()
-        Clockwork.still()
-    assert clock.steps[1] == {"a": 1.0, "b": 1.0, REST: 3.0}
-
-
-def test_a_renamed_function_is_reported_and_no_function_stays_timed() -> None:
-    before = dict(vars(Clockwork))
-    timed = [Timed(Clockwork, "outer", "a"), Timed(Clockwork, "gone", "b")]
-    with pytest.raises(AttributeError, match="Clockwork has no gone"), StepClock().timing(timed):
-        pass
-    assert dict(vars(Clockwork)) == before
 
 
 @pytest.mark.parametrize("kernels", ["cpu", "torch"])
@@ -130,13 +80,6 @@ def test_everything_that_is_timed_exists_in_both_kernels_for_a_cpu() -> None:
     for name in ("cpu", "torch"):
         with StepClock().timing(timed_functions(name)):
             pass
-
-
-def test_each_copy_of_an_adapter_is_an_adapter_of_its_own(kit: ModelKit) -> None:
-    stepped = make_engine(kit, "torch", 3)
-    stepped.add([[1, 2]] * 4, [(0,), (1,), (2,), ()], 2)
-    assert stepped.finish() == 8
-    assert stepped.engine.stats().adapter_loads == 3
 
 
 def make_setup(kit: ModelKit) -> Setup:
@@ -164,12 +107,6 @@ def test_a_contender_is_stopped_between_its_runs(kit: ModelKit, tmp_path: Path) 
         assert time.monotonic() < deadline, "it goes on"
         time.sleep(0.01)
     assert contender.stop() == 0
-
-
-def test_the_error_of_a_contender_that_exits_includes_its_last_output(kit: ModelKit, tmp_path: Path) -> None:
-    launch = Launch("broken", "bench.contenders.not_there", Path(sys.executable), {"PYTHONPATH": str(ROOT)})
-    with pytest.raises(ContenderFailed, match=r"broken ended with 1: .*not_there"):
-        ContenderProcess(launch, make_setup(kit), tmp_path / "log")
 
 
 @pytest.mark.soak
@@ -214,33 +151,6 @@ def test_a_missing_peer_is_reported_with_a_reason(tmp_path: Path, monkeypatch: p
     assert isinstance(launch, Launch) and launch.environment["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
     # Nothing of this project but the bench may be found on a peer's path.
     assert [path.name for path in Path(launch.environment["PYTHONPATH"]).iterdir()] == ["bench"]
-
-
-# Writes to 64 MiB, and says before and after that it is ready.
-_WRITER = """
-import sys
-print("begun", flush=True)
-sys.stdin.readline()
-block = bytearray(64 << 20)
-block[::4096] = b"x" * len(range(0, len(block), 4096))
-print("written", flush=True)
-sys.stdin.readline()
-"""
-
-
-def test_a_process_takes_the_memory_that_it_has_written_to() -> None:
-    """A process of its own, because the kernel may reclaim other pages of a large one meanwhile."""
-    with Popen(
-        [sys.executable, "-c", _WRITER], stdin=PIPE, stdout=PIPE, text=True, encoding="utf-8"
-    ) as writer:
-        assert writer.stdin is not None and writer.stdout is not None
-        assert writer.stdout.readline() == "begun\n"
-        before, _ = read_pss_bytes(writer.pid)
-        writer.stdin.write("\n")
-        writer.stdin.flush()
-        assert writer.stdout.readline() == "written\n"
-        after, shared = read_pss_bytes(writer.pid)
-        assert after - before > 60 << 20 and shared < after
 
 
 def test_bars_apply_to_their_own_rows() -> None:

@@ -1,13 +1,10 @@
 """How results of `vllm bench serve` become rows and bars, and what a server or client that fails looks like."""
 
-import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 
 import bench.peer_environments as peer_environments
-from bench.contender import Launch
 from bench.live_platform import Setup
 from bench.serving_peers import (
     Case,
@@ -16,13 +13,10 @@ from bench.serving_peers import (
     MixRun,
     Popularity,
     bar_rows,
-    open_vllm,
-    peer_depot,
     peer_tables,
     popularity_rows,
     popularity_tables,
     result_row,
-    server_rows,
 )
 from bench.workload import ModelSize
 
@@ -106,24 +100,6 @@ def test_a_vllm_that_is_not_installed_is_a_reason_in_each_row(
     rows, bars = peer_tables(quick=True, setup=_SETUP).values()
     assert {row["reason"] for row in rows} == {"not installed; `make bench-peers` does it"}
     assert len(rows) == 4 and {bar["verdict"] for bar in bars} == {"not measured"}
-
-
-def test_a_server_that_ends_at_start_is_a_reason_in_each_row() -> None:
-    launch = Launch("vllm", "", Path(sys.executable), {})  # this environment has no vLLM
-    with peer_depot(_SETUP) as depot:
-        rows = server_rows("vLLM", open_vllm(launch, depot, []), launch, _CASE)
-    assert [(row["loop"], row["failed"], row["tokens/s"]) for row in rows] == [
-        ("closed", 3, None),
-        ("open", 3, None),
-    ]
-    assert all("No module named 'vllm'" in row["reason"] for row in rows), rows
-
-
-def test_a_text_of_random_words_is_encoded_as_the_same_tokens() -> None:
-    with peer_depot(_SETUP) as depot:
-        tokenizer = Tokenizer.from_file(str(depot.model / "tokenizer.json"))
-    tokens = [7, 0, 299, 7, 2, 150]
-    assert tokenizer.encode(tokenizer.decode(tokens)).ids == tokens
 
 
 def test_even_popularity_is_compared_with_zipfs_round_by_round() -> None:
