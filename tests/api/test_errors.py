@@ -147,8 +147,3 @@ def test_a_refused_adapter_carries_all_reasons_for_programs() -> None:
         {"code": "rank", "message": "too high"},
         {"code": "dora", "message": "not supported"},
     ]
-
-
-def test_an_unknown_model_and_another_tenants_model_cannot_be_told_apart() -> None:
-    assert describe_error(errors.ModelNotFound("m")).body == describe_error(errors.ModelNotFound("m")).body
-    assert "`m`" in describe_error(errors.ModelNotFound("m")).message

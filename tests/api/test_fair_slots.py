@@ -26,22 +26,6 @@ async def count_free(slots: FairSlots) -> int:
     return len(releases)
 
 
-def test_one_tenant_cannot_take_the_last_free_slot() -> None:
-    async def main() -> None:
-        slots = FairSlots(3, 8, "things")
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(slots.hold("hostile"))
-            await held.enter_async_context(slots.hold("hostile"))
-            third = asyncio.create_task(held.enter_async_context(slots.hold("hostile")))
-            await asyncio.sleep(0)
-            assert not third.done()
-            async with asyncio.timeout(300), slots.hold("honest"):
-                pass
-            third.cancel()
-
-    asyncio.run(main())
-
-
 def test_two_tenants_leave_a_slot_free_for_a_third_when_two_are_reserved() -> None:
     async def main() -> None:
         slots = FairSlots(4, 8, "things", num_reserved=2)

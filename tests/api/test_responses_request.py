@@ -61,12 +61,6 @@ def result(call_id: str) -> dict[str, Any]:
     return {"role": "tool", "content": "20", "tool_call_id": call_id}
 
 
-def test_a_text_is_a_message_of_the_user_after_the_instructions() -> None:
-    made = request(instructions="Be brief.").chat_messages
-    assert [message.for_template() for message in made] == [{"role": "system", "content": "Be brief."}, USER]
-    assert len(request(instructions="").chat_messages) == 1
-
-
 def test_the_items_of_one_turn_are_one_message() -> None:
     turn = {"role": "assistant", "content": "So:", "reasoning": "Hm.", "reasoning_content": "Hm."}
     answer = [thought("Hm."), said("So:"), call("1"), call("2")]

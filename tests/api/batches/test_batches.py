@@ -1,7 +1,6 @@
 """Batches over HTTP with the openai client, on a scripted engine."""
 
 import json
-import logging
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -161,20 +160,6 @@ def test_a_cancelled_batch_keeps_its_answers_and_aborts_its_lines(platform: Plat
     wait_until(lambda: len(platform.engine.aborted) == 3)
     with pytest.raises(openai.ConflictError, match="is cancelled, so it cannot be cancelled"):
         client.batches.cancel(batch.id)
-
-
-def test_a_tenant_cannot_fill_the_log_with_batches(
-    platform: Platform, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    client = platform.sdk(platform.key("acme"))
-    platform.engine.hang = True
-    platform.engine.answers = [deltas_of(b"hi")[:1]]
-    for _ in range(2):
-        batch = submit(client, [line_of("a")])
-        client.batches.cancel(batch.id)
-        wait_for(client, batch.id, "cancelled")
-    assert sum(record.name == batch_run.__name__ for record in caplog.records) <= 1
 
 
 def test_another_tenant_sees_neither_files_nor_batches(platform: Platform) -> None:
@@ -425,7 +410,7 @@ def test_a_batch_whose_tenant_has_no_cpu_time_left_waits_and_can_be_cancelled(
 
 def test_a_file_of_blank_lines_fails_at_once(platform: Platform) -> None:
     client = platform.sdk(platform.key("acme"))
-    file = client.files.create(file=("input.jsonl", b"\n" * (4 << 20)), purpose="batch")
+    file = client.files.create(file=("input.jsonl", b"\n" * (1 << 20)), purpose="batch")
     batch = client.batches.create(input_file_id=file.id, endpoint=PATH, completion_window="24h")
     errors = wait_for(client, batch.id, "failed").errors
     assert errors is not None and [one.code for one in errors.data] == ["too_many_lines"]

@@ -1,7 +1,9 @@
 """Answers of each family are divided into reasoning, content and tool calls, however their text is cut into deltas."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Generator, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from slora_api.chat.answer_reader import AnswerReader, AnswerSyntax
 from slora_api.chat.call_format import CALL_FORMATS
-from slora_api.chat.text_reader import MAX_HELD_CHARS, Piece, PieceKind
+from slora_api.chat.text_reader import MAX_HELD_CHARS, Piece, PieceKind, TextReader
 
 TOOLS = frozenset({"f", "get_weather"})
 # Reasoning, content, and the name and arguments of each call.
@@ -223,7 +225,6 @@ FRAGMENTS = [
 ]  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_the_parts_of_an_answer_do_not_depend_on_where_its_text_is_cut(data: st.DataObject) -> None:
     text = "".join(data.draw(st.lists(st.sampled_from(FRAGMENTS), max_size=9)))
@@ -236,10 +237,10 @@ def test_the_parts_of_an_answer_do_not_depend_on_where_its_text_is_cut(data: st.
     assert read(text, answer, data.draw(st.lists(st.integers(0, len(text)), max_size=4))) == whole
 
 
-_VALUES = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=9)
+_VALUES = st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 4)  # Each is read character by character.
 @given(st.dictionaries(st.text(max_size=3), _VALUES | st.lists(_VALUES, max_size=2), max_size=3))
 def test_arguments_of_any_json_are_passed_on_as_they_are(arguments: dict[str, object]) -> None:
     raw = json.dumps(arguments, ensure_ascii=False)
@@ -314,3 +315,32 @@ def test_line_breaks_within_reasoning_are_kept_and_those_at_its_end_dropped(end:
     text = "<think>" + "\n" * 40 + "a" + "\n" * 40 + "b" + "\n" * 40 + end
     kept = "a" + "\n" * 40 + "b" + ("\n" * 40 + end if end == "</th" else "")
     assert every_way(text, AnswerSyntax(thinks=True)) == (kept, "", [])
+
+
+class CountingPattern:
+    """Counts the characters that a pattern is matched against."""
+
+    def __init__(self, pattern: str) -> None:
+        self.num_chars = 0
+        self._pattern = re.compile(pattern)
+
+    def match(self, text: str, at: int) -> re.Match[str] | None:
+        self.num_chars += len(text) - at
+        return self._pattern.match(text, at)
+
+
+def result(steps: Generator[None, None, Any], reader: TextReader, deltas: list[str]) -> Any:
+    for delta in deltas:
+        next(steps)
+        reader.add(delta)
+    reader.is_over = True
+    try:
+        next(steps)
+    except StopIteration as stop:
+        return stop.value
+
+
+def test_a_match_continues_where_the_last_delta_ended() -> None:
+    reader, pattern = TextReader(), CountingPattern(" *")
+    assert result(reader.match(pattern), reader, [" "] * 100) == " " * 100  # type: ignore[arg-type]
+    assert pattern.num_chars == 100

@@ -92,3 +92,13 @@ def test_all_models_are_asked_at_the_same_time(tmp_path: Path) -> None:
     with running_platform(tmp_path, EngineOfMany([ANSWER], max_model_len=1024)) as platform:
         ended = compare(platform, platform.key("acme"), "--models", *["base"] * 8)
     assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_complete_says_on_standard_error_which_version_answered(tmp_path: Path) -> None:
+    with running_platform(tmp_path, ScriptedEngine([deltas_of(b"hello.")])) as platform:
+        key = platform.key("acme")
+        platform.upload(key, "greeter").raise_for_status()
+        for model, said in (("greeter", "answered by greeter@1\n"), ("greeter@1", ""), ("base", "")):
+            words = ("complete", "hi", "--max-tokens", "9", "--model", model)
+            ended = run_command(*words, SLORA_URL=platform.url, SLORA_API_KEY=key)
+            assert (ended.returncode, ended.stdout, ended.stderr) == (0, "hello.\n", said)

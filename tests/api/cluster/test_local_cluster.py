@@ -26,7 +26,6 @@ from tests.api.served import (
     running,
     wait_for,
     wait_until,
-    write_adapter,
 )
 from tests.api.server.test_replica_kills import DEMO, Streams, find_records, make_body
 from tests.api.server.test_server import upload
@@ -278,40 +277,6 @@ def test_scaling_and_an_upgrade_under_load_refuse_no_request_and_lose_no_record(
             f"scale 1 -> 3 -> 1, two rolling upgrades and a refused one under load: {load.num_answers} requests, 0 "
             f"refused, {len(records)} records"
         )
-
-
-@pytest.mark.soak
-def test_six_cold_adapters_at_once_take_less_time_than_one_after_the_other(
-    kit: Kit, tmp_path: Path, report: Callable[[str], None]
-) -> None:
-    """Ray's multiplexing would load them one by one in each replica."""
-    with deployed(kit.base, tmp_path / "data", "--replicas", "2") as cluster:
-        served = cluster.served
-        cluster.wait_for_replicas(2)
-        key = served.make_key("acme")
-        names = [f"cold-{number}" for number in range(6)]
-        for number, name in enumerate(names):
-            assert upload(served, key, name, write_adapter(tmp_path / name, seed=number)).status_code == 201
-
-        def measure(groups: Sequence[Sequence[str]]) -> float:
-            """Returns the seconds in which the groups are answered one after the other, with empty pools."""
-            for process in (*cluster.engines(), *cluster.loaders()):
-                process.kill()
-            wait_until(lambda: served.metric("slora_replica_serving") != 2)
-            cluster.wait_for_replicas(2)
-            began = time.monotonic()
-            for group in groups:
-                body = {"prompt": "hi", "max_tokens": 4, "temperature": 0, "stream": True}
-                streams = Streams(
-                    served, key, [("/v1/completions", {"model": name} | body) for name in group]
-                )
-                asyncio.run(streams.read_all())
-                assert all(len(answer[0][0]) for answer in streams.answers)
-            return time.monotonic() - began
-
-        one_by_one, at_once = measure([[name] for name in names]), measure([names])
-        report(f"six cold adapters: {at_once:.2f} s at once, {one_by_one:.2f} s one after the other")
-        assert at_once < one_by_one
 
 
 @pytest.mark.soak

@@ -22,6 +22,7 @@ __all__ = ["find_fault", "find_flags", "is_run"]
 # need what no test machine has, or have a test of their own in tests/api/cli.
 _NOT_RUN = frozenset({"serve", "demo", "top", "doctor", "plan", "deploy", "cluster"})
 _LONG_FLAGS = frozenset({"--timing"})
+_all_commands = cache(make_parser)
 _SETTING_NAMES = frozenset(spec.name for spec in server_setting_specs())
 
 
@@ -48,7 +49,7 @@ def find_fault(words: Sequence[str]) -> str | None:
 
 
 def _check_slora(arguments: Sequence[str]) -> str | None:
-    fault, parsed = _parse(make_parser(), arguments)
+    fault, parsed = _parse(_all_commands(), arguments)
     if fault is not None:
         return fault
     if arguments[0] in ("serve", "demo"):
@@ -152,7 +153,7 @@ _CHECKS: dict[str, Callable[[Sequence[str]], str | None]] = {
 @cache
 def find_flags() -> frozenset[str]:
     """The flags of all subcommands."""
-    return frozenset(_walk_flags(make_parser()))
+    return frozenset(_walk_flags(_all_commands()))
 
 
 def _walk_flags(parser: argparse.ArgumentParser) -> Iterator[str]:

@@ -40,13 +40,6 @@ def test_a_directory_that_another_server_uses_fails_unless_it_answers_on_the_por
     assert find_lock_holder(path) is None
 
 
-def test_a_file_in_place_of_the_directory_fails(settings: Settings, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / "file" / "data"):
-        status, text = worst(check(replace(settings, data_dir=str(place))))
-        assert status is Severity.FAILS and "not a directory" in text
-
-
 @pytest.mark.parametrize(
     ("kind", "status", "words"),
     [

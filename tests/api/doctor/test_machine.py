@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -81,14 +81,6 @@ def test_settings_that_need_more_memory_than_is_free_fail_with_the_sum() -> None
 
 
 @pytest.mark.usefixtures("free_ram")
-def test_memory_is_compared_without_the_weights_of_a_model_that_cannot_be_read() -> None:
-    unread: Future[ModelFacts] = Future()
-    unread.set_exception(ConfigError("no model"))
-    status, text = worst(checks.check_memory(SETTINGS, known(CPU), unread))
-    assert status is Severity.OK and "page pool" in text and "weights" not in text
-
-
-@pytest.mark.usefixtures("free_ram")
 def test_weights_and_pool_of_a_gpu_are_compared_with_its_own_memory() -> None:
     status, text = check_memory(SETTINGS, GPU, weights=2 * GIB)
     assert status is Severity.OK and "4.0 GiB of GPU memory are free" in text
@@ -118,8 +110,7 @@ def test_the_size_of_the_weights_is_read_from_the_headers() -> None:
     "form",
     [
         CodedForm("gptq", 64, torch.float16),
-        CodedForm("nf4", 64, torch.float32, is_nested=True),
-        CodedForm("nf4", 64, torch.float32, storage=torch.bfloat16),
+        CodedForm("nf4", 64, torch.float32, is_nested=True, storage=torch.bfloat16),
     ],
 )
 def test_weights_of_4_bits_are_measured_as_they_are_stored(tmp_path: Path, form: CodedForm) -> None:
@@ -209,24 +200,20 @@ def test_a_server_with_more_ranks_than_gpus_is_refused(monkeypatch: pytest.Monke
     check_num_gpus(divided)
 
 
-def test_a_size_that_does_not_divide_the_model_is_refused_before_any_process_starts() -> None:
-    divided = replace(SETTINGS, engine=replace(SETTINGS.engine, tensor_parallel_size=3))
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: .*; choose a size that divides 4"):
-        find_model(divided)
-
-
-def test_a_length_that_exceeds_the_model_is_refused_before_any_process_starts() -> None:
-    """Only the engine refused it, so the doctor found everything in order."""
-    longer = replace(SETTINGS, engine=replace(SETTINGS.engine, max_model_len=1 << 20))
-    with pytest.raises(ConfigError, match=r"max_model_len is 1048576, but .*; give at most that"):
-        find_model(longer)
-
-
-def test_rounding_a_model_of_transformers_classes_is_refused_before_any_process_starts() -> None:
-    engine = replace(SETTINGS.engine, model_impl="transformers", quantization="int4")
-    message = (
-        r"quantization is int4, but transformers' classes compute this model .*; set quantization to auto"
-    )
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tensor_parallel_size": 3}, r"tensor_parallel_size is 3: .*; choose a size that divides 4"),
+        ({"max_model_len": 1 << 20}, r"max_model_len is 1048576, but .*; give at most that"),
+        (
+            {"model_impl": "transformers", "quantization": "int4"},
+            r"quantization is int4, but transformers' classes compute this model .*; set quantization to auto",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_model_are_refused_before_any_process_starts(
+    changes: dict[str, Any], message: str
+) -> None:
+    """Only the engine refused some of them, so the doctor found everything in order."""
     with pytest.raises(ConfigError, match=message):
-        find_model(replace(SETTINGS, engine=engine))
-    find_model(replace(SETTINGS, engine=replace(engine, model_impl="auto")))
+        find_model(replace(SETTINGS, engine=replace(SETTINGS.engine, **changes)))

@@ -25,13 +25,6 @@ def refusal(limiter: RequestLimiter, tenant: str, num_answers: int = 1) -> Tenan
     return caught.value
 
 
-def test_the_wait_for_answers_of_a_tenant_follows_the_time_that_answers_take() -> None:
-    clock = Clock(100.0)
-    limiter = make_limiter(clock, requests=100)
-    serve(limiter, clock, "any", 40)
-    assert (limiter.wait_s(1, 4), limiter.wait_s(4, 4)) == (10, 40)
-
-
 def test_retry_after_of_a_full_server_follows_the_answers_of_all_tenants() -> None:
     clock = Clock(100.0)
     limiter = make_limiter(clock, requests=5)

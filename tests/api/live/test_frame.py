@@ -99,14 +99,6 @@ def test_a_tenant_without_pages_sees_nothing_of_its_own() -> None:
     assert {one["content"] for one in frame["pool"]["owners"]} == {"other"}
 
 
-def test_an_operator_sees_all_tenants() -> None:
-    frame = FrameMaker(STATE, NAMES).make(None)
-    assert [one["tenant"] for one in frame["tenants"]] == ["rival", "mine"]
-    assert {one.get("adapter") for one in frame["pool"]["owners"]} == {None, "own@1", "hidden@7"}
-    assert frame["traffic"]["awaiting_adapter"] == 7
-    assert len(frame["events"]) == 2
-
-
 def test_shares_count_the_work_of_adapters_that_are_not_listed() -> None:
     state = replace(STATE, live=replace(LIVE, work_tokens=200))
     assert FrameMaker(state, NAMES).make(None)["adapters"] == [

@@ -1,7 +1,6 @@
 """What `slora top` draws: readable in 80 columns, never wider than the screen, and without control characters."""
 
 import copy
-import time
 from dataclasses import replace
 from datetime import datetime
 from typing import Any
@@ -10,7 +9,7 @@ import pytest
 
 from slora.core.engine_state import EngineState, PageCounts
 from slora_api.metrics.frame import FrameMaker
-from slora_api.metrics.top_command import Line, LiveHistory, draw_screen, paint
+from slora_api.metrics.top_command import LiveHistory, draw_screen
 from tests.api.live.test_frame import LIVE, NAMES, STATE
 
 
@@ -64,12 +63,6 @@ def test_several_engines_have_a_row_each_and_one_engine_has_none() -> None:
     assert "ENGINE" not in "\n".join(draw(frame))
 
 
-def test_a_tenant_sees_others_as_a_sum() -> None:
-    text = "\n".join(draw(make_frame("mine")))
-    assert "o others 3" in text and "(other tenants)   60%" in text
-    assert "rival" not in text and "for an adapter" not in text
-
-
 def test_a_screen_ends_with_the_newest_events() -> None:
     lines = draw(make_frame(), height=24)
     assert lines[-3] == "EVENTS"
@@ -100,25 +93,6 @@ def test_control_characters_in_names_do_not_reach_the_terminal() -> None:
     assert all(line.isascii() and line.isprintable() for line in lines)
 
 
-def test_few_pages_of_a_large_pool_are_a_mark() -> None:
-    frame = make_frame()
-    frame["pool"]["num_pages"] = 100_000
-    frame["pool"]["counts"] |= {
-        "kv": 1,
-        "prefixes": 1,
-        "adapters": 1,
-        "idle_adapters": 1,
-        "other": 1,
-        "free": 99_995,
-    }
-    bar = next(line for line in draw(frame) if line.startswith("pool"))
-    assert "[#+=-o....." in bar and len(bar) == 80
-
-
-def test_without_an_engine_the_screen_says_so() -> None:
-    assert "No engine answers" in "\n".join(draw(None, message="connection lost"))
-
-
 def test_an_event_is_counted_once_and_a_new_engine_begins_again() -> None:
     history = LiveHistory()
     frame = make_frame()
@@ -133,20 +107,3 @@ def test_an_event_is_counted_once_and_a_new_engine_begins_again() -> None:
     restarted["time"] += 3600
     history.take(restarted)
     assert not history.count_recent()
-
-
-def test_an_engine_that_was_not_watched_for_a_while_keeps_its_events_apart() -> None:
-    history = LiveHistory()
-    history.take({**make_frame(), "time": time.time()})
-    empty = make_frame()
-    empty["events"] = []
-    history.take(empty)
-    history.take(make_frame())
-    assert [one["number"] for one in history.events] == [2, 1, 2, 1]
-
-
-def test_styles_become_escape_sequences_around_their_parts() -> None:
-    assert (
-        paint(Line("abcdef", ((0, 2, "1"), (3, 3, "9"), (4, 6, "36"))))
-        == "\x1b[1mab\x1b[0mcd\x1b[36mef\x1b[0m"
-    )
