@@ -8,7 +8,9 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 
 from slora_kernels.cpu.worker_sizes import (
     BLOCK_KEYS,
@@ -22,7 +24,6 @@ from slora_kernels.cpu.workers.intrinsics import (
     as_row,
     clear,
     compiled,
-    exp2,
     find_largest_magnitude,
     intrinsic,
 )
@@ -30,6 +31,7 @@ from slora_kernels.cpu.workers.vectors import (
     I32,
     I64,
     IN_ORDER,
+    VECTOR,
     Memory,
     exp2_vector,
     max_vector,
@@ -38,7 +40,9 @@ from slora_kernels.cpu.workers.vectors import (
     sum_lanes,
 )
 
-_ZERO, _ONE, _MINUS_TWO = np.float32(0.0), np.float32(1.0), np.float32(-2.0)
+_ZERO, _ONE, _MINUS_TWO, _LOWEST = (np.float32(number) for number in (0.0, 1.0, -2.0, -126.0))
+# A mark for divisions, which `IN_ORDER` would make inexact. It only concerns the sign of a zero.
+_EXACT = ("nsz",)
 LOG2_E = np.float32(np.log2(np.e))
 # Initial value of a running maximum: lower than any score.
 INITIAL_MAX = np.float32(-1e30)
@@ -50,14 +54,41 @@ def multiply(row: Array, factor: Float) -> None:
         row[i] *= factor
 
 
+@intrinsic
+def _cap_vector(typing: Any, scores: Array, column: Int, cap: Float) -> Any:
+    """Caps the LANES scores from `column` on."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def constant(number: float | np.floating[Any]) -> Any:
+            return ir.Constant(VECTOR, [float(number)] * LANES)
+
+        def call(name: str, *operands: Any) -> Any:
+            kind = ir.FunctionType(VECTOR, [VECTOR] * len(operands))
+            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32")
+            return builder.call(function, operands)
+
+        target, limit = Memory(context, builder, scores, args[0], I64(0)), splat(builder, args[2])
+        numbers = target.load(0, args[1])
+        slope = builder.fdiv(constant(_MINUS_TWO * LOG2_E), limit, flags=_EXACT)
+        x = builder.fmul(call("fabs", numbers), slope, flags=IN_ORDER)
+        # Below, 2^x changes nothing. The lower bound is for infinite scores.
+        small = exp2_vector(builder, max_vector(builder, constant(_LOWEST), x))
+        size = builder.fmul(limit, builder.fsub(constant(1.0), small, flags=IN_ORDER), flags=IN_ORDER)
+        size = builder.fdiv(size, builder.fadd(constant(1.0), small, flags=IN_ORDER), flags=_EXACT)
+        target.store(0, args[1], call("copysign", size, numbers))
+        return context.get_dummy_value()
+
+    return types.void(scores, types.int64, types.float32), emit
+
+
 @compiled
 def cap_scores(scores: Array, cap: Float) -> None:
-    """scores = cap * tanh(scores / cap). Both `scores` and `cap` include the factor log2(e)."""
-    slope = _MINUS_TWO * LOG2_E / cap
-    for n in range(scores.shape[0]):
-        small = exp2(abs(scores[n]) * slope)
-        size = cap * (_ONE - small) / (_ONE + small)
-        scores[n] = -size if scores[n] < _ZERO else size
+    """scores = cap * tanh(scores / cap). Both `scores` and `cap` include the factor log2(e).
+
+    The number of scores is a multiple of LANES.
+    """
+    for column in range(0, scores.shape[0], LANES):
+        _cap_vector(scores, column, cap)
 
 
 @compiled
