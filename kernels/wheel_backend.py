@@ -1,9 +1,9 @@
 """The build backend of the wheel: setuptools, and the machine code of the CPU kernels.
 
-On Linux with x86-64, the wheel has a library for each instruction set, so the server needs no compiler at its first
-start. Compiling them takes some minutes, numba, which pip brings for the build, and the linker `ld` or `ld.lld`.
-`SLORA_WHEEL_ISAS` names the instruction sets, for example `avx512 amx`. With an empty value, the wheel has none. An
-editable installation never has any.
+On Linux with x86-64 or AArch64, the wheel has a library for each instruction set of such CPUs, so the server needs no
+compiler at its first start. Compiling them takes some minutes, numba, which pip brings for the build, and a linker.
+`SLORA_WHEEL_ISAS` names the instruction sets, for example `avx512 amx`, or `neon`, also on the other kind of machine.
+With an empty value, the wheel has none. An editable installation never has any.
 """
 
 import os
@@ -43,8 +43,8 @@ def build_wheel(
 
 def _list_isas() -> list[str]:
     """The instruction sets of the wheel. Raises SystemExit for an unknown one."""
-    suits = sys.platform == "linux" and platform.machine() == "x86_64"
-    isas = os.environ.get(_WANTED, " ".join(CPU_ISAS) if suits else "").split()
+    own = [name for name, isa in CPU_ISAS.items() if isa.machine == platform.machine()]
+    isas = os.environ.get(_WANTED, " ".join(own) if sys.platform == "linux" else "").split()
     if unknown := sorted(set(isas) - CPU_ISAS.keys()):
         raise SystemExit(f"{_WANTED} names {', '.join(unknown)}; the names are {', '.join(CPU_ISAS)}")
     return isas
@@ -73,4 +73,7 @@ class BdistWheel(bdist_wheel):
     """Marks a wheel with libraries. They call three functions of the C library, which every version of it has."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        return ("py3", "none", "manylinux_2_17_x86_64") if _list_isas() else super().get_tag()
+        machines = sorted({CPU_ISAS[isa].machine for isa in _list_isas()})
+        # A wheel may suit several platforms.
+        platforms = ".".join(f"manylinux_2_17_{machine}" for machine in machines)
+        return ("py3", "none", platforms) if machines else super().get_tag()

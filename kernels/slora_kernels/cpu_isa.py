@@ -22,24 +22,26 @@ _ARCH_PRCTL, _REQUEST_STATE, _TILE_DATA = 158, 0x1023, 18
 class CpuIsa:
     """An instruction set.
 
+    machine: the kind of CPU, as `platform.machine()` names it on Linux.
     flags: what the CPU needs, as in /proc/cpuinfo.
     variables: what the libraries have to be told.
     llvm_name, llvm_features: the CPU that our own kernels are compiled for, in LLVM's terms.
     """
 
+    machine: str
     flags: frozenset[str]
     variables: dict[str, str]
     llvm_name: str
     llvm_features: str
 
 
-def _describe(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm_features: str) -> CpuIsa:
+def _describe_x86(flags: str, onednn: str, aten: str, mkl: str, llvm_name: str, llvm_features: str) -> CpuIsa:
     variables = {
         "ONEDNN_MAX_CPU_ISA": onednn,
         "ATEN_CPU_CAPABILITY": aten,
         "MKL_ENABLE_INSTRUCTIONS": mkl,
     }
-    return CpuIsa(frozenset(flags.split()), variables, llvm_name, llvm_features)
+    return CpuIsa("x86_64", frozenset(flags.split()), variables, llvm_name, llvm_features)
 
 
 # Those of x86-64-v3. LLVM uses all of them for a CPU that has AVX2, and a virtual machine may hide some.
@@ -53,12 +55,20 @@ _LLVM_AVX512_BF16 = f"{_LLVM_AVX512},+avx512vnni,+avx512bf16"
 _LLVM_AMX = f"{_LLVM_AVX512_BF16},+amx-tile,+amx-bf16"
 # MKL only computes in float32.
 CPU_ISAS = {
-    "avx2": _describe(_AVX2, "AVX2", "avx2", "AVX2", "haswell", _LLVM_AVX2),
-    "avx512": _describe(_AVX512, "AVX512_CORE", "avx512", "AVX512", "skylake-avx512", _LLVM_AVX512),
-    "avx512_bf16": _describe(
+    "avx2": _describe_x86(_AVX2, "AVX2", "avx2", "AVX2", "haswell", _LLVM_AVX2),
+    "avx512": _describe_x86(_AVX512, "AVX512_CORE", "avx512", "AVX512", "skylake-avx512", _LLVM_AVX512),
+    "avx512_bf16": _describe_x86(
         _AVX512_BF16, "AVX512_CORE_BF16", "avx512", "AVX512", "cooperlake", _LLVM_AVX512_BF16
     ),
-    "amx": _describe(_AMX, "AVX512_CORE_AMX", "avx512", "AVX512", "cooperlake", _LLVM_AMX),
+    "amx": _describe_x86(_AMX, "AVX512_CORE_AMX", "avx512", "AVX512", "cooperlake", _LLVM_AMX),
+    # Each CPU of AArch64 has it.
+    "neon": CpuIsa(
+        "aarch64",
+        frozenset({"asimd"}),
+        {"ONEDNN_MAX_CPU_ISA": "ADVANCED_SIMD", "ATEN_CPU_CAPABILITY": "default"},
+        "generic",
+        "+neon",
+    ),
 }
 
 
@@ -118,7 +128,9 @@ def list_available_isas() -> tuple[str, ...]:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return ()
-    flags = next((set(line.partition(":")[2].split()) for line in lines if line.startswith("flags")), set())
+    # x86-64 calls them flags, AArch64 features.
+    names = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
+    flags = set(next(names, []))
     if "amx_tile" in flags and not permits_tiles():
         flags.discard("amx_tile")
     return tuple(name for name, isa in CPU_ISAS.items() if isa.flags <= flags)

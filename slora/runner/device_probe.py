@@ -19,6 +19,7 @@ from slora.models.float8_support import check_float8_kv
 from slora.runner.device_facts import DeviceFacts
 from slora.runner.model_part import limit_torch_threads, load_kernels, resolve_device
 from slora_kernels.cpu.machine_code import has_workers
+from slora_kernels.cpu_isa import find_cpu_isa
 
 
 def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> DeviceFacts:
@@ -37,7 +38,7 @@ def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> Dev
     free_bytes, total_bytes = torch.cuda.mem_get_info(device) if is_gpu else (None, None)
     return DeviceFacts(
         device.type,
-        _describe_gpu(device) if is_gpu else "CPU",
+        _describe_gpu(device) if is_gpu else _describe_cpu(),
         torch.cuda.device_count(),
         kernels.name,
         has_workers(),
@@ -53,6 +54,11 @@ def find_device(device_name: str, kernels_name: str, kv_cache_dtype: str) -> Dev
 def _describe_gpu(device: torch.device) -> str:
     platform = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     return f"{torch.cuda.get_device_name(device)} ({platform})"
+
+
+def _describe_cpu() -> str:
+    isa = find_cpu_isa()
+    return "CPU" if isa is None else f"CPU ({isa})"
 
 
 def _find_version(package: str) -> str | None:

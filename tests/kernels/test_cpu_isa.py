@@ -97,6 +97,12 @@ def test_a_cpu_that_hides_an_instruction_gets_no_machine_code_with_it(
     assert list_available_isas.__wrapped__() == (("avx2", "avx512") if hidden == "avx512_vnni" else ())
 
 
+def test_a_cpu_of_aarch64_has_neon_and_nothing_of_x86(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = "processor\t: 0\nBogoMIPS\t: 2100.00\nFeatures\t: fp asimd evtstrm aes crc32 atomics bf16\n"
+    monkeypatch.setattr(Path, "read_text", lambda path, **_: lines)
+    assert list_available_isas.__wrapped__() == ("neon",)
+
+
 @pytest.fixture
 def two_isas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("slora_kernels.cpu_isa.list_available_isas", lambda: ("avx2", "avx512"))
@@ -109,7 +115,7 @@ def test_an_instruction_set_that_cannot_be_forced_is_an_error_with_the_choices(
     with pytest.raises(ValueError, match=rf"SLORA_CPU_ISA is '{value}'.*\(avx2, avx512\)") as raised:
         check_cpu_isa({VARIABLE: value})
     if value not in CPU_ISAS:
-        assert "avx2, avx512, avx512_bf16, amx" in str(raised.value)
+        assert "avx2, avx512, avx512_bf16, amx, neon" in str(raised.value)
 
 
 def test_a_set_that_is_chosen_after_torch_was_loaded_is_an_error(two_isas: None) -> None:

@@ -1,7 +1,7 @@
 """Finds the machine code of the workers.
 
-The wheel for Linux on x86-64 ships a library for each instruction set, which ctypes loads. Elsewhere, and in a
-checkout, numba compiles the workers when they are first needed. A worker is a C function `void(void *job)`.
+The wheel for Linux on x86-64 or AArch64 ships a library for each instruction set, which ctypes loads. Elsewhere, and in
+a checkout, numba compiles the workers when they are first needed. A worker is a C function `void(void *job)`.
 """
 
 import ctypes

@@ -6,13 +6,14 @@ compiles into numba's cache in a checkout. Each argument is a dtype, a dtype and
 as in `attend_worker:bfloat16`. `fastest` is the dtype in which this CPU is fastest. Without this step, the first start
 of a server compiles the workers that it needs.
 
-    SLORA_CPU_ISA=avx512 python -P -m slora_kernels.cpu.precompile --library FILE
+    SLORA_CPU_ISA=neon python -P -m slora_kernels.cpu.precompile --library FILE
 
-compiles all workers for an instruction set, which this CPU need not have, and links them to a library for the wheel.
+compiles all workers for an instruction set, which this machine need not have, and links them to a library for a wheel.
 `--worker NAME` selects workers.
 """
 
 import argparse
+import platform
 import shutil
 import subprocess
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 from slora_kernels.cpu.machine_code import WORKERS, Worker, find_worker, list_model_workers
 from slora_kernels.cpu.worker_sizes import HAS_TILES
 from slora_kernels.cpu.workers.compiler import emit_object
-from slora_kernels.cpu_isa import multiplies_bfloat16
+from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa, multiplies_bfloat16
 from slora_kernels.kv_format import KVFormat
 from slora_kernels.machine_limits import machine_limits
 
@@ -69,18 +70,21 @@ def _emit(folder: str, worker: Worker, dtype: str) -> None:
     Path(folder, f"{worker.symbol(dtype)}.o").write_bytes(emit_object(worker, dtype))
 
 
-def _link(objects: Sequence[Path], library: Path) -> None:
-    """Links object files to a library. Raises SystemExit if there is no linker."""
+def _link(objects: Sequence[Path], library: Path, machine: str) -> None:
+    """Links object files for a kind of CPU to a library. Raises SystemExit if there is no linker."""
     paths = map(str, sorted(objects))
     options = ("-shared", "-o", str(library), "-z", "noexecstack", "--build-id=none", *paths)
-    for name in ("ld", "ld.lld"):
+    is_native = machine == platform.machine()
+    names = (*(("ld",) if is_native else ()), f"{machine}-linux-gnu-ld", "ld.lld")
+    for name in names:
         if shutil.which(name) is not None:
             # The calls of the C library stay undefined. Each process has loaded it, whatever its version is.
             subprocess.run([name, *options], check=True)
             return
     raise SystemExit(
-        "a wheel with machine code needs the linker ld or ld.lld, and neither is installed; install the package "
-        "binutils, or set SLORA_WHEEL_ISAS to an empty value for a wheel without machine code, which then needs numba"
+        f"a wheel with machine code for {machine} needs one of the linkers {', '.join(names)}, and none is installed; "
+        f"install the package binutils-{machine.replace('_', '-')}-linux-gnu or lld, or set "
+        "SLORA_WHEEL_ISAS to an empty value for a wheel without machine code, which then needs numba"
     )
 
 
@@ -112,11 +116,16 @@ def main() -> None:
         )
         _run_all(find_worker, jobs)
         return
+    isa = find_cpu_isa()
+    if isa not in CPU_ISAS:
+        raise SystemExit(
+            f"a library needs an instruction set; set SLORA_CPU_ISA to one of {', '.join(CPU_ISAS)}"
+        )
     with tempfile.TemporaryDirectory(prefix="slora-kernels-") as folder:
         jobs = _list_library_jobs(arguments.worker)
         print(f"Compiling {len(jobs)} CPU kernels into {arguments.library}", flush=True)
         _run_all(_emit, [(folder, *job) for job in jobs])
-        _link(list(Path(folder).iterdir()), arguments.library)
+        _link(list(Path(folder).iterdir()), arguments.library, CPU_ISAS[isa].machine)
 
 
 if __name__ == "__main__":

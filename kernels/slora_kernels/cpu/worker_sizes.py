@@ -11,8 +11,10 @@ NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
 FIELD_WORDS = 3
 
 _ISA = find_cpu_isa()
-HAS_AVX2 = _ISA is not None
-# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes. Other CPUs have 16 registers of 8.
+HAS_AVX2 = _ISA in ("avx2", "avx512", "avx512_bf16", "amx")
+HAS_NEON = _ISA == "neon"
+# float32 lanes per vector. CPUs with AVX-512 have 32 registers of 16 lanes, CPUs with AVX2 16 registers of 8. CPUs with
+# NEON have 32 registers of 4, and a vector takes two.
 LANES = 16 if _ISA in ("avx512", "avx512_bf16", "amx") else 8
 # Whether one instruction adds two bfloat16 products to each float32 lane. The result is as exact as in float32.
 HAS_BFLOAT16_DOT = _ISA in ("avx512_bf16", "amx")

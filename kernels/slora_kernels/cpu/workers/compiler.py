@@ -9,7 +9,9 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba import cfunc, config, types
+from numba.core.codegen import AOTCodeLibrary, AOTCPUCodegen
 from numba.core.event import Listener, install_listener
+from numba.core.registry import cpu_target
 
 from slora_kernels.cpu.machine_code import Worker
 from slora_kernels.cpu.workers import (
@@ -24,7 +26,7 @@ from slora_kernels.cpu.workers import (
     tile_lora,
 )
 from slora_kernels.cpu.workers.intrinsics import OPTIONS, Job
-from slora_kernels.cpu_isa import find_cpu_isa
+from slora_kernels.cpu_isa import CPU_ISAS, CpuIsa, find_cpu_isa
 from slora_kernels.kernel_cache import choose_kernel_cache
 
 _log = logging.getLogger("slora.kernels")
@@ -110,8 +112,67 @@ class _LogCompilation(Listener):  # type: ignore[misc]
         pass
 
 
+class _ObjectLibrary(AOTCodeLibrary):  # type: ignore[misc]
+    """Functions that numba does not load into this process."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        self._ensure_finalized()
+        return 0
+
+
+class _ObjectCodegen(AOTCPUCodegen):  # type: ignore[misc]
+    """Makes numba compile for an instruction set that this machine need not have."""
+
+    _library_class = _ObjectLibrary
+
+    def __init__(self, isa: CpuIsa) -> None:
+        self._isa = isa
+        self._triple = f"{isa.machine}-unknown-linux-gnu"
+        llvm.initialize_all_targets()
+        llvm.initialize_all_asmprinters()
+        super().__init__("slora.objects")
+
+    def _init(self, llvm_module: Any) -> None:
+        self._tm_features = self._isa.llvm_features
+        self._tm = llvm.Target.from_triple(self._triple).create_target_machine(
+            cpu=self._isa.llvm_name,
+            features=self._isa.llvm_features,
+            opt=3,
+            reloc="pic",
+            codemodel="default",
+        )
+        self._target_data = self._tm.target_data
+        self._data_layout = str(self._target_data)
+        self._loopvect, self._opt_level = False, 0
+
+    @property
+    def machine(self) -> Any:
+        return self._tm
+
+    def _create_empty_module(self, name: str) -> Any:
+        module = super()._create_empty_module(name)
+        module.triple = self._triple
+        return module
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        """Only code that this process runs needs the environment."""
+
+
+@cache
+def _compile_for_objects() -> _ObjectCodegen:
+    isa = find_cpu_isa()
+    assert isa is not None and not _compiled, "this process has compiled workers that it runs"
+    codegen = _ObjectCodegen(CPU_ISAS[isa])
+    cpu_target.target_context._internal_codegen = codegen
+    return codegen
+
+
 def emit_object(worker: Worker, dtype: str) -> bytes:
-    """Compiles a worker into an object file with one global function, `worker.symbol(dtype)`."""
+    """Compiles a worker for `find_cpu_isa()` into an object file with one global function, `worker.symbol(dtype)`.
+
+    This machine need not have the instruction set. From then on, this process cannot run what numba compiles.
+    """
+    machine = _compile_for_objects().machine
     function = cfunc(types.void(types.CPointer(_CARRIERS[dtype])), **OPTIONS)(_find_function(worker))
     symbol = worker.symbol(dtype)
     entry = _ENTRY.format(symbol=symbol, worker=function.native_name.removeprefix("cfunc."))
@@ -122,10 +183,6 @@ def emit_object(worker: Worker, dtype: str) -> bytes:
     for variable in module.global_variables:
         if not variable.is_declaration:
             variable.linkage = "internal"
-    target = llvm.Target.from_triple(module.triple)
-    machine = target.create_target_machine(
-        cpu=config.CPU_NAME, features=config.CPU_FEATURES, opt=3, reloc="pic", codemodel="default"
-    )
     # Removes numba's own entry.
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()

@@ -15,6 +15,7 @@ Slice a row before the loop that runs over it. Indexing a matrix inside the loop
 slower, measured).
 """
 
+import platform
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -33,9 +34,10 @@ from slora_kernels.cpu.worker_sizes import (
 )
 from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa
 
-if (_isa := find_cpu_isa()) is not None:
+_isa = CPU_ISAS.get(find_cpu_isa() or "")
+if _isa is not None and _isa.machine == platform.machine():
     # Wherever the workers are compiled, they are those of the wheel. On another kind of CPU, numba knows best.
-    config.CPU_NAME, config.CPU_FEATURES = CPU_ISAS[_isa].llvm_name, CPU_ISAS[_isa].llvm_features
+    config.CPU_NAME, config.CPU_FEATURES = _isa.llvm_name, _isa.llvm_features
 
 Array = Any
 Job = Any

@@ -20,6 +20,7 @@ from numba.core import cgutils
 from slora_kernels.cpu.worker_sizes import (
     HAS_AVX2,
     HAS_BFLOAT16_DOT,
+    HAS_NEON,
     LANES,
 )
 from slora_kernels.cpu.workers.intrinsics import (
@@ -244,11 +245,33 @@ def look_up(builder: Any, table: Memory, indexes: Any) -> Any:
         permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
         low, high = (builder.call(permute, [table.load(0, I64(k)), indexes]) for k in (0, LANES))
         return builder.select(builder.icmp_signed("==", builder.and_(indexes, fill(8)), fill(0)), low, high)
+    if HAS_NEON:
+        return _look_up_bytes(builder, table, indexes)
     indexes, found = builder.and_(indexes, fill(15)), ir.Constant(VECTOR, None)
     for lane in range(LANES):
         index = builder.zext(builder.extract_element(indexes, I32(lane)), I64)
         found = builder.insert_element(found, table.load_widened_scalar(0, index), I32(lane))
     return found
+
+
+def _look_up_bytes(builder: Any, table: Memory, indexes: Any) -> Any:
+    """Like `look_up`. An instruction of NEON finds 16 of the 64 bytes of four registers, which hold the table."""
+
+    def fill(number: int) -> Any:
+        return ir.Constant(indexes.type, [number] * LANES)
+
+    quarter = ir.VectorType(ir.IntType(8), 16)
+    kind = ir.FunctionType(quarter, [quarter] * 5)
+    find = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.neon.tbl4.v16i8")
+    quarters = [builder.load(table.pointer(0, I64(4 * k), quarter), align=4) for k in range(4)]
+    # Number i has the bytes 4 i to 4 i + 3.
+    firsts = builder.mul(builder.and_(indexes, fill(15)), fill(0x04040404))
+    places = builder.add(firsts, fill(0x03020100))
+    found = []
+    for first in range(0, LANES, 4):
+        own = builder.bitcast(shuffle(builder, places, places, list(range(first, first + 4))), quarter)
+        found.append(builder.bitcast(builder.call(find, [*quarters, own]), ir.VectorType(F32, 4)))
+    return shuffle(builder, found[0], found[1], list(range(LANES)))
 
 
 def permute_lanes(builder: Any, numbers: Any, indexes: Any) -> Any:
@@ -323,7 +346,7 @@ def join_bfloat16(builder: Any, low: Any, high: Any) -> Any:
     return builder.bitcast(builder.call(function, [high, low]), ir.VectorType(_I16, 2 * LANES))
 
 
-# The maximum number of vectors of sums in a block. That many vectors use half of the CPU's registers.
+# The maximum number of vectors of sums in a block. That many vectors use half of the CPU's registers, also with NEON.
 MAX_ACCUMULATORS = 16 if LANES == 16 else 8
 MAX_TOKENS = MAX_ACCUMULATORS // 4
 
