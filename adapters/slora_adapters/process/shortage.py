@@ -66,7 +66,9 @@ class _Threads(ThreadPoolExecutor):
             _log.warning("the machine lacks %s: %d threads do the work", _PROCESSES, len(self._threads))
 
 
-def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
+def run_event_loop(
+    work: Coroutine[Any, Any, None], make_loop: Callable[[], asyncio.AbstractEventLoop] | None = None
+) -> None:
     """Runs `work` like asyncio.run, on an event loop that needs as few threads as possible."""
     is_done = False
 
@@ -81,7 +83,8 @@ def run_event_loop(work: Coroutine[Any, Any, None]) -> None:
         is_done = True
 
     try:
-        asyncio.run(run())
+        with asyncio.Runner(loop_factory=make_loop) as runner:
+            runner.run(run())
     except RuntimeError as error:
         # In the end, asyncio joins the threads of the loop from one more thread.
         if not is_done or find_shortage(error) is None:

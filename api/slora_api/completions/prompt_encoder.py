@@ -9,6 +9,7 @@ the context or the request is cancelled. Only a text that may fit is tokenized a
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextvars import Context
 from functools import partial
 
 from slora.core.errors import ContextTooLong
@@ -65,7 +66,9 @@ class PromptEncoder:
         """Joins the build of the encoder that runs, or begins it. A caller that is cancelled does not end it."""
         building = self._builds.get(tokens)
         if building is None:
-            building = self._builds[tokens] = asyncio.create_task(self._build(tenant, tokens))
+            # Requests of other tenants may wait for it.
+            building = asyncio.create_task(self._build(tenant, tokens), context=Context())
+            self._builds[tokens] = building
             building.add_done_callback(lambda _: self._builds.pop(tokens))
         return await asyncio.shield(building)
 

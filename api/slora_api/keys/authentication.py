@@ -120,6 +120,8 @@ class AuthenticationMiddleware:
             scope["state"]["caller"] = caller
             if isinstance(caller, KeyRecord) and (context := current_request.get()) is not None:
                 context.tenant, context.tenant_id = caller.tenant_name, caller.tenant
+                # From here on, the request waits in the queue of its tenant (`FairEventLoop`).
+                await asyncio.sleep(0)
             if caller is not BOOTSTRAP_KEY and caller is not GATEWAY:
                 self._key_use.note(caller)
             with acting_as(_actor(caller, scope)), self._track(caller, scope["state"]):

@@ -13,6 +13,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
+from contextvars import Context
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -92,7 +93,8 @@ class LiveFeed:
             # The first frame must come from an observation that includes this viewer's tenant.
             seen = self._number
             if self._sampling is None or self._sampling.done():
-                self._sampling = asyncio.create_task(self._sample())
+                # The feed belongs to no tenant, not even to that of its first viewer.
+                self._sampling = asyncio.create_task(self._sample(), context=Context())
             while not self._is_stopping():
                 if self._number == seen:
                     await self._changed.wait()

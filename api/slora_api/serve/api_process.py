@@ -26,6 +26,7 @@ from slora_adapters.process.logs import set_up_logging
 from slora_adapters.process.shortage import Work, run_event_loop
 from slora_api.adapters.base_model import BaseModelFiles
 from slora_api.core.data_dir import DataDir
+from slora_api.core.fair_loop import FairEventLoop
 from slora_api.core.foundation import lay_foundation
 from slora_api.core.host_board import HostBoard
 from slora_api.core.key_masking import mask_keys
@@ -106,7 +107,7 @@ def main() -> int:
             label=f"[{config.number}] ",
             mask=mask_keys,
         )
-        run_event_loop(_serve(settings, config, heartbeat))
+        run_event_loop(_serve(settings, config, heartbeat), FairEventLoop)
     except (SloraError, OSError, ValueError) as error:
         logger.error("%s", error)
         heartbeat.explain(str(error))

@@ -24,6 +24,7 @@ from slora_adapters.process.shortage import run_despite_shortage, run_event_loop
 from slora_api.adapters.base_model import BaseModelFiles, with_local_model
 from slora_api.cli.declaration import VARIABLES, argument, command, setting_flags
 from slora_api.core.data_dir import ensure_temporary_directory, open_data_dir
+from slora_api.core.fair_loop import FairEventLoop
 from slora_api.core.key_masking import mask_keys
 from slora_api.core.request_context import RequestFields
 from slora_api.core.server_address import open_listener
@@ -101,7 +102,7 @@ def run_server(settings: Settings, flags: Mapping[str, Any], cluster: ClusterEng
         logger.warning("%s", unknown)
     try:
         settings, flags = with_local_model(settings, flags, lambda text: print_line(f"slora: {text}"))
-        run_event_loop(_serve(settings, flags, cluster))
+        run_event_loop(_serve(settings, flags, cluster), FairEventLoop)
     except (SloraError, OSError, ValueError) as error:
         print_line(f"slora: {error}", sys.stderr)
         return 1
