@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count as count_up
 from typing import ClassVar
 
 import numpy as np
@@ -33,6 +34,9 @@ from slora.memory.page_pool import PagePool
 from slora.memory.tenant_account import TenantAccount
 from slora_adapters.version import AdapterVersion
 from slora_kernels.layout import Int32Array
+
+# The next value of `BlockTable.stamp`.
+_stamps = count_up(1)
 
 
 def state_key(key: bytes) -> bytes:
@@ -354,6 +358,7 @@ class BlockTable:
     num_state_pages: number of pages that the recurrent state takes. 0 if the model has none.
     state_pages: these pages, in order. They are allocated together with the first block.
 
+    stamp: a number that no other table has, and that changes with the entries.
     page_seconds: the number of held pages, integrated over time. It is valid only while the table holds no page,
         because the final reading of a page is added when the page is released.
     """
@@ -365,6 +370,7 @@ class BlockTable:
         "num_pages",
         "num_state_pages",
         "page_seconds",
+        "stamp",
         "state_pages",
     )
 
@@ -375,7 +381,8 @@ class BlockTable:
         self.num_pages = 0
         self.num_freed = 0
         self.page_seconds = 0.0
-        # An array, not a list: building a batch copies it row by row in each step.
+        self.stamp = next(_stamps)
+        # An array, not a list: building a batch copies it row by row.
         self._array: Int32Array = np.zeros(8, np.int32)
 
     @property
@@ -425,7 +432,7 @@ class BlockTable:
             self._array = grown
         self._array[self.num_pages : end] = pages
         self.num_pages = end
-        self._fill_freed()
+        self._complete_change()
 
     def fork(self, kv: KVCache) -> "BlockTable":
         """Returns a new table of the same pages, with its own reference to each held page."""
@@ -456,7 +463,7 @@ class BlockTable:
         if end > self.num_freed:
             self._release(self._array[self.num_freed : end].tolist(), kv)
             self.num_freed = end
-            self._fill_freed()
+            self._complete_change()
 
     def count_shared(self, token: int, kv: KVCache) -> int:
         """Number of shared pages that must be copied before the KV of `token` and the state after it are written."""
@@ -489,7 +496,7 @@ class BlockTable:
             self.state_pages = targets[:num_state_pages]
         if shares_block:
             self._array[index] = targets[-1]
-            self._fill_freed()
+            self._complete_change()
         return list(zip(sources, targets, strict=True))
 
     def release(self, kv: KVCache) -> None:
@@ -497,6 +504,7 @@ class BlockTable:
         self._release(self.held_pages, kv)
         self.num_pages = self.num_freed = 0
         self.state_pages = []
+        self._complete_change()
 
     def _shares_state(self, kv: KVCache) -> bool:
         return bool(self.state_pages) and (
@@ -518,7 +526,9 @@ class BlockTable:
         self.page_seconds += kv.read(pages)
         kv.release(pages)
 
-    def _fill_freed(self) -> None:
+    def _complete_change(self) -> None:
+        """Lets freed entries point to a held page."""
+        self.stamp = next(_stamps)
         # If no page is held, there is no page to point to. The next page is written before any entry is read.
         if 0 < self.num_freed < self.num_pages:
             self._array[: self.num_freed] = self._array[self.num_freed]

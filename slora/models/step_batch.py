@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from slora.memory.device_memory import DeviceMemory
+from slora.memory.kv_cache import BlockTable
 from slora.memory.residency import Resident
 from slora.sampling.prompt_rows import PooledRows, PromptRows, find_pooled_rows, find_prompt_rows
 from slora.scheduler.sequence import Sequence
@@ -80,7 +81,8 @@ def max_rows(tiles: Collection[Tile]) -> int:
 
 def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
     """The union of the parts of the model that the step's adapters change."""
-    targets = [resident.targets for chunk in chunks for resident in chunk.sequence.residents]
+    residents = {resident for chunk in chunks for resident in chunk.sequence.residents}
+    targets = [resident.targets for resident in residents]
     return LoraTargets(
         max((targets.max_group_rank for targets in targets), default=0),
         max((targets.num_groups for targets in targets), default=0),
@@ -97,8 +99,12 @@ def _cut_token_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) 
     if limits.decode_tokens is None:
         runs = [run for c in chunks for run in _split_chunk(c, layer)]
         return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
-    decodes = [run for c in chunks for run in _split_chunk(c, layer, is_wanted=c.num_tokens == 1)]
-    others = [run for c in chunks for run in _split_chunk(c, layer, is_wanted=c.num_tokens > 1)]
+    decodes: list[_Run] = []
+    others: list[_Run] = []
+    for chunk in chunks:
+        own, opposite = (decodes, others) if chunk.num_tokens == 1 else (others, decodes)
+        own += _split_chunk(chunk, layer)
+        opposite.append((None, chunk.num_tokens))
     tiles = list(_cut(decodes, limits.decode_tokens))
     return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), *greatest)
 
@@ -119,9 +125,9 @@ def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -
 _Run = tuple[tuple[int, float] | None, int]
 
 
-def _split_chunk(chunk: Chunk, layer: int, *, is_wanted: bool = True) -> tuple[_Run, ...]:
-    """Cuts a chunk before the first row on which its adapter has an effect. is_wanted: False for no adapter at all."""
-    adapter = _adapter(chunk, layer) if is_wanted else None
+def _split_chunk(chunk: Chunk, layer: int) -> tuple[_Run, ...]:
+    """Cuts a chunk before the first row on which its adapter has an effect."""
+    adapter = _adapter(chunk, layer)
     num_before = chunk.sequence.active_from - chunk.start
     if num_before <= 0 or adapter is None:
         return ((adapter, chunk.num_tokens),)
@@ -135,8 +141,8 @@ def _count_layers(chunks: Collection[Chunk]) -> int:
 
 def _greatest_targets(chunks: Collection[Chunk], layer: int) -> tuple[int, int, bool, bool]:
     """`max_group_rank`, `num_groups`, `affine` and `rows` of the layer's adapters together."""
-    residents = (_resident(chunk, layer) for chunk in chunks)
-    targets = [resident.targets for resident in residents if resident]
+    residents = {_resident(chunk, layer) for chunk in chunks}
+    targets = [resident.targets for resident in residents if resident is not None]
     rank = max((of_adapter.max_group_rank for of_adapter in targets), default=0)
     num_groups = max((of_adapter.num_groups for of_adapter in targets), default=0)
     has_affine, has_rows = (
@@ -322,8 +328,92 @@ class StateArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class RowLayout:
+    """What a step takes from its chunks without their positions and pages. Steps that decode the same sequences with
+    the same adapters share it.
+
+    key: all that the layout depends on; None if it depends on positions too.
+    adapters: (slot, generation) of each adapter.
+    counts: int32 [chunks]. starts: int32 [chunks + 1], the first row of each chunk, and the number of rows.
+    output_rows: the rows of `sampling`.
+    """
+
+    key: tuple[object, ...] | None
+    adapters: frozenset[tuple[int, int]]
+    counts: Int32Array
+    starts: Int32Array
+    targets: LoraTargets
+    lora: tuple[LayerArrays, ...]
+    head_lora: tuple[LayerArrays, ...]
+    sampling: list[Sequence]
+    sampling_rows: IntArray
+    output_rows: IntArray
+
+    @staticmethod
+    def of(chunks: list[Chunk], key: tuple[object, ...], limits: TileLimits) -> "RowLayout":
+        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
+        starts = np.zeros(len(chunks) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
+        targets = join_targets(chunks)
+        sampled = [chunk.sampled_sequences for chunk in chunks]
+        sampling = [sequence for sequences in sampled for sequence in sequences]
+        only_decodes = all(chunk.samples and chunk.is_decode_row and not chunk.drafts for chunk in chunks)
+        return RowLayout(
+            key if only_decodes else None,
+            frozenset((slot, generation) for chunk in chunks for slot, generation, _ in chunk.slots),
+            counts,
+            starts,
+            targets,
+            _lay_out(cut_token_tiles(chunks, limits)),
+            _lay_out(cut_head_tiles(chunks, limits)) if targets.head else (),
+            sampling,
+            np.array([sequence.row for sequence in sampling], np.int64),
+            np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled]).astype(np.int64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockTables:
+    """The block tables of a step's chunks.
+
+    entries: int32 [chunks, P], with 0 behind the end of a table. It is never changed.
+    stamps: `BlockTable.stamp` of each. num_pages: int32 [chunks].
+    """
+
+    entries: Int32Array
+    stamps: list[int]
+    num_pages: Int32Array
+
+    @staticmethod
+    def of(blocks: list[BlockTable], last: "BlockTables | None") -> "BlockTables":
+        """last: the tables of the same sequences in the step before. They are copied where they have not changed."""
+        stamps = [table.stamp for table in blocks]
+        if last is None:
+            changed = list(range(len(blocks)))
+            num_pages = np.array([table.num_pages for table in blocks], np.int32)
+        elif last.stamps == stamps:
+            return last
+        else:
+            changed = [row for row, stamp in enumerate(stamps) if stamp != last.stamps[row]]
+            num_pages = last.num_pages.copy()
+            num_pages[changed] = [blocks[row].num_pages for row in changed]
+        entries = np.zeros((len(blocks), int(num_pages.max())), np.int32)
+        if last is not None:
+            width = min(last.entries.shape[1], entries.shape[1])
+            entries[:, :width] = last.entries[:, :width]
+        for row in changed:
+            pages = blocks[row].pages
+            entries[row, : len(pages)] = pages
+            entries[row, len(pages) :] = 0
+        return BlockTables(entries, stamps, num_pages)
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrays:
-    """A `StepBatch` in host memory. The ranks of a group get it without the sequences (`without_sequences`)."""
+    """A `StepBatch` in host memory. The ranks of a group get it without the sequences (`without_sequences`).
+
+    layout, tables: what the next step may use again.
+    """
 
     arrays: list[HostArray]
     max_query_len: int
@@ -337,46 +427,51 @@ class StepArrays:
     prompts: list[PromptRows]
     pooled: list[PooledRows]
     states: tuple[StateArrays, ...] = ()
+    layout: RowLayout | None = None
+    tables: BlockTables | None = None
 
     @staticmethod
-    def build(plan: StepPlan, memory: DeviceMemory, limits: TileLimits, long_rows: int = 0) -> "StepArrays":
-        """See `StepBatch.build`."""
+    def build(
+        plan: StepPlan,
+        memory: DeviceMemory,
+        limits: TileLimits,
+        long_rows: int = 0,
+        last: "StepArrays | None" = None,
+    ) -> "StepArrays":
+        """See `StepBatch.build`. last: the step before. Its arrays are used again as far as they are still right."""
         chunks = _split_drafts(plan.chunks)
-        for chunk in chunks:
-            for slot, generation, _ in chunk.slots:
-                if not memory.holds(slot, generation):
-                    raise RuntimeError(
-                        f"slot {slot} no longer holds the adapter that this step was planned for"
-                    )
-        counts = np.array([chunk.num_tokens for chunk in chunks], np.int32)
-        starts = np.zeros(len(chunks) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        first_positions = np.array([chunk.start for chunk in chunks], np.int64)
+        sequences = [chunk.sequence for chunk in chunks]
+        _, first_tokens, *columns = zip(*chunks, strict=True)
+        key = (sequences, *columns, [sequence.row for sequence in sequences])
+        layout, last_tables = (last.layout, last.tables) if last is not None else (None, None)
+        if layout is None or layout.key != key:
+            layout, last_tables = RowLayout.of(chunks, key, limits), None
+        for slot, generation in layout.adapters:
+            if not memory.holds(slot, generation):
+                raise RuntimeError(f"slot {slot} no longer holds the adapter that this step was planned for")
+        counts, starts = layout.counts, layout.starts
+        first_positions = np.array(first_tokens, np.int64)
         positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
-        block_tables = _block_tables(chunks)
+        tables = BlockTables.of([sequence.blocks for sequence in sequences], last_tables)
+        block_tables = tables.entries
         contexts = (first_positions + counts).astype(np.int32)
-        targets = join_targets(chunks)
-        layers = _lay_out(cut_token_tiles(chunks, limits))
-        head_layers = _lay_out(cut_head_tiles(chunks, limits)) if targets.head else ()
         states: tuple[StateArrays, ...] = ()
         if memory.num_state_pages:
             states = StateArrays.cut(chunks, starts, limits, continues_states=memory.continues_states)
-        sampled = [chunk.sampled_sequences for chunk in chunks]
-        sampling = [sequence for sequences in sampled for sequence in sequences]
-        last_rows = np.repeat(starts[1:] - 1, [len(sequences) for sequences in sampled])
-        prompts = find_prompt_rows(chunks, starts)
-        pooled = find_pooled_rows(chunks, starts)
+        prompts = find_prompt_rows(chunks, starts) if layout.key is None else []
+        pooled = find_pooled_rows(chunks, starts) if layout.key is None else []
         others = [*_tokens(prompts), *_tokens(pooled)]
+        token_ids = _token_ids(chunks)
         arrays: list[HostArray] = [
-            _token_ids(chunks, int(starts[-1])),
+            token_ids,
             _rotary_rows(chunks, positions, counts, long_rows),
             _kv_slots(positions, counts, block_tables, memory.geometry.block_tokens),
-            np.array([*last_rows, *others], np.int64) if others else last_rows.astype(np.int64),
+            np.array([*layout.output_rows, *others], np.int64) if others else layout.output_rows,
             starts,
             contexts,
             block_tables,
-            np.array([sequence.row for sequence in sampling], np.int64),
-            *(array for layer in (*layers, *head_layers) for array in layer.arrays),
+            layout.sampling_rows,
+            *(array for layer in (*layout.lora, *layout.head_lora) for array in layer.arrays),
         ]
         for part in states:
             arrays += [*part.arrays, *(array for layer in part.lora for array in layer.arrays)]
@@ -384,15 +479,17 @@ class StepArrays:
             arrays=arrays,
             max_query_len=int(counts.max()),
             max_context_len=int(contexts.max()),
-            lora=layers,
-            adapts_embedding=targets.embedding,
-            adapts_norms=targets.norms,
-            head_lora=head_layers,
-            has_pending=any(chunk.sequence.num_pending for chunk in chunks),
-            sampling=sampling,
+            lora=layout.lora,
+            adapts_embedding=layout.targets.embedding,
+            adapts_norms=layout.targets.norms,
+            head_lora=layout.head_lora,
+            has_pending=bool((token_ids < 0).any()),
+            sampling=layout.sampling,
             prompts=prompts,
             pooled=pooled,
             states=states,
+            layout=layout,
+            tables=tables,
         )
 
     @property
@@ -401,7 +498,7 @@ class StepArrays:
         return set[int]().union(*(layer.slots for layer in self.lora))
 
     def without_sequences(self) -> "StepArrays":
-        return replace(self, sampling=[], prompts=[], pooled=[])
+        return replace(self, sampling=[], prompts=[], pooled=[], layout=None, tables=None)
 
     def upload(self, device: torch.device) -> StepBatch:
         """Copies all arrays to the device together."""
@@ -444,38 +541,29 @@ def _split_drafts(chunks: list[Chunk]) -> list[Chunk]:
     A row attends to the KV of the rows before it, because all rows of a step write their KV before attention reads it.
     So the results of a row are bit-identical to those of a step that decodes its token alone.
     """
-    if not any(chunk.drafts for chunk in chunks):
+    if not any([chunk.drafts for chunk in chunks]):
         return chunks
     return [row for chunk in chunks for row in (chunk.split() if chunk.drafts else [chunk])]
 
 
-def _token_ids(chunks: list[Chunk], num_tokens: int) -> IntArray:
-    ids = np.empty(num_tokens, np.int64)
-    end = 0
+def _token_ids(chunks: list[Chunk]) -> IntArray:
+    ids: list[int] = []
     for chunk in chunks:
-        first, end = end, end + chunk.num_tokens
-        if chunk.num_tokens == 1 and not chunk.drafts:
-            known, sequence = chunk.sequence.token_ids, chunk.sequence
-            ids[first] = known[chunk.start] if chunk.start < len(known) else -1 - sequence.row
+        sequence, start, num_tokens, _, _, _, drafts = chunk
+        if num_tokens == 1 and not drafts:
+            known = sequence.token_ids
+            ids.append(known[start] if start < len(known) else -1 - sequence.row)
         else:
-            ids[first:end] = chunk.token_ids
-    return ids
+            ids += chunk.token_ids
+    return np.array(ids, np.int64)
 
 
 def _rotary_rows(chunks: list[Chunk], positions: IntArray, counts: IntArray, long_rows: int) -> IntArray:
-    if not any(chunk.sequence.uses_long_rope for chunk in chunks):
+    if not any([chunk.sequence.uses_long_rope for chunk in chunks]):
         return positions
     offsets = np.array([long_rows * chunk.sequence.uses_long_rope for chunk in chunks], np.int64)
     rows: IntArray = positions + np.repeat(offsets, counts)
     return rows
-
-
-def _block_tables(chunks: list[Chunk]) -> IntArray:
-    tables = np.zeros((len(chunks), max(chunk.sequence.blocks.num_pages for chunk in chunks)), np.int32)
-    for row, chunk in enumerate(chunks):
-        pages = chunk.sequence.blocks.pages
-        tables[row, : len(pages)] = pages
-    return tables
 
 
 def _kv_slots(positions: IntArray, counts: IntArray, block_tables: IntArray, block_tokens: int) -> IntArray:

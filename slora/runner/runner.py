@@ -157,6 +157,7 @@ class Runner:
         budget = config.token_budget(self.device.type)
         self.memory = self._memory(2)
         self._graphs: StepGraphs | None = None
+        self._last_arrays: StepArrays | None = None
         self.load_stream = LoadStream(self.device) if self.device.type == "cuda" else None
         self._run_largest_step(budget, config.max_num_seqs)
         num_pages = self._num_pages(config)
@@ -277,7 +278,10 @@ class Runner:
             self._sampling.write(sequence.row, sequence)
         if not plan.chunks:
             return None
-        arrays = StepArrays.build(plan, self.memory, self.kernels.tile_limits, self._part.long_rows)
+        arrays = StepArrays.build(
+            plan, self.memory, self.kernels.tile_limits, self._part.long_rows, self._last_arrays
+        )
+        self._last_arrays = arrays
         batch = arrays.upload(self.device)
         if arrays.has_pending:
             ids = batch.token_ids
