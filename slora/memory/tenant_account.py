@@ -11,12 +11,15 @@ requests, pages or API keys: the API has already authenticated the tenant.
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, islice
+from operator import attrgetter
 
 from slora.core.engine_state import ServiceSpan
 from slora.core.request import TenantShare
 
 # Added to a tenant's priority class for its background requests. It exceeds every class that operators can set.
 _BACKGROUND_CLASS = 1 << 30
+# The sort key of tenants: the tenant with the smallest is served first.
+TURN = attrgetter("share.priority", "service")
 
 
 class TenantAccount:
@@ -77,11 +80,6 @@ class TenantAccount:
     def is_bounded(self) -> bool:
         """Whether the tenant has a floor or a ceiling."""
         return self.min_pages > 0 or self.max_pages is not None
-
-    @property
-    def turn(self) -> tuple[int, float]:
-        """The sort key of tenants: the tenant with the smallest is served first."""
-        return self.share.priority, self.service
 
     def charge(self, tokens: float) -> None:
         """Adds `tokens` / weight to `service`.

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Set
 
 from slora.core.cost_model import CostModel
 from slora.memory.residency import AdapterLoad, Resident
-from slora.memory.tenant_account import TenantAccount
+from slora.memory.tenant_account import TURN, TenantAccount
 from slora.memory.unified_paging import UnifiedPaging
 from slora.scheduler.adapter_fetching import AdapterFetching
 from slora.scheduler.budgets import LoadBudget
@@ -168,7 +168,7 @@ class AdapterLoading:
 
         While interactive sequences run, background sequences count neither as decoding nor as waiting.
         """
-        interactive = [sequence for sequence in batch if not sequence.is_background]
+        interactive = batch.interactive
         waiting = [
             sequence
             for sequence in (interactive or batch if self._loading else ())
@@ -225,7 +225,7 @@ class AdapterLoading:
         """Plans slices of the loads in progress, as far as the budget allows. The loads of the tenant that has received
         the least service come first, and of these the oldest.
         """
-        for resident, load in sorted(self._loading.items(), key=lambda item: item[0].tenant.turn):
+        for resident, load in sorted(self._loading.items(), key=lambda item: TURN(item[0].tenant)):
             left = self.budget.num_background_pages if load.is_background else self.budget.num_pages
             count = min(max(0, left), len(resident.pages) - load.num_planned)
             if count:
@@ -265,11 +265,12 @@ class AdapterLoading:
 
         Each resident is evicted when its last user releases it.
         """
-        residents = {load.resident for load in plan.loads}
+        # Not a set: its order would differ between runs, and so would the slots of the next adapters.
+        residents = dict.fromkeys(load.resident for load in plan.loads)
         for resident in residents:
             self._residency.abandon_load(resident)
             self._end(resident)
-        return residents
+        return set(residents)
 
     def purge(self, tenant: str) -> None:
         """Abandons the tenant's loads, and drops its copies in the host cache.

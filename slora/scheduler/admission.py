@@ -105,10 +105,10 @@ class Admission:
                 self._at_ceiling.add(sequence.tenant)
             elif has_room and not self._take_places(sequence, plan, budget):
                 # Another tenant may have no place at all. Then others have to yield one to it.
-                running = {other.tenant for other in self._batch}
+                running = self._batch.num_places.keys()
                 if sequence.tenant not in running or running <= skipped:
                     break
-                skipped |= running
+                skipped.update(running)
             elif has_room and self._reserve(sequence, needs, plan):
                 num_tokens = self._start(sequence, needs, plan)
                 budget.spend(sequence.tenant, num_tokens, sequence.num_computed)
@@ -171,13 +171,15 @@ class Admission:
         Tenants that hold more than their share of the places yield some of them. budget: gets the tokens of the rows
         that are removed from the plan. Returns False also if it has no token even then.
         """
-        num_tokens = plan.num_tokens
-        while self._batch.free_capacity < sequence.num_choices and self._preemption.displace(sequence, plan):
-            pass
-        if budget is not None:
-            budget.num_tokens += num_tokens - plan.num_tokens
-            if budget.num_tokens <= 0:
-                return False
+        if self._batch.free_capacity < sequence.num_choices:
+            num_tokens = plan.num_tokens
+            while self._batch.free_capacity < sequence.num_choices:
+                if not self._preemption.displace(sequence, plan):
+                    break
+            if budget is not None:
+                budget.num_tokens += num_tokens - plan.num_tokens
+        if budget is not None and budget.num_tokens <= 0:
+            return False
         sequence.num_places = min(sequence.num_choices, self._batch.free_capacity)
         return sequence.num_places > 0
 
@@ -253,7 +255,7 @@ class Admission:
                 evict_pinned = True
         if not has_room:
             sequence.blocks.release(self._paging.kv)
-            sequence.num_computed = sequence.num_inserted = 0
+            sequence.num_computed = sequence.num_named = 0
             for resident in residents:
                 residency.release(resident)
         return has_room

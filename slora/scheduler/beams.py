@@ -48,14 +48,16 @@ class Beams:
         # A grammar may allow fewer continuations than the width of the search. The unused places stay reserved.
         num_spare = search.width - len(next_beams.kept) - len(next_beams.forks)
         for index in next_beams.kept:
-            beams[index].num_choices = beams[index].num_places = 1
+            beams[index].num_choices = 1
+            self._lifecycle.batch.resize(beams[index], 1)
         for parent, index, token_id in next_beams.forks:
             self._fork(beams[parent], index, token_id)
         for index, token_id in next_beams.kept.items():
             beams[index].append(token_id)
         first = beams[next(iter(next_beams.kept))]
         first.num_choices += num_spare
-        first.num_places += min(num_spare, self._lifecycle.batch.free_capacity)
+        batch = self._lifecycle.batch
+        batch.resize(first, first.num_places + min(num_spare, batch.free_capacity))
         return self._lifecycle.pop_refused()
 
     def _fork(self, parent: Sequence, index: int, token_id: int) -> None:

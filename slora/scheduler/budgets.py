@@ -128,7 +128,7 @@ class PrefillBudget:
 ABSENT_STEPS = 8
 # A step may always compute this many rows of a tenant. While all steps have one row, `LearnedCosts` cannot tell the
 # cost of a row from that of a step. With few rows in a step, it would not learn that further rows cost little.
-_MIN_ROWS = 8
+MIN_ROWS = 8
 
 
 class RowBudget:
@@ -159,7 +159,7 @@ class RowBudget:
         for sequence in decoding:
             by_tenant[sequence.tenant].append(sequence)
         for rows in by_tenant.values():
-            if len(rows) > _MIN_ROWS and sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
+            if len(rows) > MIN_ROWS and sum(_row_s(sequence, costs) for sequence in rows) > self._fixed_s:
                 self._hold_back(rows)
 
     def _hold_back(self, rows: list[Sequence]) -> None:
@@ -167,7 +167,7 @@ class RowBudget:
         left_s = self._fixed_s
         for place, sequence in enumerate(rows):
             left_s -= _row_s(sequence, self._costs)
-            if place >= _MIN_ROWS and left_s < 0:
+            if place >= MIN_ROWS and left_s < 0:
                 self.held_back.append(sequence)
             else:
                 sequence.num_left_out = 0

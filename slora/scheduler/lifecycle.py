@@ -250,7 +250,7 @@ class Lifecycle:
             return
         assert not sequence.num_pending, "a sequence restarts before its last token is known"
         sequence.uses_long_rope = is_long
-        sequence.num_computed = sequence.num_inserted = 0
+        sequence.num_computed = sequence.num_named = sequence.num_ready = 0
         sequence.block_keys.clear()
         sequence.blocks.release(self._paging.kv)
         self._swapping.discard(sequence)
@@ -261,7 +261,8 @@ class Lifecycle:
         The fork shares the KV of `parent`, and already has its row of the sampling table.
         """
         sequence.blocks = parent.blocks.fork(self._paging.kv)
-        sequence.num_computed, sequence.num_inserted = parent.num_computed, parent.num_inserted
+        parent.num_ready = 0  # Its last page is shared now.
+        sequence.num_computed, sequence.num_named = parent.num_computed, parent.num_named
         sequence.num_state_tokens = parent.num_state_tokens
         sequence.block_keys = parent.block_keys.copy()
         sequence.set_residents(parent.residents)
@@ -297,7 +298,7 @@ class Lifecycle:
         self._stop_running(sequence)
         if sequence.search is not None:
             sequence.search.withdraw(sequence.index)
-        sequence.num_computed = sequence.num_inserted = 0
+        sequence.num_computed = sequence.num_named = 0
         return self._try_enqueue(sequence)
 
     def _try_enqueue(self, sequence: Sequence) -> RequestRefused | None:
@@ -534,6 +535,7 @@ class Lifecycle:
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.batch.remove(sequence)
+        sequence.num_ready = 0
         sequence.blocks.release(self._paging.kv)
         for resident in sequence.residents:
             sequence.usage.page_seconds += self._paging.residency.read(resident)

@@ -123,7 +123,7 @@ class Preemption:
         if victim is None:
             return False
         if victim.num_places > 1:
-            victim.num_places -= 1
+            self._batch.resize(victim, victim.num_places - 1)
         else:
             charge_displaced(sequence, victim)
             self.preempt(victim, plan)
@@ -134,7 +134,7 @@ class Preemption:
 
         Returns False if none runs.
         """
-        background = [other for other in self._batch if other.is_background]
+        background = self._batch.background
         if background:
             self.preempt(self._queue.choose_victim(background), plan)
         return bool(background)

@@ -82,7 +82,7 @@ class PrefixCache:
         sequence.blocks.adopt(first, self._kv.acquire(keys), self._kv)
         sequence.num_computed = num_blocks * self._footprint.block_tokens
         sequence.num_state_tokens = sequence.num_kept = sequence.num_computed
-        sequence.num_inserted = num_blocks
+        sequence.num_named = sequence.num_computed
 
     def limit_chunk(self, sequence: Sequence, start: int, num_tokens: int) -> int:
         """Returns how many of the `num_tokens` tokens from `start` on a step computes, so that it does not pass a place
@@ -105,17 +105,18 @@ class PrefixCache:
 
         The ids of these tokens are known, and the steps that compute them are launched.
         """
-        end = num_tokens // self._footprint.block_tokens
-        if end <= sequence.num_inserted or not self._kv.enabled:
+        block_tokens = self._footprint.block_tokens
+        if num_tokens - sequence.num_named < block_tokens or not self._kv.enabled:
             return
+        first, end = sequence.num_named // block_tokens, num_tokens // block_tokens
         self._extend_keys(sequence, end)
         keys, pages = sequence.block_keys, sequence.blocks.pages
         versions = tuple(version for version, _ in self._keyed_adapters(sequence.request))
-        first_own = sequence.active_from // self._footprint.block_tokens
-        for index in range(max(sequence.num_inserted, sequence.blocks.num_freed), end):
+        first_own = sequence.active_from // block_tokens
+        for index in range(max(first, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
             self._kv.insert([int(pages[index])], keys[index], parent, versions if index >= first_own else ())
-        sequence.num_inserted = end
+        sequence.num_named = end * block_tokens
 
     def insert_state(self, sequence: Sequence, start: int) -> None:
         """Inserts the recurrent state after the computed tokens, if it is to be kept. Called after `insert`.

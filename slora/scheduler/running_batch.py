@@ -1,16 +1,24 @@
 """The running sequences in order of arrival. Each sequence has its own row of the sampling table."""
 
+from collections import Counter
 from collections.abc import Iterator
 
+from slora.memory.tenant_account import TenantAccount
 from slora.scheduler.sequence import Sequence
 
 
 class RunningBatch:
-    """The batch: at most `capacity` sequences. A sequence that will fork also occupies places for its choices."""
+    """The batch: at most `capacity` sequences. A sequence that will fork also occupies places for its choices.
+
+    free_capacity: number of free places.
+    num_places: number of places that each account with running sequences occupies.
+    """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
+        self.capacity = self.free_capacity = capacity
+        self.num_places: Counter[TenantAccount] = Counter()
         self._sequences: list[Sequence] = []
+        self._interactive: list[Sequence] = []
         self._free_rows = list(range(capacity))
 
     def __len__(self) -> int:
@@ -21,8 +29,16 @@ class RunningBatch:
         return iter(self._sequences.copy())
 
     @property
-    def free_capacity(self) -> int:
-        return self.capacity - sum(sequence.num_places for sequence in self._sequences)
+    def interactive(self) -> list[Sequence]:
+        """A copy of the list of running interactive sequences, in order of arrival."""
+        return self._interactive.copy()
+
+    @property
+    def background(self) -> list[Sequence]:
+        """The running background sequences, in order of arrival."""
+        if len(self._interactive) == len(self._sequences):
+            return []
+        return [sequence for sequence in self._sequences if sequence.is_background]
 
     @property
     def num_pages_needed_soon(self) -> int:
@@ -41,20 +57,32 @@ class RunningBatch:
         sequence.row = self._free_rows.pop()
 
     def add(self, sequence: Sequence) -> None:
-        """Adds a sequence that already has a row of the sampling table.
-
-        The list stays sorted by arrival; nearly always the sequence is the newest.
-        """
-        place = len(self._sequences)
-        while place > 0 and sequence < self._sequences[place - 1]:
-            place -= 1
-        self._sequences.insert(place, sequence)
+        """Adds a sequence that already has a row of the sampling table."""
+        _insert(self._sequences, sequence)
+        if not sequence.is_background:
+            _insert(self._interactive, sequence)
+        self._occupy(sequence.tenant, sequence.num_places)
         sequence.is_running = True
 
     def remove(self, sequence: Sequence) -> None:
         self._sequences.remove(sequence)
+        if not sequence.is_background:
+            self._interactive.remove(sequence)
+        self._occupy(sequence.tenant, -sequence.num_places)
         sequence.is_running = False
         self.release_row(sequence)
+
+    def resize(self, sequence: Sequence, num_places: int) -> None:
+        """Changes how many places a sequence occupies, or will occupy when it runs."""
+        if sequence.is_running:
+            self._occupy(sequence.tenant, num_places - sequence.num_places)
+        sequence.num_places = num_places
+
+    def _occupy(self, tenant: TenantAccount, num_places: int) -> None:
+        self.free_capacity -= num_places
+        self.num_places[tenant] += num_places
+        if not self.num_places[tenant]:
+            del self.num_places[tenant]
 
     def release_row(self, sequence: Sequence) -> None:
         """Frees the sequence's row of the sampling table."""
@@ -64,3 +92,19 @@ class RunningBatch:
         rows = sorted([*self._free_rows, *(sequence.row for sequence in self._sequences)])
         assert rows == list(range(self.capacity)), "a row of the sampling table has no sequence or two"
         assert self.free_capacity >= 0, "more sequences are running than the limit allows"
+        places = Counter[TenantAccount]()
+        for sequence in self._sequences:
+            places[sequence.tenant] += sequence.num_places
+        assert places == self.num_places and places.total() == self.capacity - self.free_capacity, (
+            f"the places {self.num_places} differ from those of the running sequences, {places}"
+        )
+        interactive = [sequence for sequence in self._sequences if not sequence.is_background]
+        assert self._interactive == interactive, "the list of interactive sequences is wrong"
+
+
+def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
+    """Inserts in order of arrival. Nearly always the sequence is the newest."""
+    place = len(sequences)
+    while place > 0 and sequence < sequences[place - 1]:
+        place -= 1
+    sequences.insert(place, sequence)

@@ -52,12 +52,20 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
+from operator import attrgetter
 
 from slora.core.cost_model import CostModel
 from slora.core.engine_config import SchedulerConfig
 from slora.core.engine_state import AdapterPlace, Backlog, ServiceSpan
 from slora.core.errors import DeadlineMissed, RequestFailed, RequestRefused
-from slora.core.request import EndedRequest, FinishReason, RequestUsage, StepOutput, TokenDelta
+from slora.core.request import (
+    EndedRequest,
+    FinishReason,
+    RequestUsage,
+    StepOutput,
+    TokenDelta,
+    TokenLogprobs,
+)
 from slora.grammar.grammar_compiler import GrammarCompiler
 from slora.memory.swap_space import SwapSpace
 from slora.memory.tenant_account import TenantAccount
@@ -67,6 +75,7 @@ from slora.scheduler.admission import Admission
 from slora.scheduler.beams import Beams
 from slora.scheduler.budgets import (
     ABSENT_STEPS,
+    MIN_ROWS,
     QUIET_STEPS,
     BackgroundBudget,
     PrefillBudget,
@@ -80,7 +89,7 @@ from slora.scheduler.lifecycle import Lifecycle
 from slora.scheduler.pins import Pins, Prewarming
 from slora.scheduler.preemption import Preemption
 from slora.scheduler.prefix_cache import PrefixCache
-from slora.scheduler.sequence import AdapterSlot, Sequence
+from slora.scheduler.sequence import Sequence
 from slora.scheduler.served_counts import ServedRequests
 from slora.scheduler.service_elsewhere import ServiceElsewhere
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
@@ -92,6 +101,10 @@ from slora_adapters.version import AdapterVersion
 # A request fails when this many steps have failed of which it may be the cause, since it last gained a token. It may be
 # if a step failed to move its adapter or its KV, or failed without a known culprit.
 _MAX_FAILED_STEPS = 3
+_CHUNK_ORDER = attrgetter("sequence.chunk_order")
+
+# A sequence, the tokens that it gets, and their log-probabilities if the request wants them.
+_Gain = tuple[Sequence, tuple[int, ...], tuple[TokenLogprobs, ...] | None]
 
 
 class Scheduler:
@@ -138,8 +151,8 @@ class Scheduler:
         self._costs = costs
         # Whether the last step had nothing to do.
         self._was_idle = True
-        # Number of sequences that got a token in the last step, by the time of their previous token.
-        self._last_tokens: Counter[float] = Counter()
+        # The times of the previous tokens of the sequences that got a token in the last step.
+        self._last_tokens: list[float] = []
         # Sequences whose sampling table rows `undo_step` left outdated.
         self._stale_rows: list[Sequence] = []
         # Number of steps that are launched and not postprocessed.
@@ -292,7 +305,7 @@ class Scheduler:
         gap.
         """
         now = self.paging.pool.now
-        return [(now - last_at, count) for last_at, count in self._last_tokens.items()]
+        return [(now - last_at, count) for last_at, count in Counter(self._last_tokens).items()]
 
     @property
     def served(self) -> ServedRequests:
@@ -331,7 +344,7 @@ class Scheduler:
         self._load_without_requests(plan, now)
         self._plan_forks(plan)
         self.drafting.add_drafts(plan)
-        plan.chunks.sort(key=_chunk_order)
+        plan.chunks.sort(key=_CHUNK_ORDER)
         self._was_idle = not (plan.chunks or plan.loads or plan.ended)
         return plan
 
@@ -339,21 +352,27 @@ class Scheduler:
         """Records that the step of `plan` is launched, before the next plan is made."""
         self._num_running_steps += 1
         self.swapping.finish_step()
+        footprint = self.paging.footprint
+        block_tokens, has_states = footprint.block_tokens, footprint.state_pages > 0
         for chunk in plan.chunks:
-            sequence = chunk.sequence
+            sequence, start, num_tokens, samples, _, forks, drafts = chunk
             # The results decide how many of the drafted tokens count. So no plan is made before they are known.
-            if sequence.is_finished or chunk.drafts:
+            if sequence.is_finished or drafts:
                 continue
-            sequence.num_computed += chunk.num_tokens
-            sequence.num_state_tokens = sequence.num_computed
+            num_computed = sequence.num_computed + num_tokens
+            sequence.num_computed = sequence.num_state_tokens = num_computed
             # If the chunk samples, its last token may be pending or be computed again.
-            self.prefixes.insert(sequence, sequence.num_computed - chunk.samples)
-            if self.paging.footprint.state_pages:
-                self.prefixes.insert_state(sequence, chunk.start)
-            if chunk.samples and sequence.num_choices > 1 and sequence.search is None:
+            if num_computed - samples - sequence.num_named >= block_tokens:
+                self.prefixes.insert(sequence, num_computed - samples)
+            if has_states:
+                self.prefixes.insert_state(sequence, start)
+            if not samples:
+                continue
+            if sequence.num_choices > 1 and sequence.search is None:
                 self._fork(chunk)
-            for choice in chunk.sampled_sequences:
-                choice.num_pending += 1
+            sequence.num_pending += 1
+            for fork in forks:
+                fork.num_pending += 1
 
     def postprocess(self, plan: StepPlan, sampled: list[SampledToken]) -> list[StepOutput]:
         """Applies the results of a launched step: appends the sampled tokens, and ends the sequences that are finished.
@@ -367,29 +386,50 @@ class Scheduler:
         self.adapters.finish_step(plan)
         self.pins.finish_step(plan)
         outputs = self._lifecycle.pop_refused()
-        first = 0
+        block_tokens, gains, first = self.paging.footprint.block_tokens, list[_Gain](), 0
         for chunk in plan.chunks:
-            sequence, choices = chunk.sequence, chunk.sampled_sequences
-            found = sampled[first : (first := first + len(choices))]
-            if sequence.is_finished and not chunk.forks:
+            sequence, _, _, samples, _, forks, drafts = chunk
+            is_plain = samples and not (forks or drafts or sequence.scores)
+            is_plain = is_plain and sequence.matcher is None and sequence.search is None
+            token_id = sampled[first].token_id if is_plain else None
+            if token_id is None:
+                outputs += self._append(gains)
+                gains, end = [], first + len(chunk.sampled_sequences)
+                outputs += self._apply_chunk(chunk, sampled[first:end])
+                first = end
                 continue
-            if chunk.drafts:
-                outputs.extend(self._apply_drafts(chunk, found))
+            # Nearly all chunks: the sequence gets one token. Its neighbours append theirs together with it.
+            logprobs = sampled[first].logprobs
+            first += 1
+            if sequence.is_finished:
                 continue
-            for number, choice in enumerate(choices):
-                choice.num_pending -= 1
-                if found[number].is_deferred:
-                    self._uncompute_last(choice)
-            if found and sequence.is_running:
+            sequence.num_pending -= 1
+            if sequence.num_computed - sequence.num_named >= block_tokens and sequence.is_running:
                 self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
-            if sequence.scores and not sequence.is_finished:
-                outputs.append(self._report_prompt_logprobs(sequence))
-            if sequence.pooled is not None and chunk.completes_embedding and not sequence.is_finished:
-                outputs.append(self._finish_embedding(sequence))
-            for number, choice in enumerate(choices):
-                # Another choice of the request may just have failed.
-                if not (choice.is_finished or found[number].is_deferred):
-                    outputs.extend(self._apply_sampled(choice, found[number]))
+            gains.append((sequence, (token_id,), None if logprobs is None else (logprobs,)))
+        return outputs + self._append(gains)
+
+    def _apply_chunk(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
+        """Applies the results of a chunk. sampled: one token for each of its `sampled_sequences`."""
+        sequence, choices, outputs = chunk.sequence, chunk.sampled_sequences, list[StepOutput]()
+        if sequence.is_finished and not chunk.forks:
+            return []
+        if chunk.drafts:
+            return self._apply_drafts(chunk, sampled)
+        for choice, token in zip(choices, sampled, strict=True):
+            choice.num_pending -= 1
+            if token.is_deferred:
+                self._uncompute_last(choice)
+        if sampled and sequence.is_running:
+            self.prefixes.insert(sequence, min(sequence.num_computed, len(sequence.token_ids)))
+        if sequence.scores and not sequence.is_finished:
+            outputs.append(self._report_prompt_logprobs(sequence))
+        if sequence.pooled is not None and chunk.completes_embedding and not sequence.is_finished:
+            outputs.append(self._finish_embedding(sequence))
+        for choice, token in zip(choices, sampled, strict=True):
+            # Another choice of the request may just have failed.
+            if not (choice.is_finished or token.is_deferred):
+                outputs += self._apply_sampled(choice, token)
         return outputs
 
     def _uncompute_last(self, sequence: Sequence) -> None:
@@ -397,6 +437,7 @@ class Scheduler:
 
         Its window then begins one token earlier. If the block of that token was not saved, all KV is recomputed.
         """
+        sequence.num_ready = 0
         if sequence.is_running:
             sequence.num_computed -= 1
         elif sequence.swapped is not None and sequence.search is None:
@@ -480,6 +521,14 @@ class Scheduler:
         """Asserts that no page is lost and that every reference has an owner."""
         self.paging.check_invariants(page for sequence in self.batch for page in sequence.blocks.held_pages)
         self.pins.check_invariants()
+        for sequence in self.batch:
+            start, end = sequence.num_computed, sequence.num_ready
+            if start < end:
+                num_missing = sequence.blocks.pages_missing(end)
+                num_shared = sequence.blocks.count_shared(start, self.paging.kv)
+                assert not (num_missing or num_shared) and self.adapters.are_ready(sequence.residents), (
+                    f"tokens [{start}, {end}) of a sequence are not ready to be computed"
+                )
         self._lifecycle.check_invariants(self._num_running_steps)
 
     def _fail_missed_deadlines(self, plan: StepPlan, now: float) -> None:
@@ -502,9 +551,10 @@ class Scheduler:
         """Adds the choices that start in this step. The first token of each is sampled in this step."""
         for number, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
-            if not chunk.samples or sequence.num_choices == 1 or sequence.search is not None:
+            if sequence.num_choices == 1 or not chunk.samples or sequence.search is not None:
                 continue
-            sequence.num_places = min(sequence.num_choices, sequence.num_places + self.batch.free_capacity)
+            num_places = sequence.num_places + self.batch.free_capacity
+            self.batch.resize(sequence, min(sequence.num_choices, num_places))
             forks = tuple(sequence.fork(index) for index in range(1, sequence.num_places))
             plan.chunks[number] = chunk._replace(forks=forks)
             for fork in forks:
@@ -519,13 +569,9 @@ class Scheduler:
 
     def _plan_background(self, plan: StepPlan, num_tokens: int) -> None:
         """Fills the step with background work. num_tokens: the tokens that interactive requests leave of the budget."""
-        running = [
-            sequence
-            for sequence in self.batch
-            if sequence.is_background and not self._awaits_result(sequence)
-        ]
-        self._num_quiet_steps = 0 if self._runs_interactive else self._num_quiet_steps + 1
-        if not running and not len(self._lifecycle.queue):
+        running = [sequence for sequence in self.batch.background if not self._awaits_result(sequence)]
+        self._num_quiet_steps = 0 if self.batch.interactive else self._num_quiet_steps + 1
+        if not (running or self._lifecycle.queue.num_background):
             return
         budget = self._background_budget(plan, num_tokens)
         for sequence in running:
@@ -535,12 +581,8 @@ class Scheduler:
                 budget.spend(sequence, fitting)
         self._admission.admit_background(plan, budget)
 
-    @property
-    def _runs_interactive(self) -> bool:
-        return any(not sequence.is_background for sequence in self.batch)
-
     def _background_budget(self, plan: StepPlan, num_tokens: int) -> BackgroundBudget:
-        work = plan.measure_work(self._config.full_page_bytes) if self._runs_interactive else None
+        work = plan.measure_work(self._config.full_page_bytes) if self.batch.interactive else None
         return BackgroundBudget(self._costs, num_tokens, work, self._num_quiet_steps)
 
     def _continue_running(self, plan: StepPlan) -> tuple[PrefillBudget, RowBudget]:
@@ -553,19 +595,22 @@ class Scheduler:
             for sequence in self.batch:
                 if not sequence.num_pending:
                     self._lifecycle.restart_if_needed(sequence)
-        running = [
-            (sequence, sequence.num_uncomputed)
-            for sequence in self.batch
-            if not (sequence.tenant.is_background or (sequence.num_pending and self._awaits_result(sequence)))
-        ]
+        running = []
+        for sequence in self.batch.interactive:
+            if sequence.num_computed < sequence.num_ready:
+                running.append((sequence, 1))
+            elif not (sequence.num_pending and self._awaits_result(sequence)):
+                running.append((sequence, sequence.num_uncomputed))
         rows = self._row_budget(running)
         budget = self._prefill_budget(running)
         if rows.held_back:
             # If every token of the step is a decode row, a row that is held back leaves its token to a prompt.
             budget.num_tokens = max(1, budget.num_tokens)
-        held_back = set(rows.held_back)
+            held_back = set(rows.held_back)
+            running = [entry for entry in running if entry[0] not in held_back]
         for sequence, num_uncomputed in running:
-            if sequence in held_back:
+            if sequence.num_computed < sequence.num_ready:  # Nearly all decode rows.
+                plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True, sequence.slots))
                 continue
             if num_uncomputed == 1:
                 self._continue_sequence(sequence, 1, plan)
@@ -582,7 +627,8 @@ class Scheduler:
 
         running: see `_prefill_budget`.
         """
-        if self._config.scheduling == "fcfs":
+        most_places = max(self.batch.num_places.values(), default=0)
+        if self._config.scheduling == "fcfs" or most_places <= MIN_ROWS:
             return RowBudget(self._costs)
         tenants = {sequence.tenant for sequence, _ in running}
         is_alone = len(tenants) == 1 and not self._lifecycle.queue.count_tenants(tenants)
@@ -633,7 +679,9 @@ class Scheduler:
                 wanted[sequence.tenant] += num_uncomputed
         prefilling = set(wanted)
         rows, queue = set(decoding), self._lifecycle.queue
-        num_startable = min(self.batch.free_capacity, queue.count_tenants(rows | prefilling))
+        num_startable = self.batch.free_capacity
+        if num_startable:
+            num_startable = min(num_startable, queue.count_tenants(rows | prefilling))
         num_waiting = len(prefilling - rows) + num_startable
         following = queue.peek(prefilling)
         if following is not None and not following.is_background and self._admission.has_place(following):
@@ -661,7 +709,24 @@ class Scheduler:
             sequence.times.computed_at = self.paging.pool.now
         if sequence.num_charged < sequence.num_prompt:
             charge_prompt(sequence, num_tokens)
+        if sequence.num_computed >= sequence.num_prompt and sequence.num_uncomputed == 1:
+            sequence.num_ready = self._find_ready_end(sequence)
         return True
+
+    def _find_ready_end(self, sequence: Sequence) -> int:
+        """Returns `Sequence.num_ready` for a sequence that decodes: up to where its next page begins, the next page
+        leaves its window, or a decision depends on its last token.
+        """
+        footprint, switch = self.paging.footprint, self._config.rope_switch
+        if footprint.state_pages or sequence.matcher is not None or sequence.search is not None:
+            return 0
+        start, block_tokens = sequence.num_computed, footprint.block_tokens
+        ends = [sequence.max_kv_tokens, start + block_tokens - start % block_tokens]
+        if footprint.window is not None:
+            ends.append(start + block_tokens - footprint.first_token_seen(start) % block_tokens)
+        if switch is not None and not sequence.uses_long_rope:
+            ends.append(switch)
+        return min(ends)
 
     def _allocate_pages(self, sequence: Sequence, num_tokens: int, plan: StepPlan) -> bool:
         """Allocates the pages for the next `num_tokens` tokens, and preempts sequences if the pool has too few.
@@ -699,7 +764,8 @@ class Scheduler:
         for index in range(parent.num_places, parent.num_choices):
             if not parent.is_finished:
                 self._lifecycle.queue_fork(parent.fork(index), parent)
-        parent.num_choices = parent.num_places = 1
+        parent.num_choices = 1
+        self.batch.resize(parent, 1)
 
     def _apply_drafts(self, chunk: Chunk, sampled: list[SampledToken]) -> list[StepOutput]:
         """Appends the sampled tokens up to the first one that differs from its draft."""
@@ -708,10 +774,13 @@ class Scheduler:
         if kept[0].token_id is None:
             return self._apply_sampled(sequence, kept[0])
         # The step has computed the KV of all kept tokens except the last one.
-        self._extend(sequence, kept)
+        token_ids = tuple([token.token_id for token in kept if token.token_id is not None])
+        logprobs = tuple([token.logprobs for token in kept if token.logprobs is not None])
+        gains: list[_Gain] = [(sequence, token_ids, logprobs or None)]
+        self._extend(gains)
         sequence.num_computed += len(kept)
         self.prefixes.insert(sequence, sequence.num_computed)
-        return [self._report(sequence, kept)]
+        return self._report(gains)
 
     def _apply_sampled(self, sequence: Sequence, sampled: SampledToken) -> list[StepOutput]:
         if sequence.matcher is not None:
@@ -725,8 +794,8 @@ class Scheduler:
                 return []
             assert sampled.proposal is not None, "a beam has no proposal"
             return self._beams.propose(sequence, sequence.search, sampled.proposal)
-        self._extend(sequence, [sampled])
-        return [self._report(sequence, [sampled])]
+        logprobs = None if sampled.logprobs is None else (sampled.logprobs,)
+        return self._append([(sequence, (sampled.token_id,), logprobs)])
 
     def _finish_embedding(self, sequence: Sequence) -> StepOutput:
         pooled = sequence.pooled
@@ -760,42 +829,38 @@ class Scheduler:
         error = RequestFailed(f"the {what} of {name} were not finite on this prompt")
         return self._lifecycle.fail(sequence, error)
 
-    def _extend(self, sequence: Sequence, sampled: list[SampledToken]) -> None:
-        for token in sampled:
-            assert token.token_id is not None, "a token whose logits were not finite is not appended"
-            sequence.append(token.token_id)
-        charge_output(sequence, len(sampled))
-        now = self.paging.pool.now
-        if sequence.last_token_at is not None:
-            self._last_tokens[sequence.last_token_at] += 1
-        elif sequence.times.first_token_at is None:
-            sequence.times.first_token_at = now
-        sequence.last_token_at = now
+    def _append(self, gains: list[_Gain]) -> list[StepOutput]:
+        self._extend(gains)
+        return self._report(gains)
 
-    def _report(self, sequence: Sequence, sampled: list[SampledToken]) -> StepOutput:
-        """Reports sampled tokens that were just appended. Ends the sequence if the last token ends it."""
-        reason, num_generated = None, sequence.num_generated
-        if sequence.token_ids[-1] in sequence.stop_ids:
-            reason = FinishReason.STOP
-        elif num_generated >= sequence.max_tokens:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._lifecycle.finish(sequence)
-        delta = TokenDelta(tuple(sequence.token_ids[-len(sampled) :]), reason, None, sequence.index)
-        if sampled[0].logprobs is not None:
-            delta.logprobs = tuple([token.logprobs for token in sampled if token.logprobs is not None])
-        if num_generated == 1 and sequence.index == 0:
-            delta.num_cached = sequence.num_cached
-        return StepOutput(sequence.request.request_id, delta)
+    def _extend(self, gains: list[_Gain]) -> None:
+        """Appends sampled tokens to their sequences, and charges them."""
+        now, last_tokens = self.paging.pool.now, self._last_tokens
+        for sequence, token_ids, _ in gains:
+            sequence.extend(token_ids)
+            charge_output(sequence, len(token_ids))
+            if sequence.last_token_at is not None:
+                last_tokens.append(sequence.last_token_at)
+            elif sequence.times.first_token_at is None:
+                sequence.times.first_token_at = now
+            sequence.last_token_at = now
 
-
-def _chunk_order(chunk: Chunk) -> tuple[bool, tuple[AdapterSlot, ...], int]:
-    """The sort key of chunks.
-
-    All tokens of a tile must have the same adapter and weight. Chunks of the base model come last, so that the LoRA
-    tiles of the first adapters cover a prefix of the batch's tokens.
-    """
-    return (not chunk.slots, chunk.slots, chunk.sequence.arrival)
+    def _report(self, gains: list[_Gain]) -> list[StepOutput]:
+        """Reports tokens that were just appended. Ends each sequence whose last token ends it."""
+        outputs = []
+        for sequence, token_ids, logprobs in gains:
+            reason, num_generated = None, len(sequence.token_ids) - sequence.num_prompt
+            if token_ids[-1] in sequence.stop_ids:
+                reason = FinishReason.STOP
+            elif num_generated >= sequence.max_tokens:
+                reason = FinishReason.LENGTH
+            if reason is not None:
+                self._lifecycle.finish(sequence)
+            delta = TokenDelta(token_ids, reason, logprobs, sequence.index)
+            if num_generated == 1 and sequence.index == 0:
+                delta.num_cached = sequence.num_cached
+            outputs.append(StepOutput(sequence.request.request_id, delta))
+        return outputs
 
 
 def _cannot_continue(sequence: Sequence, reason: str) -> RequestRefused:

@@ -11,12 +11,14 @@ Invariants:
     adapters  a running sequence is a user of all of `residents`, which are the adapters of its request in the same
               order; a waiting sequence has none and holds nothing in the pool
     row       a running sequence owns row `row` of the sampling table
-    named     blocks [0, num_inserted) of its KV were offered to the prefix cache, under `block_keys`
+    named     the blocks of tokens [0, num_named) were offered to the prefix cache, under `block_keys`
     state     for a model with recurrent layers: the pages of the state hold it as it is after `num_state_tokens`
               tokens; a sequence that must compute one of these tokens again restarts. The prefix cache had the blocks
               of the first `num_matched` tokens, and has the state after `num_kept` tokens
     charged   prompt tokens [0, num_charged) were charged to its tenant, or were found in the prefix cache
     swapped   a waiting sequence may keep its KV in host pages, which saves the recompute
+    ready     a running sequence can compute its tokens up to `num_ready`, one in each step, without further checks:
+              its own pages are there for them, its adapters are loaded and its whole prompt is charged
     matcher   for structured output: the matcher in the state after the generated tokens; None while the sequence waits
               for its grammar to be compiled
     pending   `num_pending` tokens that launched steps sample are not in `token_ids` yet; tokens count as computed when
@@ -187,6 +189,7 @@ class Sequence:
         "arrival",
         "block_keys",
         "blocks",
+        "chunk_order",
         "draft_state",
         "index",
         "is_finished",
@@ -204,14 +207,15 @@ class Sequence:
         "num_computed",
         "num_deferrals",
         "num_failed_steps",
-        "num_inserted",
         "num_kept",
         "num_left_out",
         "num_matched",
+        "num_named",
         "num_pending",
         "num_places",
         "num_preemptions",
         "num_prompt",
+        "num_ready",
         "num_repeat_preemptions",
         "num_scored",
         "num_state_tokens",
@@ -263,6 +267,7 @@ class Sequence:
         self.num_prompt = len(self.token_ids)
         self.num_computed = 0
         self.num_pending = 0
+        self.num_ready = 0
         self.num_cached = 0  # Prompt tokens that the prefix cache held when the sequence was first admitted.
         self.num_charged = 0
         self.num_preemptions = 0
@@ -273,10 +278,13 @@ class Sequence:
         self.blocks = blocks
         self.num_state_tokens = self.num_matched = self.num_kept = 0
         self.block_keys: list[bytes] = []
-        self.num_inserted = 0
+        self.num_named = 0
         self.swapped: SwappedBlocks | None = None
         self.residents: tuple[Resident, ...] = ()
         self.slots: tuple[AdapterSlot, ...] = ()  # Where `residents` are in the kernels' tables.
+        # The sort key of its chunks in a step. All tokens of a tile must have the same adapter and weight. Chunks of
+        # the base model come last, so that the LoRA tiles of the first adapters cover a prefix of the batch's tokens.
+        self.chunk_order: tuple[int, tuple[AdapterSlot, ...], int] = (NEVER, (), self.arrival)
         # The first token on which the adapters have an effect. Known once they are in the pool or on the host.
         self.active_from = 0
         self.num_added = 0
@@ -330,12 +338,13 @@ class Sequence:
         self.active_from = NEVER if at is None else at
 
     def set_residents(self, residents: tuple[Resident, ...]) -> None:
-        """Sets `residents` and `slots`. The caller acquires and releases the residents."""
+        """Sets `residents`, `slots` and `chunk_order`. The caller acquires and releases the residents."""
         self.residents = residents
         self.slots = tuple(
             AdapterSlot(resident.slot, resident.generation, weight)
             for resident, (_, weight) in zip(residents, self.request.adapters, strict=bool(residents))
         )
+        self.chunk_order = (self.slots[0].slot if self.slots else NEVER, self.slots, self.arrival)
 
     @property
     def is_starving(self) -> bool:
@@ -389,11 +398,16 @@ class Sequence:
             matcher.accept(token_id)
 
     def append(self, token_id: int) -> None:
-        """Appends a generated token. The matcher does not accept stop tokens, because they end the sequence."""
-        self.token_ids.append(token_id)
+        self.extend((token_id,))
+
+    def extend(self, token_ids: tuple[int, ...]) -> None:
+        """Appends generated tokens. The matcher does not accept stop tokens, because they end the sequence."""
+        self.token_ids += token_ids
         self.num_failed_steps = 0
-        if self.matcher is not None and token_id not in self.stop_ids:
-            self.matcher.accept(token_id)
+        if self.matcher is not None:
+            for token_id in token_ids:
+                if token_id not in self.stop_ids:
+                    self.matcher.accept(token_id)
 
     def drop_unreported(self) -> None:
         """Drops what a failed step has left for the client: log-probabilities and pooled hidden states."""

@@ -84,23 +84,23 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
+        return sum([chunk.num_tokens for chunk in self.chunks])
 
     def measure_work(self, full_page_bytes: int) -> StepWork:
         """Returns the step's work, as the cost model counts it. A chunk of one token after the prompt is a decode row,
         and so is each token of a chunk with drafts.
         """
         prefill_tokens = decode_rows = context_tokens = prefill_context = 0
-        for chunk in self.chunks:
-            if chunk.drafts:
-                decode_rows += chunk.num_tokens
-                context_tokens += chunk.num_tokens * (chunk.start + 1) + sum(range(chunk.num_tokens))
-            elif chunk.is_decode_row:
+        for sequence, start, num_tokens, _, _, _, drafts in self.chunks:
+            if drafts:
+                decode_rows += num_tokens
+                context_tokens += num_tokens * (start + 1) + sum(range(num_tokens))
+            elif num_tokens == 1 and start >= sequence.num_prompt:
                 decode_rows += 1
-                context_tokens += chunk.start + 1
+                context_tokens += start + 1
             else:
-                prefill_tokens += chunk.num_tokens
-                prefill_context += count_pairs(chunk.num_tokens, chunk.start)
+                prefill_tokens += num_tokens
+                prefill_context += count_pairs(num_tokens, start)
         return StepWork(
             prefill_tokens,
             decode_rows,

@@ -4,16 +4,21 @@ import heapq
 import math
 from collections.abc import Collection, Iterable
 from itertools import islice
-from operator import attrgetter
 from typing import Protocol
 
-from slora.memory.tenant_account import TenantAccount
+from slora.memory.tenant_account import TURN, TenantAccount
 from slora.scheduler.charges import OUTPUT_PRICE
+from slora.scheduler.running_batch import RunningBatch
 from slora.scheduler.sequence import Sequence
 
 
 class WaitingQueue(Protocol):
-    """Sequences that wait only for a place in the batch and for pages."""
+    """Sequences that wait only for a place in the batch and for pages.
+
+    num_background: number of background sequences.
+    """
+
+    num_background: int
 
     def __len__(self) -> int: ...
 
@@ -37,10 +42,8 @@ class WaitingQueue(Protocol):
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         """The sequence of `running` to preempt when the pool runs out of pages. `running` is not empty."""
 
-    def choose_displaced(
-        self, running: Iterable[Sequence], sequence: Sequence, num_free: int
-    ) -> Sequence | None:
-        """The sequence of `running` that yields a place to the waiting `sequence`; None if `sequence` must wait.
+    def choose_displaced(self, batch: RunningBatch, sequence: Sequence, num_free: int) -> Sequence | None:
+        """The running sequence that yields a place to the waiting `sequence`; None if `sequence` must wait.
 
         num_free: the places that `sequence` gets anyway.
         """
@@ -57,6 +60,7 @@ class FifoQueue:
     """
 
     def __init__(self) -> None:
+        self.num_background = 0
         self._heap: list[_FifoEntry] = []
         self._members: set[Sequence] = set()
 
@@ -68,12 +72,14 @@ class FifoQueue:
 
     def push(self, sequence: Sequence) -> None:
         self._members.add(sequence)
+        self.num_background += sequence.is_background
         sequence.tenant.num_waiting += 1
         heapq.heappush(self._heap, _order(sequence))
 
     def remove(self, sequence: Sequence) -> None:
         if sequence in self._members:
             self._members.remove(sequence)
+            self.num_background -= sequence.is_background
             sequence.tenant.num_waiting -= 1
 
     def peek(self, skipped: Collection[TenantAccount] = ()) -> Sequence | None:
@@ -99,11 +105,8 @@ class FifoQueue:
     def choose_victim(self, running: Iterable[Sequence]) -> Sequence:
         return max(running, key=_order)
 
-    def choose_displaced(
-        self, running: Iterable[Sequence], sequence: Sequence, num_free: int
-    ) -> Sequence | None:
-        later = (other for other in running if other.is_background and not sequence.is_background)
-        return max(later, key=_order, default=None)
+    def choose_displaced(self, batch: RunningBatch, sequence: Sequence, num_free: int) -> Sequence | None:
+        return None if sequence.is_background else max(batch.background, key=_order, default=None)
 
 
 def _order(sequence: Sequence) -> _FifoEntry:
@@ -135,6 +138,7 @@ class FairQueue:
     """
 
     def __init__(self) -> None:
+        self.num_background = 0
         self._heaps: dict[TenantAccount, list[_FairEntry]] = {}
         self._members: set[Sequence] = set()
         # Priority class -> `service` of the last tenant of this class that had waiting sequences.
@@ -154,6 +158,7 @@ class FairQueue:
                 self._lift(tenant)
             self._heaps[tenant] = []
         self._members.add(sequence)
+        self.num_background += tenant.is_background
         tenant.num_waiting += 1
         heapq.heappush(self._heaps[tenant], (sequence.request.priority, sequence))
 
@@ -162,6 +167,7 @@ class FairQueue:
             return
         self._members.remove(sequence)
         tenant = sequence.tenant
+        self.num_background -= tenant.is_background
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
             del self._heaps[tenant]
@@ -175,7 +181,7 @@ class FairQueue:
         tenants: Iterable[TenantAccount] = self._heaps
         if skipped:
             tenants = [tenant for tenant in tenants if tenant not in skipped]
-        tenant = min(tenants, key=attrgetter("turn"), default=None)
+        tenant = min(tenants, key=TURN, default=None)
         return None if tenant is None else self._heaps[tenant][0][1]
 
     def count_tenants(self, skipped: Collection[TenantAccount]) -> int:
@@ -185,7 +191,7 @@ class FairQueue:
 
     def upcoming(self, count: int) -> list[Sequence]:
         """Returns the first sequence of each tenant, in the tenants' order, then the second of each, and so on."""
-        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=attrgetter("turn"))[:count]]
+        heaps = [self._heaps[tenant] for tenant in sorted(self._heaps, key=TURN)[:count]]
         rows = (heap[place][1] for place in range(count) for heap in heaps if place < len(heap))
         return list(islice((sequence for sequence in rows if sequence in self._members), count))
 
@@ -220,10 +226,9 @@ class FairQueue:
         tenant = max(candidates, key=tenant_preemption_order).tenant
         return max((sequence for sequence in candidates if sequence.tenant is tenant), key=_preemption_order)
 
-    def choose_displaced(
-        self, running: Iterable[Sequence], sequence: Sequence, num_free: int
-    ) -> Sequence | None:
-        """Chooses a sequence of the tenant that holds the most places per unit of weight.
+    def choose_displaced(self, batch: RunningBatch, sequence: Sequence, num_free: int) -> Sequence | None:
+        """Chooses a sequence of the tenant that holds the most places per unit of weight. Among several such tenants,
+        it is the one with the oldest running sequence.
 
         A tenant yields all its places to tenants of earlier priority classes. To a tenant of its own class it yields a
         place on two conditions:
@@ -237,24 +242,29 @@ class FairQueue:
         Worked example: a tenant holds 256 places with long answers. A waiting tenant of the same weight gets its first
         place at once, and more of them within a few steps, up to 128.
         """
-        candidates, waiting = list(running), sequence.tenant
-        held = {waiting: num_free}
-        for other in candidates:
-            held[other.tenant] = held.get(other.tenant, 0) + other.num_places
+        waiting = sequence.tenant
+        num_held = num_free + batch.num_places[waiting]
         priority, weight = waiting.share.priority, waiting.share.weight
-        least_service = waiting.service + _PATIENCE * OUTPUT_PRICE * (held[waiting] / weight)
-        least_places = (held[waiting] + 1) / weight
-        chosen, most = None, (priority, -math.inf)
-        for tenant, num_places in held.items():
+        least_service = waiting.service + _PATIENCE * OUTPUT_PRICE * (num_held / weight)
+        least_places = (num_held + 1) / weight
+        chosen: set[TenantAccount] = set()
+        most = priority, -math.inf
+        for tenant, num_places in batch.num_places.items():
             share = tenant.share
             if share.priority == priority:
-                yields = tenant.service >= least_service and (num_places - 1) / share.weight >= least_places
-            else:
-                yields = share.priority > priority
-            if yields and (share.priority, num_places / share.weight) > most:
-                chosen, most = tenant, (share.priority, num_places / share.weight)
+                # Most tenants have few places, so these are compared first.
+                if (num_places - 1) / share.weight < least_places or tenant.service < least_service:
+                    continue
+            elif share.priority < priority:
+                continue
+            held = share.priority, num_places / share.weight
+            if held > most:
+                chosen, most = {tenant}, held
+            elif held == most:
+                chosen.add(tenant)
+        oldest = next((other.tenant for other in batch if other.tenant in chosen), None) if chosen else None
         return max(
-            (other for other in candidates if other.tenant is chosen),
+            (other for other in batch if other.tenant is oldest),
             key=lambda other: (other.num_places > 1, _preemption_order(other)),
             default=None,
         )
