@@ -2,8 +2,9 @@
 
     python -m bench.scheduler [--parts overhead batching fairness abort cold] [--quick] [--json FILE]
 
-overhead  one schedule() with 256 running and 1,000 waiting requests of 200 tenants, over running requests and over
-          adapters that the engine has heard of; one page taken and given back. Real time of one core.
+overhead  schedule(), the batch and postprocess() of one step with 256 running and 1,000 waiting requests of 200 tenants
+          and adapters, over running requests and over adapters that the engine has heard of; one page taken and given
+          back. CPU time of one thread.
 batching  the same requests under static, dynamic (size and time window) and continuous batching.
 abort     S-LoRA's early abort at twice the capacity, with unknown and with true lengths of the answers.
 fairness  shares of the service: two backlogged tenants of which one sends ten times as much, one that is back from
