@@ -4,13 +4,11 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from slora.core.request import FinishReason
 from slora.text.answer import CompletionDelta
-from slora_api.completions import answer_format
 from slora_api.completions.answer_format import AnswerUsage, ChatFormat, CompletionFormat, LogprobsFormat
 from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
 from tests.api.scripted_engine import byte_tokenizer
@@ -83,15 +81,3 @@ def test_the_events_of_a_chat_are_its_chunks_as_json(model: str, text: str, sent
     assert first == opening | ({"prompt_token_ids": PROMPT} if ids else {})
     assert middle == ([expected({"content": text}, **ids)] if text or ids else [])
     assert last == expected({}, "stop")
-
-
-def test_the_choices_of_a_prompt_share_the_encoded_ids_of_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    encoded: list[Any] = []
-    encode = answer_format.encode_ascii
-    monkeypatch.setattr(answer_format, "encode_ascii", lambda value: encoded.append(value) or encode(value))
-    fields = CompletionRequest(model="m", prompt="a", stream=True, return_token_ids=True)
-    shape = CompletionFormat("m", fields, LOGPROBS, [PROMPT], num_choices=3)
-    deltas = [CompletionDelta(0, "a", (7,), choice=choice) for choice in range(3)]
-    events = [event for delta in deltas for event in read_events(shape.events(delta, USAGE))]
-    assert [event["choices"][0]["prompt_token_ids"] for event in events] == [PROMPT] * 3
-    assert encoded.count(PROMPT) == 1

@@ -23,13 +23,6 @@ def test_the_bounds_follow_the_context_the_tokenizer_and_the_settings() -> None:
     assert (small.prompt_chars, small.prompts, small.small_body_bytes) == (1000, 10, 1000)
 
 
-def test_log_probabilities_of_echo_scores_and_answer_are_added_for_all_choices() -> None:
-    size = AnswerSize(num_choices=128, logprobs=20, prompt_logprobs=20, echoes=True)
-    with pytest.raises(BadRequest, match=r"5419008 log-probabilities.*at most 262144") as caught:
-        size.check(BOUNDS, 1000, 16)
-    assert caught.value.param == "logprobs"
-
-
 @pytest.mark.parametrize(
     ("size", "prompt_tokens", "answer_tokens", "param"),
     [

@@ -13,11 +13,10 @@ import httpx
 import openai
 import pytest
 
-from slora.core.errors import DeadlineMissed, RequestFailed
 from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from slora.core.sampling_params import SamplingParams
 from tests.api.conftest import Kit
-from tests.api.generation.test_completions import CHAT, COMPLETIONS, MESSAGES, PROMPT, events
+from tests.api.generation.test_completions import CHAT, COMPLETIONS, MESSAGES, PROMPT
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import EOS as SCRIPTED_EOS
 from tests.api.scripted_engine import ScriptedEngine
@@ -150,14 +149,6 @@ def test_a_stream_sends_each_answer_whole_and_in_order(client: openai.OpenAI) ->
     assert whole.usage is not None and last.usage is not None
     assert last.usage.completion_tokens == whole.usage.completion_tokens
     assert last.usage.prompt_tokens == whole.usage.prompt_tokens == 5
-
-
-def test_usage_counts_the_prompt_once_and_the_returned_answers(client: openai.OpenAI) -> None:
-    told = client.completions.create(
-        model="base", prompt="usage", max_tokens=7, n=2, extra_body={**SEARCH, "ignore_eos": True}
-    )
-    assert told.usage is not None
-    assert (told.usage.prompt_tokens, told.usage.completion_tokens) == (5, 2 * 7)
 
 
 @pytest.mark.covering(1)
@@ -298,40 +289,6 @@ def test_the_engine_gets_the_search_as_it_was_sent(
     )
     usage = answer.json()["usage"]
     assert usage["completion_tokens"] == 5 and usage["prompt_tokens_details"]["cached_tokens"] == 3
-
-
-def test_an_answer_is_one_chunk_and_in_a_chat_follows_the_role(scripted: Platform) -> None:
-    key, stream = scripted.key("acme"), {**SEARCH, "n": 2, "stream": True}
-    told = events(post(scripted, key, COMPLETIONS, {**PROMPT, **stream, "logprobs": 1}))
-    choices = [choice for chunk in told for choice in chunk["choices"]]
-    assert [(one["index"], one["text"], one["finish_reason"]) for one in choices] == [
-        (0, "Hi", "stop"),
-        (1, "Ho", "length"),
-    ]
-    assert choices[1]["logprobs"]["token_logprobs"] == [-0.25, -0.5]
-    chat = events(post(scripted, key, CHAT, {**MESSAGES, **stream}))
-    deltas = [choice for chunk in chat for choice in chunk["choices"]]
-    texts = [(one["index"], one["delta"].get("content")) for one in deltas if one["delta"].get("content")]
-    assert texts == [(0, "Hi"), (1, "Ho")]
-    ends = {one["index"]: one["finish_reason"] for one in deltas if one["finish_reason"]}
-    assert ends == {0: "stop", 1: "length"}
-
-
-@pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(
-    ("error", "status", "code"),
-    [
-        (DeadlineMissed("too late"), 503, "deadline_missed"),
-        (RequestFailed("the logits were not finite"), 500, None),
-    ],
-)
-def test_an_error_of_a_search_is_a_status_even_when_streaming(
-    scripted: Platform, error: Exception, status: int, code: str | None, stream: bool
-) -> None:
-    scripted.engine.answers = [[error]]
-    answer = post(scripted, scripted.key("acme"), COMPLETIONS, {**PROMPT, **SEARCH, "stream": stream})
-    assert answer.status_code == status
-    assert code is None or answer.json()["error"]["code"] == code
 
 
 def test_each_beam_holds_a_permit_until_its_client_disconnects(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from slora.core.errors import (
@@ -31,7 +30,6 @@ from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
-from slora_api.completions.schemas import GenerationFields
 from slora_api.http.http_protocol import ConnectionLimits
 from slora_api.metrics.engine_metrics import name_tenants
 from tests.adapters.hand_made import SHAPE, make_members, make_tensors
@@ -273,11 +271,6 @@ def test_every_sampling_field_reaches_the_engine(
     )
 
 
-def test_a_top_k_of_minus_one_is_off_as_in_vllm(platform: Platform, key: str) -> None:
-    post(platform, key, COMPLETIONS, PROMPT | {"top_k": -1})
-    assert platform.engine.requests[0].sampling.top_k == 0
-
-
 def test_a_stop_string_waits_for_min_tokens(platform: Platform, key: str) -> None:
     platform.engine.answers = [deltas_of(b"a.b.c.d")]
     body = post(platform, key, COMPLETIONS, PROMPT | {"stop": ".", "min_tokens": 3, "max_tokens": 9}).json()
@@ -290,8 +283,8 @@ def test_an_answer_is_limited_to_16_tokens_in_completions_and_by_the_context_in_
     post(platform, key, COMPLETIONS, PROMPT)
     post(platform, key, CHAT, MESSAGES)
     post(platform, key, CHAT, MESSAGES | {"max_completion_tokens": 5})
-    post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 60})
-    assert [request.sampling.max_tokens for request in platform.engine.requests] == [16, 64 - 11, 5, 4]
+    post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 63})
+    assert [request.sampling.max_tokens for request in platform.engine.requests] == [16, 64 - 11, 5, 1]
 
 
 def with_logprobs() -> list[TokenDelta]:
@@ -449,7 +442,7 @@ def test_a_bad_field_is_a_400_that_names_it_and_never_reaches_the_engine(
 
 
 def test_fields_that_ask_for_nothing_do_not_change_what_the_engine_gets(platform: Platform, key: str) -> None:
-    for fields in ({}, {"modalities": ["text"], "web_search_options": None}, {"modalities": None}):
+    for fields in ({}, {"modalities": ["text"], "top_k": -1}, {"modalities": None, "store": None}):
         answer = post(platform, key, CHAT, MESSAGES | fields)
         assert (answer.status_code, answer.json()["choices"][0]["message"]["content"]) == (200, "Hi!")
     plain, *others = platform.engine.requests
@@ -521,17 +514,6 @@ def test_a_prompt_over_the_context_is_refused_before_the_engine_with_openais_phr
     assert platform.engine.requests == []
 
 
-def test_a_body_over_the_limit_has_openais_phrase_too(platform: Platform, key: str) -> None:
-    answer = post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * (5 << 20)})
-    assert answer.status_code == 413
-    assert "This model's maximum context length is 64 tokens" in answer.json()["error"]["message"]
-
-
-def test_a_prompt_that_just_fits_is_accepted(platform: Platform, key: str) -> None:
-    assert post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 63}).status_code == 200
-    assert platform.engine.requests[0].sampling.max_tokens == 1
-
-
 def test_json_without_its_content_type_is_refused_with_the_remedy(platform: Platform, key: str) -> None:
     answer = platform.api(key).post(COMPLETIONS, content=b'{"model": "default", "prompt": "x"}')
     assert answer.status_code == 400
@@ -548,6 +530,7 @@ def test_framework_errors_have_the_same_form(platform: Platform, key: str) -> No
     assert (two_routes.status_code, two_routes.headers["allow"]) == (405, "DELETE, GET, PUT")
     assert wrong_method.headers["allow"] == "POST"
     assert (too_large.status_code, too_large.json()["error"]["code"]) == (413, "body_too_large")
+    assert "This model's maximum context length is 64 tokens" in too_large.json()["error"]["message"]
     for answer in (missing, wrong_method, too_large):
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert "x-request-id" in answer.headers
@@ -932,44 +915,11 @@ def test_each_stage_of_a_request_is_counted_once_for_each_prompt(platform: Platf
     assert grown['slora_adapter_wait_seconds_count{stage="fetch"}'] == 0
 
 
-def test_a_long_text_is_tokenised_and_refused_like_a_short_one(platform: Platform, key: str) -> None:
-    answer = post(platform, key, COMPLETIONS, {"model": "base", "prompt": "x" * 100_000})
-    assert "100000" in answer.json()["error"]["message"]
-
-
-def test_a_prompt_with_a_lone_surrogate_is_not_a_server_error(platform: Platform, key: str) -> None:
-    client = platform.api(key)
-    for path, body in ((COMPLETIONS, b'{"model":"base","prompt":"\\ud800"}'),
-                       (CHAT, b'{"model":"base","messages":[{"role":"user","content":"\\ud800"}]}'),
-                       (COMPLETIONS, b'{"model":"\\ud800","prompt":"x"}')):  # fmt: skip
-        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-        assert answer.status_code in (200, 400, 404), answer.text
-
-
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=5,
 )
-FIELDS = [
-    "model", "prompt", "messages", *GenerationFields.model_fields, "logprobs", "top_logprobs", "best_of",
-    "tools",
-]  # fmt: skip
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    path=st.sampled_from([COMPLETIONS, CHAT]),
-    changes=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
-)
-def test_no_json_body_is_a_server_error(
-    platform: Platform, key: str, path: str, changes: dict[str, Any]
-) -> None:
-    body = json.dumps((PROMPT if path == COMPLETIONS else MESSAGES) | changes)
-    answer = platform.api(key).post(path, content=body, headers={"Content-Type": "application/json"})
-    assert answer.status_code in (200, 400, 404), (body, answer.text)
-    if answer.status_code != 200:
-        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(("path", "body"), [(COMPLETIONS, PROMPT), (CHAT, MESSAGES)])

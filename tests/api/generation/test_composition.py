@@ -6,17 +6,11 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.core.errors import AdapterFetchFailed
-from slora.core.request import EngineRequest
-from slora_adapters.database.database import Database
-from slora_adapters.registry.record import AdapterDetails
-from slora_adapters.registry.registry import Registry
-from slora_adapters.version import AdapterVersion
 from slora_api.completions.services import AnswerServices
 from slora_api.keys.key_admin import KeyAdmin
 from tests.adapters.hand_made import make_members, make_tensors
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
-from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.api.scripted_engine import ScriptedEngine
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TEMPLATE = b'{"chat_template": "{% for message in messages %}<{{ message.content }}>{% endfor %}"}'
@@ -183,29 +177,6 @@ def test_adapters_with_different_chat_templates_complete_but_do_not_chat(
     assert ask(platform, key, adapters).status_code == 200
     assert post(platform, key, CHAT, chat | {"adapters": adapters[1:]}).status_code == 200
     assert bytes(platform.engine.requests[-1].prompt_token_ids[:4]) == b"<hi>"
-
-
-def test_a_sum_is_looked_up_again_when_one_of_its_adapters_was_replaced_meanwhile(
-    platform: Platform, key: str
-) -> None:
-    members = make_members(tensors=make_tensors(seed=8))
-    platform.upload(key, "moving", members).raise_for_status()
-    platform.engine.answers = [[AdapterFetchFailed("forgotten", "not_found")], deltas_of(b"new")]
-    acme = platform.tenant_id("acme")
-    newer = AdapterVersion(acme, digest_of(platform, key, "formal"))
-
-    def replace(request: EngineRequest) -> None:
-        platform.engine.on_request = lambda request: None
-        database = Database(platform.directory / "slora.db")
-        Registry(database).put("moving", newer, AdapterDetails(2, ("q_proj",), 1))
-        Registry(database).delete(acme, "moving@1")
-        database.close()
-
-    platform.engine.on_request = replace
-    answer = ask(platform, key, [{"name": "moving"}, {"name": "brief"}])
-    assert answer.status_code == 200 and answer.json()["choices"][0]["text"] == "new"
-    assert newer in platform.engine.requests[-1].versions
-    assert "moving@2" in answer.headers["x-slora-adapter"].split("+")
 
 
 def test_the_journal_has_the_digests_of_a_sum(platform: Platform, key: str) -> None:

@@ -1,9 +1,7 @@
 """/v1/embeddings, over an engine whose vectors the test chooses."""
 
-import asyncio
 import base64
 import json
-import struct
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from slora.core.errors import AdapterFetchFailed, EngineUnavailable, RequestFailed, StepFailed
-from slora.core.request import NOT_SAMPLED, EngineRequest, Pooling, PoolingKind, TokenDelta
-from slora_adapters.database.database import Database
-from slora_adapters.registry.record import AdapterDetails
-from slora_adapters.registry.registry import Registry
-from slora_adapters.version import AdapterVersion
-from slora_api.embeddings.routes import count_lanes, run_lanes
+from slora.core.errors import EngineUnavailable, RequestFailed, StepFailed
+from slora.core.request import NOT_SAMPLED, EngineRequest, Pooling, PoolingKind
+from slora_api.embeddings.routes import count_lanes
 from tests.adapters.hand_made import SHAPE
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of, embed
@@ -65,12 +59,6 @@ def test_inputs_are_texts_or_token_ids(
     assert [one["index"] for one in answer["data"]] == list(range(len(token_ids)))
 
 
-def test_base64_is_that_of_the_same_floats(platform: Platform, key: str) -> None:
-    (one,) = post(platform, key, PATH, TEXT | {"encoding_format": "base64"}).json()["data"]
-    raw = base64.b64decode(one["embedding"])
-    assert list(struct.unpack(f"<{H}f", raw)) == vector_of("h")
-
-
 @pytest.mark.parametrize(
     ("fields", "pooling"),
     [
@@ -79,8 +67,8 @@ def test_base64_is_that_of_the_same_floats(platform: Platform, key: str) -> None
         ({"pooling": "last", "dimensions": 3}, Pooling(dimensions=3)),
         ({"dimensions": H, "normalize": False}, Pooling(dimensions=H, normalize=False)),
         ({"use_activation": False}, Pooling(normalize=False)),
-        ({"normalize": True, "use_activation": True}, Pooling()),
-        ({"embed_dtype": "float32", "endianness": "little", "user": "u", "dimensions": None}, Pooling()),
+        ({"normalize": True, "use_activation": True, "dimensions": None}, Pooling()),
+        ({"embed_dtype": "float32", "endianness": "little", "user": "u", "priority": 3}, Pooling()),
     ],
 )
 def test_fields_reach_the_engine(
@@ -89,12 +77,8 @@ def test_fields_reach_the_engine(
     answer = post(platform, key, PATH, TEXT | fields)
     assert answer.status_code == 200, answer.text
     assert platform.engine.requests[-1].pooling == pooling
+    assert platform.engine.requests[-1].priority == fields.get("priority", 0)
     assert len(answer.json()["data"][0]["embedding"]) == (pooling.dimensions or H)
-
-
-def test_a_priority_reaches_the_engine(platform: Platform, key: str) -> None:
-    post(platform, key, PATH, TEXT | {"priority": 3})
-    assert platform.engine.requests[-1].priority == 3
 
 
 def test_the_operator_sets_the_default_pooling(tmp_path: Path) -> None:
@@ -110,13 +94,9 @@ def test_the_operator_sets_the_default_pooling(tmp_path: Path) -> None:
 BAD = [
     ({"input": []}, "input", "not empty"),
     ({"input": [""]}, "input", "the input is empty; it needs at least one token"),
-    ({"input": [[]]}, "input", "not empty"),
     ({"input": [1, "a"]}, "input", "a list of token ids"),
     ({"input": [[1], "a"]}, "input", "a list of token ids"),
-    ({"input": [1.5]}, "input", "a list of token ids"),
-    ({"input": [True]}, "input", "a list of token ids"),
     ({"input": {"a": 1}}, "input", "a list of token ids"),
-    ({"input": None}, "input", "a list of token ids"),
     ({"input": "\ud800"}, "input", "lone surrogate"),
     (
         {"input": [257]},
@@ -124,15 +104,11 @@ BAD = [
         "input has token id 257, which is out of vocabulary; this model's ids are 0 to 256",
     ),
     ({"input": [[1], [-1]]}, "input", "input has token id -1"),
-    ({"input": "x" * 65}, "input", "context length is 64 tokens (max_model_len). input has 65 tokens"),
     ({"input": [7] * 65}, "input", "input has 65 tokens"),
-    ({"input": [[7], [7] * 65]}, "input", "input has 65 tokens"),
     ({"input": "x" * 100_000}, "input", "100000 characters"),
     ({"input": ["a"] * 2049}, "input", "`input` has 2049 inputs; this server accepts at most 2048"),
     ({"dimensions": 0}, "dimensions", "dimensions is 0; it must be at least 1"),
-    ({"dimensions": -3}, "dimensions", "at least 1"),
     ({"dimensions": 25}, "dimensions", "dimensions is 25; this model's embeddings have 24 (hidden_size)"),
-    ({"dimensions": "8"}, "dimensions", "integer"),
     ({"dimensions": 10**30}, "dimensions", "dimensions"),
     ({"encoding_format": "float16"}, "encoding_format", "'float' or 'base64'"),
     ({"pooling": "max"}, "pooling", "'last' or 'mean'"),
@@ -202,24 +178,6 @@ def test_an_adapter_answers_by_its_name_and_its_alias_and_as_default(platform: P
     assert answer.headers["x-slora-adapter"] == f"mine@{version}"
     assert [weight for _, weight in platform.engine.requests[-1].adapters] == [0.5]
     assert post(platform, platform.key("other"), PATH, TEXT | {"model": "mine"}).status_code == 404
-
-
-def test_a_request_whose_adapter_was_just_replaced_is_sent_again(platform: Platform) -> None:
-    key = platform.key("mover", "moving")
-    platform.upload(key, "moving")
-
-    def fail_once(request: EngineRequest) -> list[TokenDelta | Exception]:
-        platform.engine.embeddings = embed
-        database = Database(platform.directory / "slora.db")
-        registry, mover = Registry(database), platform.tenant_id("mover")
-        registry.put("moving", AdapterVersion(mover, "f" * 64), AdapterDetails(2, ("q_proj",), 1))
-        registry.delete(mover, "moving@1")
-        database.close()
-        return [AdapterFetchFailed("forgotten", "not_found")]
-
-    platform.engine.embeddings = fail_once
-    answer = post(platform, key, PATH, TEXT | {"model": "default"})
-    assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "moving@2"
 
 
 @pytest.mark.parametrize(
@@ -348,20 +306,3 @@ def test_the_openai_package_reads_all_formats(
 def test_lanes_are_bounded_by_inputs_permits_and_quota() -> None:
     assert [count_lanes(*case) for case in ((1, 256, None), (2048, 256, None), (2048, 8, None))] == [1, 64, 8]
     assert [count_lanes(*case) for case in ((2048, 256, 3), (10, 256, 0))] == [3, 1]
-
-
-def test_an_input_that_fails_stops_the_other_lanes() -> None:
-    requests = [EngineRequest(str(n), "t", [n], (), NOT_SAMPLED) for n in range(10)]
-    ended: list[str] = []
-
-    async def compute(one: Any) -> None:
-        try:
-            if one.request.request_id == "1":
-                raise RequestFailed("broken")
-            await asyncio.Event().wait()
-        finally:
-            ended.append(one.request.request_id)
-
-    with pytest.raises(RequestFailed, match="broken"):
-        asyncio.run(run_lanes(iter(requests), 3, compute))
-    assert sorted(ended) == ["0", "1", "2"]

@@ -10,7 +10,6 @@ import pytest
 
 from slora.core.errors import StepFailed
 from slora.core.request import FinishReason, TokenDelta
-from slora_api.messages.messages_request import MessagesRequest
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
@@ -409,10 +408,3 @@ def test_a_tenant_finds_only_its_own_models(platform: Platform, key: str) -> Non
     assert ask(platform, other, model="caller").status_code == 404
     mine = platform.key("acme", "caller")
     assert ask(platform, mine, model="default").headers["x-slora-adapter"] == "caller@1"
-
-
-def test_many_turns_of_one_role_are_one_message(platform: Platform, key: str) -> None:
-    long = [{"role": "user", "content": "x" * 150}] * 2000
-    (merged,) = MessagesRequest.model_validate(BODY | {"messages": long}).chat()["messages"]
-    assert merged.content == "\n".join(["x" * 150] * 2000)
-    assert ask(platform, key, messages=long).json()["error"]["message"].startswith("prompt is too long")

@@ -1,10 +1,8 @@
 """The openai package works unchanged: what it sends back from an answer is accepted."""
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
-import openai
 import pydantic
 import pytest
 from openai.types.chat import ChatCompletionMessage, ChatCompletionMessageParam
@@ -66,16 +64,3 @@ def test_a_parsed_answer_is_appended_to_its_conversation(platform: Platform, key
     items: Any = [{"role": "user", "content": "hello"}, *response.output, {"role": "user", "content": "more"}]
     client.responses.parse(model="base", input=items, text_format=City)
     assert platform.last_prompt() == f"[user]hello[assistant]{text}[user]more"
-
-
-def test_an_answer_of_an_async_client_is_appended_to_its_conversation(platform: Platform, key: str) -> None:
-    async def converse() -> str:
-        async with openai.AsyncOpenAI(base_url=platform.url + "/v1", api_key=key) as client:
-            async with client.chat.completions.stream(model="base", messages=[say("hello")]) as stream:
-                answer = (await stream.get_final_completion()).choices[0].message
-            messages = [say("hello"), answer.model_dump(), say("again")]
-            last = await client.chat.completions.create(model="base", messages=messages)
-            return last.choices[0].message.content or ""
-
-    assert asyncio.run(converse()) == "Hi!"
-    assert bytes(platform.engine.requests[-1].prompt_token_ids) == CONVERSATION

@@ -52,12 +52,6 @@ def test_an_echo_precedes_the_answer(platform: Platform, key: str, prompt: Any) 
     assert platform.engine.requests[0].sampling.prompt_logprobs is None
 
 
-def test_an_echo_is_the_first_event_of_a_stream(platform: Platform, key: str) -> None:
-    answer = post(platform, key, COMPLETIONS, body_of("hello", stream=True))
-    events = [json.loads(part.removeprefix("data: ")) for part in answer.text.split("\n\n")[:-2]]
-    assert [event["choices"][0]["text"] for event in events] == ["hello", "H", "i", "!"]
-
-
 def test_each_choice_of_each_prompt_has_its_own_echo(platform: Platform, key: str) -> None:
     choices = [
         TokenDelta((65 + index,), FinishReason.LENGTH if last else None, index=index)
@@ -94,15 +88,6 @@ def test_log_probabilities_of_an_echo_begin_with_null(platform: Platform, key: s
     assert platform.engine.requests[0].sampling.prompt_logprobs == 1
 
 
-def test_with_max_tokens_0_a_prompt_is_only_scored(platform: Platform, key: str) -> None:
-    platform.engine.answers = [scored(b"hello", b"x")]
-    answer = post(platform, key, COMPLETIONS, body_of("hello", logprobs=0, max_tokens=0)).json()
-    (choice,) = answer["choices"]
-    assert choice["text"] == "hello" and choice["finish_reason"] == "length"
-    assert choice["logprobs"]["token_logprobs"] == [None, -0.1, -0.2, -0.3, -0.4]
-    assert answer["usage"]["completion_tokens"] == 0
-
-
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_prompt_logprobs_have_vllms_form(platform: Platform, key: str, path: str) -> None:
     asked = {"prompt": "hi"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "hi"}]}
@@ -127,8 +112,6 @@ def test_prompt_logprobs_have_vllms_form(platform: Platform, key: str, path: str
     [
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"prompt_logprobs": 21}, "prompt_logprobs"),
-        ({"prompt_logprobs": -1, "logprobs": 1}, "prompt_logprobs"),
-        ({"logprobs": 21}, "logprobs"),
         ({"echo": "yes"}, "echo"),
         ({"echo": False, "max_tokens": 0}, "max_tokens"),
     ],

@@ -59,7 +59,6 @@ TOO_LARGE = {
     "more ids than the context holds": (COMPLETIONS, {"prompt": [65] * 100_000}, "prompt", "100000 tokens"),
     "as many ids as 4 MB hold": (COMPLETIONS, {"prompt": [1] * 1_300_000}, "prompt", "values"),
     "an id of no token": (COMPLETIONS, {"prompt": [65] * 4000 + [10**30]}, "prompt", "token id"),
-    "prompts of a million tokens": (COMPLETIONS, {"prompt": ["x" * 4090] * 257}, "prompt", "257 prompts"),
     "110,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 110_000}, "messages", "values"),
     "3,000 messages": (CHAT, {"messages": [{"role": "user", "content": ""}] * 3_000}, "messages", "3000 messages"),
     "a long chat": (CHAT, {"messages": [{"role": "user", "content": "x" * 300} for _ in range(2000)]},
@@ -69,7 +68,6 @@ TOO_LARGE = {
     "5,000 content parts": (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * 5000}]},
                             "messages", "5000 content parts"),
     "15 stop strings of 240,000 characters": (COMPLETIONS, PROMPT | {"stop": ["a" * 240_000] * 15}, "stop", "240000"),
-    "100 stop strings": (COMPLETIONS, PROMPT | {"stop": ["x"] * 100}, "stop", "100 strings"),
     "a stop string of 100 KB": (COMPLETIONS, PROMPT | {"stop": ["x" * 100_000]}, "stop", "100000 characters"),
     "1,000 stop token ids": (COMPLETIONS, PROMPT | {"stop_token_ids": [1] * 1000}, "stop_token_ids", "1000 ids"),
     "a bias for 10,000 tokens": (COMPLETIONS, PROMPT | {"logit_bias": {str(at): 1 for at in range(10_000)}},
@@ -270,7 +268,7 @@ NUMBERS = [
 @pytest.mark.parametrize("field", NUMBERS)
 def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, field: str) -> None:
     """Born from a bug: a top_k of 2^64 or more was a 500, because no message to the engine can carry it."""
-    for value in (2**31, 2**63, 2**64, -(2**63), -(2**64), 10**60, 1e308, -1e308, math.nan, math.inf):
+    for value in (2**63, 2**64, -(2**64), 1e308, math.nan):
         for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})):
             name = {"logprobs": "top_logprobs"}.get(field, field) if path == CHAT else field
             raw = json.dumps(body | {name: value}).encode()
@@ -285,9 +283,7 @@ def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, 
     ("path", "fields", "param"),
     [
         (COMPLETIONS, {"prompt": "a\ud800"}, "prompt"),
-        (COMPLETIONS, {"prompt": ["a", "\udfff"]}, "prompt"),
         (COMPLETIONS, PROMPT | {"stop": ["\ud800"]}, "stop.0"),
-        (COMPLETIONS, PROMPT | {"stop": "\ud800"}, "stop.0"),
         (COMPLETIONS, PROMPT | {"user": "\ud800"}, "user"),
         (COMPLETIONS, PROMPT | {"model": "\ud800"}, "model"),
         (COMPLETIONS, PROMPT | {"\ud800": 1}, None),

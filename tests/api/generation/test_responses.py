@@ -14,7 +14,6 @@ from slora.core.request import FinishReason, TokenDelta, TokenLogprobs
 from tests.adapters.hand_made import make_members
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import EOS, ScriptedEngine
-from tests.api.served import wait_until
 from tests.support.tool_templates import QWEN3
 
 PATH = "/v1/responses"
@@ -149,18 +148,6 @@ def test_a_pydantic_model_is_the_form_of_the_answer(platform: Platform, client: 
     assert error["param"] == "text.format" and "not" in error["message"]
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "get_weather"}])
-def test_a_required_call_is_held_to_a_grammar(platform: Platform, key: str, choice: Any) -> None:
-    platform.says(CALL)
-    answer = post(platform, key, PATH, BODY | {"tools": [WEATHER], "tool_choice": choice}).json()
-    assert answer["tool_choice"] == choice and answer["tools"] == [WEATHER]
-    assert [item["type"] for item in answer["output"]] == ["function_call"] and answer[
-        "status"
-    ] == "completed"
-    form = platform.engine.requests[-1].sampling.structured_output
-    assert form is not None and "get_weather" in form.text
-
-
 def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> None:
     platform.says(CALL + CALL)
     answer = post(platform, key, PATH, BODY | {"tools": [WEATHER], "parallel_tool_calls": False}).json()
@@ -200,19 +187,6 @@ def test_an_error_in_the_middle_ends_the_response(platform: Platform, client: op
     assert (told.type, told.code) == ("error", "engine_unavailable") and "it died" in told.message
     assert failed.type == "response.failed" and failed.response.error.code == "server_error"
     assert failed.response.output[0].content[0].text == "A"
-
-
-def test_a_client_that_leaves_aborts_its_request(platform: Platform, key: str) -> None:
-    platform.engine.answers = [[TokenDelta((65,))]]
-    platform.engine.hang = True
-    body = {"model": "base", "input": "hi", "stream": True}
-    try:
-        with platform.client(key) as client, client.stream("POST", PATH, json=body) as answer:
-            assert any('"delta":"A"' in line for line in answer.iter_lines())
-        request = platform.engine.requests[-1].request_id
-        wait_until(lambda: request in platform.engine.aborted)
-    finally:
-        platform.engine.hang = False
 
 
 def test_what_agents_ask_of_reasoning_is_honoured(platform: Platform, client: openai.OpenAI) -> None:
@@ -261,11 +235,6 @@ def test_refusals_name_the_fields_of_this_route(
 def test_an_empty_value_of_a_field_of_chats_has_no_effect(platform: Platform, key: str, n: Any) -> None:
     answer = post(platform, key, PATH, BODY | {"n": n})
     assert answer.status_code == 200, answer.text
-
-
-def test_an_unknown_model_is_a_404(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.NotFoundError):
-        client.responses.create(model="nothing", input="hi")
 
 
 def test_the_reasoning_of_a_chat_is_counted_by_the_same_means(

@@ -17,7 +17,6 @@ from slora.text.answer import AlignedToken, Choice, Completion, CompletionDelta
 from slora_api.chat.answer_reader import AnswerSyntax, ReasoningCounter
 from slora_api.chat.call_format import CALL_FORMATS
 from slora_api.completions.answer_format import AnswerUsage, LogprobsFormat
-from slora_api.core.errors import Stopping, TenantBusy, describe_error
 from slora_api.http.json_slices import slice_ascii
 from slora_api.responses.responses_format import ResponsesFormat
 from slora_api.responses.responses_request import ResponsesRequest
@@ -176,11 +175,6 @@ def test_the_tokens_of_reasoning_are_counted_up_to_its_end(text: str) -> None:
     assert counted == (len(text) if end < 0 else end + len("</think>"))
 
 
-def test_an_answer_without_reasoning_has_no_tokens_of_reasoning() -> None:
-    counter = ReasoningCounter(SYNTAX)
-    assert not any(counter.add(0, 1, character, is_last=False) for character in " Hi <think>no</think>")
-
-
 def test_each_choice_has_its_own_reasoning() -> None:
     counter = ReasoningCounter(SYNTAX)
     counted = [0, 0]
@@ -188,36 +182,6 @@ def test_each_choice_has_its_own_reasoning() -> None:
         counted[0] += counter.add(0, 1, character, is_last=at == 16)
         counted[1] += counter.add(1, 1, "x", is_last=at == 16)
     assert counted == [16, 0]
-
-
-def test_an_answer_that_is_cut_off_has_an_incomplete_last_item() -> None:
-    text = f"<think>Hm.</think>So: {CALL[:-25]}"
-    answer = whole(make_format(), text, FinishReason.LENGTH, with_tokens=False)
-    assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
-    assert answer["completed_at"] is None
-    assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
-    assert '{"city": "Köln"}'.startswith(answer["output"][-1]["arguments"])
-
-
-def test_an_empty_answer_is_an_empty_message() -> None:
-    answer = whole(make_format(), "", FinishReason.STOP, with_tokens=False)
-    assert [item["content"][0]["text"] for item in answer["output"]] == [""]
-    assert answer["status"] == "completed"
-
-
-@pytest.mark.parametrize(
-    ("error", "code"), [(Stopping(), "server_error"), (TenantBusy("full"), "rate_limit_exceeded")]
-)
-def test_a_failed_stream_ends_with_the_error_and_what_was_made(error: Exception, code: str) -> None:
-    shape, usage = make_format(), AnswerUsage(3)
-    delta = CompletionDelta(0, "<think>Hm.</think>So", (7,))
-    parts = [*shape.opening(usage), *shape.events(delta, usage), *shape.failure(describe_error(error))]
-    *_, told, failed = read_events(parts)
-    assert (told["type"], told["message"]) == ("error", str(error))
-    answer = Response.model_validate(failed["response"])
-    assert answer.status == "failed" and answer.error is not None and answer.error.code == code
-    assert [item["status"] for item in failed["response"]["output"]] == ["completed", "incomplete"]
-    assert failed["sequence_number"] == told["sequence_number"] + 1
 
 
 def test_the_events_that_repeat_a_long_text_are_made_in_short_parts() -> None:

@@ -102,13 +102,6 @@ def test_a_call_is_streamed_by_deltas_as_openai_does(platform: Platform, key: st
         assert "".join(piece["function"]["arguments"] for piece in more) == ARGUMENTS
 
 
-def test_without_a_call_tools_change_nothing_in_the_answer(platform: Platform, key: str) -> None:
-    platform.says(" Just text.\n")
-    (choice,) = ask(platform, key)["choices"]
-    assert choice["message"] == {"role": "assistant", "content": " Just text.\n", "refusal": None}
-    assert choice["finish_reason"] == "stop"
-
-
 def test_a_call_that_max_tokens_cuts_off_ends_with_length(platform: Platform, key: str) -> None:
     platform.says(CALL[:-25], FinishReason.LENGTH)
     (choice,) = ask(platform, key)["choices"]
@@ -318,16 +311,6 @@ def test_a_form_that_is_not_json_leaves_no_room_for_reasoning(platform: Platform
     assert message["content"] == "aaa" and "reasoning" not in message
 
 
-def test_calls_that_a_template_does_not_show_are_refused(platform: Platform, key: str) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    messages = [
-        {"role": "assistant", "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "a"},
-    ]
-    error = ask(platform, key, model="base", messages=messages, tools=None)["error"]
-    assert "'base' shows at most 0 of them to the model" in error["message"] and error["param"] == "messages"
-
-
 def test_a_model_whose_template_shows_one_call_makes_one(platform: Platform, key: str) -> None:
     call = '{"name": "get_weather", "parameters": {"city": "Köln"}}'
     platform.says(f"{call}; {call}")
@@ -363,11 +346,7 @@ class GetWeather(BaseModel):
 
 
 def test_the_openai_package_streams_and_parses_calls_over_several_turns(platform: Platform, key: str) -> None:
-    with openai.OpenAI(base_url=platform.url + "/v1", api_key=key) as client:
-        _converse(client, platform)
-
-
-def _converse(client: openai.OpenAI, platform: Platform) -> None:
+    client = platform.sdk(key)
     tools = [openai.pydantic_function_tool(GetWeather, name="get_weather")]
     messages: list[Any] = [{"role": "user", "content": "hi"}]
     platform.says(f"<think>\nHm.\n</think>\n\nLet me see.\n{CALL}\n{CALL}")

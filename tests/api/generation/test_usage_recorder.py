@@ -222,39 +222,6 @@ def test_the_report_of_each_request_is_acknowledged_when_it_is_durable(tmp_path:
     assert cut == UsageRecord("cut", "t", "key1", None, 7.5, RequestUsage(2, 1, 1), is_complete=False)
 
 
-def test_requests_that_end_during_a_write_share_the_next_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    engine, num_requests = ScriptedEngine(), 20
-
-    async def report() -> int:
-        loop, num_wakes = asyncio.get_running_loop(), 0
-        wake = loop.call_soon_threadsafe
-
-        def count(*arguments: Any) -> asyncio.Handle:
-            nonlocal num_wakes
-            num_wakes += 1
-            return wake(*arguments)
-
-        monkeypatch.setattr(loop, "call_soon_threadsafe", count)
-        opened = [recorder.open(make_answer(str(number))) for number in range(num_requests)]
-        engine.on_usage("0", RequestUsage(2, 0, 1), TIMING)
-        while not disk.reached.is_set():
-            await asyncio.sleep(0.001)
-        for number in range(1, num_requests):
-            engine.on_usage(str(number), RequestUsage(2, 0, 1), TIMING)
-            await asyncio.sleep(0)
-        disk.release()
-        await recorder.wait(opened)
-        return num_wakes
-
-    disk = HeldDisk(monkeypatch)
-    with closing(UsageJournal(tmp_path / "usage")) as journal:
-        recorder = UsageRecorder(engine, journal)
-        assert asyncio.run(report()) == 2
-        assert len(take_records(tmp_path, journal)) == num_requests
-
-
 def test_closing_the_recorder_hands_over_the_records_that_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,15 +62,6 @@ def test_continuous_usage_is_the_usage_so_far_in_every_chunk(
 
 
 @BOTH
-def test_continuous_usage_without_include_usage_has_no_effect(
-    platform: Platform, key: str, path: str, body: dict[str, Any]
-) -> None:
-    """Born from vLLM's own tests."""
-    chunks = stream(platform, key, path, body | {"stream_options": {"continuous_usage_stats": True}})
-    assert chunks and all("usage" not in chunk and chunk["choices"] for chunk in chunks)
-
-
-@BOTH
 def test_a_request_id_is_the_end_of_the_answers_id(
     platform: Platform, key: str, path: str, body: dict[str, Any]
 ) -> None:
@@ -83,16 +74,6 @@ def test_the_service_tier_is_echoed_if_it_was_sent(platform: Platform, key: str)
     chunks = stream(platform, key, CHAT, MESSAGES | {"service_tier": "default"})
     assert {chunk["service_tier"] for chunk in chunks} == {"default"}
     assert "service_tier" not in post(platform, key, CHAT, MESSAGES).json()
-
-
-def test_the_token_ids_of_a_completion_are_with_each_choice(platform: Platform, key: str) -> None:
-    body = PROMPT | {"return_token_ids": True}
-    (choice,) = post(platform, key, COMPLETIONS, body).json()["choices"]
-    assert choice["prompt_token_ids"] == list(b"hello")
-    assert choice["token_ids"] == [*b"Hi!", EOS]
-    choices = [chunk["choices"][0] for chunk in stream(platform, key, COMPLETIONS, body)]
-    assert [token for one in choices for token in one["token_ids"]] == [*b"Hi!", EOS]
-    assert [one.get("prompt_token_ids") for one in choices] == [list(b"hello"), None, None, None]
 
 
 def test_the_token_ids_of_a_chat_are_with_the_choice_and_those_of_the_prompt_beside_it(
