@@ -1,3 +1,4 @@
+import asyncio
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -16,6 +17,7 @@ from tests.api.scripted_engine import ScriptedEngine, deltas_of
 from tests.api.served import READY_S, Served, serving, write_adapter, write_base
 from tests.postgresql_server import mortal_postgresql, postgresql_server, shared_postgresql
 from tests.redis_server import make_redis, redis_server, shared_redis
+from tests.support.forked_sandboxes import start_child
 
 __all__ = [
     "Kit",
@@ -61,6 +63,13 @@ def patient_clients() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for phase in ("connect", "read", "write", "pool"):
             patch.setattr(default, phase, READY_S)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def forked_sandboxes() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(asyncio, "create_subprocess_exec", start_child)
         yield
 
 

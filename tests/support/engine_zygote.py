@@ -9,13 +9,11 @@ import gc
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import traceback
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
@@ -30,8 +28,9 @@ from slora.models.collectives import ALONE
 from slora.models.model import load_model
 from slora.models.model_spec import read_model_spec
 from slora.runner.model_part import ModelPart
+from tests.support.forked_main import run_main
 
-__all__ = ["ForkedModule", "run_main"]
+__all__ = ["ForkedModule"]
 
 _ENGINE = "slora.engine.process"
 _MAX_MESSAGE_BYTES = 1 << 18
@@ -172,25 +171,6 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], *descri
     os.environ.update(environment)
     sys.argv[1:] = arguments
     run_main(module)
-
-
-def run_main(module: str) -> NoReturn:
-    """Runs the module as the main one, and ends this process. It does not free what was imported before the fork, which
-    takes 0.2 s."""
-    status = 0
-    try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    threading._shutdown()  # As at each end of Python: waits for the other threads.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _import_main(module: str) -> None:

@@ -6,7 +6,6 @@ gives them. Sandboxes start as always, because their limits of memory count what
 """
 
 import asyncio
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -15,10 +14,9 @@ import os
 import socket
 import sys
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NoReturn
 
-from tests.support.engine_zygote import run_main
+from tests.support.forked_main import ForkedChild, become_subreaper, run_main, set_command_line
 
 _MODULES = ("slora.engine.process", "slora_adapters.loader.loader_process", "slora_api.serve.api_process")
 _IMPORTED_ONCE = (
@@ -33,41 +31,7 @@ _IMPORTED_ONCE = (
     "tests.support.shared_files",
 )
 _MAX_MESSAGE_BYTES = 1 << 18
-_PR_SET_CHILD_SUBREAPER = 36
 _start_program = asyncio.create_subprocess_exec
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _Child:
-    """A forked child, with the part of asyncio's Process that the supervisor uses."""
-
-    def __init__(self, pid: int, stdin: Any) -> None:
-        self.pid, self.stdin = pid, stdin
-        self.returncode: int | None = None
-        self._has_ended = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._descriptor = os.pidfd_open(pid)
-        self._loop.add_reader(self._descriptor, self._note_end)
-
-    def _note_end(self) -> None:
-        self._loop.remove_reader(self._descriptor)
-        os.close(self._descriptor)
-        self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        self._has_ended.set()
-
-    async def wait(self) -> int | None:
-        await self._has_ended.wait()
-        return self.returncode
-
-    def terminate(self) -> None:
-        self._send(15)
-
-    def kill(self) -> None:
-        self._send(9)
-
-    def _send(self, number: int) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, number)
 
 
 class _Nursery:
@@ -89,13 +53,12 @@ class _Nursery:
         passed = [int(number) for number in options["pass_fds"]]
         message = json.dumps([arguments[2:], options["env"], passed]).encode()
         assert len(message) <= _MAX_MESSAGE_BYTES
-        # The kernel gives the child to this process when the process between them has ended.
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        become_subreaper(True)
         socket.send_fds(self._control, [message], [reader, options["stdout"], 2, *passed])
         pid, _ = int(self._control.recv(32)), self._control.recv(1)
-        _libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        become_subreaper(False)
         os.close(reader)
-        return _Child(pid, os.fdopen(writer, "wb", buffering=0))
+        return ForkedChild(pid, os.fdopen(writer, "wb", buffering=0))
 
 
 def _fork_children(control: socket.socket) -> NoReturn:
@@ -103,7 +66,7 @@ def _fork_children(control: socket.socket) -> NoReturn:
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)  # Otherwise, the output of the server would not end with the server.
-    _set_command_line("nursery")
+    set_command_line("nursery")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 64)
         if not message:
@@ -137,18 +100,9 @@ def _run_child(
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
-    _set_command_line(sys.executable, "-P", "-m", *command)
+    set_command_line(sys.executable, "-P", "-m", *command)
     module, *sys.argv[1:] = command
     run_main(module)
-
-
-def _set_command_line(*words: str) -> None:
-    """Overwrites the command line of this process, by which tests find it."""
-    fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-    start, end = int(fields[45]), int(fields[46])
-    raw = "\0".join(words).encode()[: end - start - 1]
-    ctypes.memset(start, 0, end - start)
-    ctypes.memmove(start, raw, len(raw))
 
 
 if __name__ != "__main__":

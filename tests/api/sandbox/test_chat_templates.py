@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from slora.core.errors import RequestRefused
-from slora.text.chat_template import Messages
 from slora_adapters.errors import Reason
 from slora_api.core.errors import ServerBusy, TenantBusy
 from slora_api.core.fair_slots import cpu_slots
@@ -59,10 +58,6 @@ def with_templates(
     return asyncio.run(run())
 
 
-def render(template: str | None, messages: Messages = MESSAGES) -> str:
-    return with_templates(lambda templates: templates.render("acme", messages, template))
-
-
 def renderers() -> list[psutil.Process]:
     return find_children("template_process")
 
@@ -92,48 +87,34 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_the_base_models_template_is_used_when_an_adapter_has_none() -> None:
-    assert render(None) == "[user]hi ünï"
+def test_a_template_is_rendered_or_refused_with_the_reason() -> None:
+    size = template_process.MAX_RENDERED_BYTES + 1
+    refusals = {
+        "{% for": "",
+        "{{ raise_exception('no') }}": "no",
+        "{{ messages[9].content.upper() }}": "",
+        "{{ ''.__class__.__mro__ }}": "",
+        "{{ raise_exception('\\ud800') }}": "",
+        "ab{{ '\\ud800' }}": r"lone surrogate U\+D800 at character 2",
+        f"{{{{ 'x' * {size} }}}}": f"it outputs {size} bytes; at most {size - 1} are accepted",
+        "{{ ('x' * 2000000000) | length }}": "bytes of memory",
+    }
 
-
-def test_an_adapters_own_template_is_used_with_the_models_special_tokens() -> None:
-    assert (
-        render("{{ messages[0].content }}!{{ eos_token }}{{ add_generation_prompt }}") == "hi ünï!<eos>True"
-    )
-
-
-def test_a_template_that_fails_refuses_the_messages() -> None:
-    async def use(templates: ChatTemplates) -> None:
-        for template in (
-            "{% for",
-            "{{ raise_exception('no') }}",
-            "{{ messages[9].content.upper() }}",
-            "{{ ''.__class__.__mro__ }}",
-            "{{ raise_exception('\\ud800') }}",
-        ):
-            with pytest.raises(RequestRefused) as caught:
-                await templates.render("acme", MESSAGES, template)
+    async def use(templates: ChatTemplates) -> list[str]:
+        for template, reason in refusals.items():
+            messages = EMPTY if reason else MESSAGES
+            with pytest.raises(RequestRefused, match=reason or None) as caught:
+                await templates.render("acme", messages, template)
             assert caught.value.param == "messages", template
             assert str(caught.value).endswith(".") and not str(caught.value).endswith(".."), template
+        # An upload has no messages.
+        reasons = await templates.check("acme", "{% if %}")
+        assert [reason.code for reason in reasons] == ["chat_template_malformed"]
+        assert await templates.check("acme", "{{ messages[99].x.y.z }}") == []
+        own = "{{ messages[0].content }}!{{ eos_token }}{{ add_generation_prompt }}"
+        return [await templates.render("acme", MESSAGES, template) for template in (None, own)]
 
-    with_templates(use)
-
-
-def test_a_malformed_template_is_found_without_messages() -> None:
-    reasons = with_templates(lambda templates: templates.check("acme", "{% if %}"))
-    assert [reason.code for reason in reasons] == ["chat_template_malformed"]
-    assert with_templates(lambda templates: templates.check("acme", "{{ messages[99].x.y.z }}")) == []
-
-
-def test_a_template_that_writes_a_lone_surrogate_is_refused() -> None:
-    with pytest.raises(RequestRefused, match=r"lone surrogate U\+D800 at character 2"):
-        render("ab{{ '\\ud800' }}", EMPTY)
-
-
-def test_a_rendered_text_over_the_limit_is_refused() -> None:
-    size = template_process.MAX_RENDERED_BYTES + 1
-    with pytest.raises(RequestRefused, match=f"it outputs {size} bytes; at most {size - 1} are accepted"):
-        render(f"{{{{ 'x' * {size} }}}}", EMPTY)
+    assert with_templates(use) == ["[user]hi ünï", "hi ünï!<eos>True"]
 
 
 @pytest.mark.parametrize("template", [ENDLESS, "{{ 10 ** (10 ** 8) }}"])
@@ -194,36 +175,24 @@ def test_a_tenant_that_has_spent_its_cpu_time_is_refused_and_others_are_not() ->
 
 
 def test_a_tenant_with_many_slow_templates_does_not_hold_up_another(asked: list[SandboxProcess]) -> None:
-    """Born from an attack: with first come, first served, 50 chats of one tenant delayed another tenant by 32 s."""
-
-    async def use(templates: ChatTemplates) -> int:
-        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(8)]
-        await until(lambda: len(asked) == 2)
-        assert await templates.render("honest", EMPTY, "fine") == "fine"
-        num_done = sum(task.done() for task in hostile)
-        for task in hostile:
-            task.cancel()
-        await asyncio.gather(*hostile, return_exceptions=True)
-        return num_done
-
-    # The time limit is long, so the honest tenant never waited for a rendering of the hostile one.
-    assert with_templates(use, 300.0) == 0
-
-
-def test_renderings_of_disconnected_clients_are_skipped_or_killed(asked: list[SandboxProcess]) -> None:
-    """Born from an attack: another tenant waited for 11 s after all 40 clients of the hostile tenant had
-    disconnected."""
+    """Born from attacks: with first come, first served, 50 chats of one tenant delayed another tenant by 32 s, and by
+    11 s after their 40 clients had disconnected."""
 
     async def use(templates: ChatTemplates) -> None:
-        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(8)]
+        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(10)]
         await until(lambda: len(asked) == 2)
         running = [renderer.pid for renderer in asked]
+        with pytest.raises(TenantBusy, match="8 chat templates, forms and long texts waiting"):
+            await templates.render("hostile", EMPTY, "one more")
+        # The time limit is long, so the honest tenant never waits for a rendering of the hostile one.
+        assert await templates.render("honest", EMPTY, "fine") == "fine"
+        assert not any(task.done() for task in hostile) and len(asked) == 3
         for task in hostile:
             task.cancel()
         await asyncio.gather(*hostile, return_exceptions=True)
-        assert len(asked) == 2
-        assert not any(map(psutil.pid_exists, running))
-        assert await templates.render("honest", EMPTY, "fine") == "fine"
+        # Those that waited are skipped, and those that ran are killed.
+        assert len(asked) == 3 and not any(map(psutil.pid_exists, running))
+        assert await templates.render("honest", EMPTY, "fine again") == "fine again"
 
     with_templates(use, 300.0)
 
@@ -247,29 +216,11 @@ def test_a_client_that_disconnects_ends_its_rendering(tmp_path: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
-def test_a_tenant_with_too_many_waiting_renderings_is_refused(asked: list[SandboxProcess]) -> None:
-    async def use(templates: ChatTemplates) -> None:
-        hostile = [asyncio.create_task(templates.render("hostile", EMPTY, ENDLESS)) for _ in range(10)]
-        await until(lambda: len(asked) == 2)
-        with pytest.raises(TenantBusy, match="8 chat templates, forms and long texts waiting"):
-            await templates.render("hostile", EMPTY, "one more")
-        for task in hostile:
-            task.cancel()
-        await asyncio.gather(*hostile, return_exceptions=True)
-
-    with_templates(use, 300.0)
-
-
-def test_a_template_that_fills_the_memory_is_refused() -> None:
-    with pytest.raises(RequestRefused, match="bytes of memory"):
-        render("{{ ('x' * 2000000000) | length }}")
-
-
 def test_the_memory_of_renderings_is_released() -> None:
     """Born from templates of 60 bytes that produced 12 MB of text each: a process stayed at 496 MB."""
 
     async def use(templates: ChatTemplates) -> None:
-        for number in range(6):
+        for number in range(3):
             await templates.render(f"tenant {number}", EMPTY, f"{{{{ 'a' * 600000{number} }}}}")
             # Long templates, whose compiled code stays in memory.
             await templates.check(f"tenant {number}", f"{number}" + "{{ a }}" * 4_000)
@@ -308,7 +259,8 @@ def test_an_uploaded_template_that_ends_its_process_is_a_reason_to_refuse_the_up
 ) -> None:
     """Found in review: the refusal named the field `messages`, which an upload does not have."""
 
-    async def die(*_: object) -> None:
+    async def die(sandbox: SandboxProcess, *_: object) -> None:
+        await sandbox.close()
         raise SandboxDied(-signal.SIGSEGV)
 
     async def use(templates: ChatTemplates) -> list[Reason]:
@@ -408,25 +360,18 @@ def test_a_sandbox_sees_the_variables_that_decide_over_times_locales_and_package
     set_variables: Callable[..., None],
 ) -> None:
     names = ("TZ", "HOME", "LC_TIME", "LOCPATH", "PYTHONUSERBASE")
-    set_variables(SLORA_ADMIN_KEY="secret", **dict.fromkeys(names, "/no/such/place"))
-    others = renderers()
+    set_variables(SLORA_ADMIN_KEY="secret", **dict.fromkeys(names, "/no/such/place") | {"TZ": "TST+11"})
+    others, zone = renderers(), timezone(-timedelta(hours=11))
+    hours = [datetime.now(zone).strftime("%d %H")]
 
     async def look(templates: ChatTemplates) -> dict[str, str]:
-        await templates.render("acme", MESSAGES, "{{ messages[0].content }}")
+        rendered = await templates.render("acme", EMPTY, "{{ strftime_now('%d %H') }}")
+        assert rendered in [*hours, datetime.now(zone).strftime("%d %H")]
         (renderer,) = [renderer for renderer in renderers() if renderer not in others]
         return renderer.environ()
 
     seen = with_templates(look)
-    assert {seen[name] for name in names} == {"/no/such/place"} and "SLORA_ADMIN_KEY" not in seen
-
-
-def test_a_template_renders_the_same_time_in_a_sandbox_as_in_the_server(
-    set_variables: Callable[..., None],
-) -> None:
-    set_variables(TZ="TST+11")
-    hours = [datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
-    rendered = render("{{ strftime_now('%d %H') }}{{ messages[0].content }}").removesuffix("hi ünï")
-    assert rendered in [*hours, datetime.now(timezone(-timedelta(hours=11))).strftime("%d %H")]
+    assert {seen[name] for name in names} == {"/no/such/place", "TST+11"} and "SLORA_ADMIN_KEY" not in seen
 
 
 # Answers each request with the niceness of the process.
