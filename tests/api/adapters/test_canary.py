@@ -89,21 +89,22 @@ REFUSED: dict[str, tuple[Trial, int, str, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
-def test_an_adapter_that_fails_its_canary_is_refused_and_deleted(platform: Platform, kind: str) -> None:
-    trial, status, code, words = REFUSED[kind]
-    answer = upload_with(platform, trial)
-    error = answer.json()["error"]
-    codes = {error["code"], *(reason["code"] for reason in error.get("reasons", ()))}
-    assert (answer.status_code, code in codes) == (status, True), error
-    assert words in error["message"]
-    assert names(platform, platform.key("tries")) == [] and blobs(platform) == []
-    assert [version.tenant for version in platform.engine.forgotten] == [platform.tenant_id("tries")]
-
-
-def test_a_failure_of_the_base_model_in_the_canary_is_a_server_error(platform: Platform) -> None:
-    answer = upload_with(platform, SAME, [RequestFailed("the base breaks")])
-    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+def test_an_adapter_that_fails_its_canary_is_refused_and_deleted(platform: Platform) -> None:
+    for trial, status, code, words in REFUSED.values():
+        platform.engine.forgotten.clear()
+        answer = upload_with(platform, trial)
+        error = answer.json()["error"]
+        codes = {error["code"], *(reason["code"] for reason in error.get("reasons", ()))}
+        assert (answer.status_code, code in codes) == (status, True), error
+        assert words in error["message"]
+        assert names(platform, platform.key("tries")) == [] and blobs(platform) == []
+        assert [version.tenant for version in platform.engine.forgotten] == [platform.tenant_id("tries")]
+    of_base = upload_with(platform, SAME, [RequestFailed("the base breaks")])
+    assert (of_base.status_code, of_base.json()["error"]["code"]) == (500, "generation_failed")
+    platform.engine.ready = False
+    away = platform.upload(platform.key("tries"), "new")
+    assert (away.status_code, away.json()["error"]["code"]) == (503, "engine_unavailable")
+    assert away.headers["Retry-After"] and blobs(platform) == []
 
 
 def test_an_upload_is_not_listed_or_charged_during_its_canary(platform: Platform) -> None:
@@ -169,13 +170,6 @@ def test_the_same_weights_of_another_tenant_survive_a_failed_canary(platform: Pl
     assert platform.upload(platform.key("first"), "x").status_code == 201
     assert upload_with(platform, SAME).status_code == 422
     assert len(blobs(platform)) == 2
-
-
-def test_without_an_engine_nothing_is_accepted(platform: Platform) -> None:
-    platform.engine.ready = False
-    answer = platform.upload(platform.key("tries"), "new")
-    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_unavailable")
-    assert answer.headers["Retry-After"] and blobs(platform) == []
 
 
 @dataclass

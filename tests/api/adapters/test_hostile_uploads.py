@@ -12,7 +12,6 @@ import psutil
 import pytest
 
 from slora.models.model_spec import read_model_spec
-from tests.adapters.hand_made import SHAPE
 from tests.api.adapters.hostile_uploads import HostileUpload, as_parts, kinds, proper
 from tests.api.conftest import Kit
 from tests.api.served import Served
@@ -63,13 +62,17 @@ def _send(client: httpx.Client, one: HostileUpload) -> httpx.Response:
 
 
 @pytest.fixture(scope="module")
-def corpus(kit: Kit, soak: bool) -> dict[str, HostileUpload]:
+def every(kit: Kit) -> dict[str, HostileUpload]:
+    return kinds(read_model_spec(kit.base).shape("float32"))
+
+
+@pytest.fixture(scope="module")
+def corpus(every: dict[str, HostileUpload], soak: bool) -> dict[str, HostileUpload]:
     """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 72
     inspected ones.
 
     `tests/adapters/inspection/test_inspection.py` covers all inspected kinds without a server.
     """
-    every = kinds(read_model_spec(kit.base).shape("float32"))
     return {
         name: one
         for at, (name, one) in enumerate(every.items())
@@ -98,8 +101,7 @@ def outcome(server: Served, kit: Kit, corpus: dict[str, HostileUpload]) -> Outco
         return Outcome(before, _footprint(server, client), answers)
 
 
-def test_every_kind_of_hostile_upload_has_its_own_error_message() -> None:
-    every = kinds(SHAPE)
+def test_every_kind_of_hostile_upload_has_its_own_error_message(every: dict[str, HostileUpload]) -> None:
     assert len(every) >= 200
     words = Counter((one.status, one.words) for one in every.values())
     assert [said for said, times in words.items() if times > 1] == []

@@ -36,10 +36,10 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small archive that takes many seconds to unpack."""
     path = tmp_path_factory.mktemp("slow") / "slow.tar.gz"
     info = tarfile.TarInfo("README.md")
-    info.size = 100 * 64 * MIB
+    info.size = 800 * 8 * MIB
     # A gzip file may consist of several concatenated members.
-    zeros = gzip.compress(bytes(64 * MIB), 1)
-    path.write_bytes(gzip.compress(info.tobuf()) + zeros * 100)
+    zeros = gzip.compress(bytes(8 * MIB), 1)
+    path.write_bytes(gzip.compress(info.tobuf()) + zeros * 800)
     return path
 
 
@@ -163,21 +163,6 @@ def test_an_inspection_that_crashes_is_a_503_and_the_next_upload_succeeds(tmp_pa
         assert (crashed.status_code, error["code"]) == (503, "inspection_failed")
         assert "SIGSEGV" in error["message"] and crashed.headers["Retry-After"]
         assert platform.upload(key, "a").status_code == 201
-
-
-def test_cancelling_an_inspection_ends_its_process(tmp_path: Path, slow: Path) -> None:
-    limits = AdapterLimits(max_tensor_bytes=1 << 40)
-    inspector = Inspector(SHAPE, limits, InspectionBounds())
-
-    async def leave() -> None:
-        task = asyncio.create_task(inspector.inspect("acme", slow, make_scratch(tmp_path)))
-        while not children():
-            await asyncio.sleep(0.01)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(leave())
-    assert children() == []
 
 
 def test_a_client_that_disconnects_ends_its_inspection(tmp_path: Path, slow: Path) -> None:

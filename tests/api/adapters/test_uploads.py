@@ -73,6 +73,7 @@ def test_an_upload_answers_201_with_a_certificate(platform: Platform) -> None:
     assert client.get("/v1/adapters/shout").json() == body
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("folder", ["", "shout/"])
 @pytest.mark.parametrize("name", ["a.zip", "a.tar", "a.tar.gz"])
 def test_an_archive_is_uploaded_like_its_files(platform: Platform, name: str, folder: str) -> None:

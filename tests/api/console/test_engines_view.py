@@ -7,6 +7,7 @@ from tests.api.console.browser import ConsolePage
 from tests.api.platform import ADMIN_KEY, Platform
 
 
+@pytest.mark.soak
 def test_an_operator_sees_the_engines_and_restarts_them(platform: Platform, view: ConsolePage) -> None:
     platform.engine.names = ("engine-0", "engine-1")
     view.sign_in(ADMIN_KEY, "pool")

@@ -24,6 +24,7 @@ def write_history(platform: Platform, change: Callable[[int], dict[str, Any]]) -
         file.write({"at": now - back * MINUTE_S, **QUIET, **change(back)})
 
 
+@pytest.mark.soak
 def test_the_operator_sees_first_what_failed_and_when(view: ConsolePage, platform: Platform) -> None:
     def change(back: int) -> dict[str, Any]:
         if back in (10, 11):

@@ -68,11 +68,6 @@ def test_the_traffic_of_a_tenant_is_its_own(server: Served, console: ConsolePage
 
 
 @pytest.mark.soak
-def test_a_key_without_the_scope_has_no_live_views(server: Served, console: ConsolePage) -> None:
-    console.sign_in(make_key(server, "no-live", scopes=["inference"])["key"], "pool")
-    assert not {"Pool", "Traffic"} & set(console.views())
-
-
 def test_a_revoked_key_leaves_a_live_view_at_once(server: Served, console: ConsolePage) -> None:
     made = make_key(server, "live-revoked")
     console.sign_in(made["key"], "pool")

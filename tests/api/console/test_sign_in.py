@@ -23,36 +23,35 @@ def make_key(server: Served, tenant: str, **body: object) -> dict[str, str]:
     return made
 
 
-def test_a_wrong_key_is_refused_with_a_message_and_the_right_one_signs_in(
+def test_a_wrong_key_is_refused_and_the_right_one_signs_in_with_the_views_of_its_scopes(
     server: Served, console: ConsolePage
 ) -> None:
     console.allow(_UNAUTHORIZED)
-    key = make_key(server, "console-keys")["key"]
+    attempt, page = "<img src=x onerror=\"document.title='owned'\">", console.page
+    key = make_key(server, "console-keys", scopes=["inference"], name=attempt)["key"]
     console.open()
-    console.page.get_by_label("API key or admin key").fill("sk-wrong")
-    console.page.keyboard.press("Enter")
-    expect(console.page.locator(".notice")).to_contain_text("The server does not accept this key.")
+    page.get_by_label("API key or admin key").fill("sk-wrong")
+    page.keyboard.press("Enter")
+    expect(page.locator(".notice")).to_contain_text("The server does not accept this key.")
     console.check_accessibility()
-    console.page.keyboard.type(key)  # the field has the focus, and its content is selected
-    console.page.keyboard.press("Enter")
-    expect(console.page.locator(".who")).to_contain_text("console-keys")
+    page.keyboard.type(key)  # the field has the focus, and its content is selected
+    page.keyboard.press("Enter")
+    expect(page.locator(".who")).to_contain_text("console-keys")
+    page.get_by_role("link", name="Key", exact=True).click()
     console.check_accessibility()
-    assert console.page.context.cookies() == []
-    assert not any(key in request.url for request in console.requests)
-
-
-def test_a_link_with_a_key_signs_in_and_the_key_leaves_the_address(
-    server: Served, console: ConsolePage
-) -> None:
-    key = make_key(server, "console-link")["key"]
+    expect(page.locator("main")).to_contain_text(attempt)
+    assert page.locator("main img").count() == 0 and page.title() == "Key · slora console"
+    assert "Tenants" not in console.views()
+    assert page.context.cookies() == [] and not any(key in request.url for request in console.requests)
+    page.get_by_role("button", name="Sign out").click()
+    page.get_by_label("API key or admin key").wait_for()
+    assert page.evaluate("sessionStorage.length + localStorage.length") == 0
+    # A link with the key signs in, and the key leaves the address.
     console.open(f"#key={key}")
-    expect(console.page.locator(".who")).to_contain_text("console-link")
-    assert key not in console.page.url
-    console.page.reload()  # the tab keeps the key
-    expect(console.page.locator(".who")).to_contain_text("console-link")
-    console.page.get_by_role("button", name="Sign out").click()
-    console.page.get_by_label("API key or admin key").wait_for()
-    assert console.page.evaluate("sessionStorage.length + localStorage.length") == 0
+    expect(page.locator(".who")).to_contain_text("console-keys")
+    assert key not in page.url
+    page.reload()  # the tab keeps the key
+    expect(page.locator(".who")).to_contain_text("console-keys")
 
 
 def test_a_sign_in_link_works_once_and_its_key_is_exchanged(server: Served, console: ConsolePage) -> None:
@@ -87,24 +86,6 @@ def test_a_revoked_key_is_signed_out_with_the_reason(server: Served, console: Co
     console.page.clock.fast_forward(60_000)
     expect(console.page.locator(".notice")).to_contain_text("It was revoked or has expired.")
     assert console.page.evaluate("sessionStorage.length") == 0
-
-
-def test_a_key_sees_the_views_of_its_scopes_and_names_are_shown_as_text(
-    server: Served, console: ConsolePage
-) -> None:
-    attempt = "<img src=x onerror=\"document.title='owned'\">"
-    made = make_key(server, "console-scopes", scopes=["inference"], name=attempt)
-    console.sign_in(made["key"])
-    expect(console.page.locator("main")).to_contain_text(attempt)
-    assert console.page.locator("main img").count() == 0
-    assert console.page.title() == "Key · slora console"
-    assert "Tenants" not in console.views()
-
-
-@pytest.mark.soak
-def test_an_operators_key_signs_in(server: Served, console: ConsolePage) -> None:
-    console.sign_in(ADMIN_KEY)
-    expect(console.page.locator(".who")).to_contain_text("operator")
 
 
 @pytest.mark.soak

@@ -83,20 +83,6 @@ def test_tenants_are_sorted_by_their_use_and_show_only_shares_that_differ(
 
 
 @pytest.mark.soak
-def test_an_operator_sees_and_pins_adapters_that_were_never_used(
-    platform: Platform, view: ConsolePage
-) -> None:
-    platform.upload(platform.key("unused"), "quiet").raise_for_status()
-    view.sign_in(ADMIN_KEY, "tenants/unused")
-    panel = view.page.get_by_role("region", name="Adapters of the tenant")
-    row = panel.get_by_role("row").filter(has_text="quiet")
-    row.get_by_role("button", name="Pin quiet").click()
-    expect(row).to_contain_text("pinned")
-    row.get_by_role("button", name="Unpin quiet").click()
-    expect(row.get_by_role("button", name="Pin quiet", exact=True)).to_be_visible()
-
-
-@pytest.mark.soak
 def test_a_key_is_rotated_and_its_quota_is_set(platform: Platform, view: ConsolePage) -> None:
     key_id = platform.key("rotation").split("_")[1]
     page = view.page

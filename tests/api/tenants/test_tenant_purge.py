@@ -286,7 +286,7 @@ def test_a_purge_that_is_killed_at_any_step_is_completed_by_repeating_it(
             for blob in blobs:
                 store.put(blob * 64, {"weights": b"w"})
                 registry.put(f"a{blob}", AdapterVersion(tenant, blob * 64), AdapterDetails(2, ("q_proj",), 1))
-        stride = 1 if soak else 7
+        stride = 1 if soak else 11
         status, output = ForkedProgram(KILLED_PURGES, database_place, tmp_path, stride, leaver).finish()
         assert status == 0, output
         assert int(output) > 10, "most steps were tried"
