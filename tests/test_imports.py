@@ -169,9 +169,11 @@ print(select_kernels("auto", torch.device("cpu")).name)
 
 
 def test_the_engine_starts_before_the_database_and_the_routes_are_imported() -> None:
+    """Nor do the commands of adapters import them, or a client of the hub."""
     # FastAPI takes as long to import as all else in the main process. It must be installed, but not imported.
-    code = "import slora_api.serve.serve\nassert not {'fastapi', 'uvicorn'} & sys.modules.keys()"
-    done = run_python(code, hidden=["torch", "sqlalchemy", "alembic", "numba"])
+    code = "import slora_api.serve.serve\nimport slora_api.adapters.command\n"
+    code += "assert not {'fastapi', 'uvicorn'} & sys.modules.keys()"
+    done = run_python(code, hidden=["torch", "sqlalchemy", "alembic", "numba", "huggingface_hub"])
     assert done.returncode == 0, done.stderr
 
 
@@ -182,11 +184,6 @@ def test_help_waits_for_no_web_framework() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "serve" in done.stdout
-
-
-def test_commands_of_adapters_import_no_client_of_the_hub() -> None:
-    done = run_python("import slora_api.adapters.command", hidden=["torch", "huggingface_hub", "fastapi"])
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tests.api.fuzz.uploads import CONFIG, WEIGHTS, Upload, uploads
 from tests.api.fuzz.watched_server import WatchedServer, explain_answer
 
 # A separate process inspects each upload, and its start takes half a second.
-_QUICK, _SOAK = 8, 1_000
+_QUICK, _SOAK = 4, 1_000
 _UNHEALTHY = (HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture)
 _CHAT = {"model": "fuzzed", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
 _FORM = {"Content-Type": "multipart/form-data; boundary=b"}
@@ -44,7 +44,7 @@ def test_no_upload_breaks_the_server(watched: WatchedServer, kit: Kit, soak: boo
             profile = settings(max_examples=num_cases, suppress_health_check=_UNHEALTHY, deadline=None)
             profile(given(uploads(config, weights))(send))()
 
-        fuzz(2)
+        fuzz(1)
         watched.begin()
         fuzz(_SOAK if soak else _QUICK)
         watched.check()

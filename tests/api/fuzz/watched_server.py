@@ -3,7 +3,6 @@
 1. There is no 5xx except documented ones, and every error has OpenAI's form.
 2. No callback of the event loop uses more than 20 ms of CPU time.
 3. The memory of the API process returns to within 32 MiB of its start.
-4. In soak, the p99 ITL of another tenant's stream is at most twice its value without load.
 """
 
 import json

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 from slora_adapters.process.heartbeat import BEAT_S, Heartbeat, WorkProgress
@@ -20,15 +19,6 @@ def end_with_stdin() -> None:
         os._exit(0)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def compute_a_little() -> None:
-    """Simulates a slow step on a busy machine: it uses a tenth of a core and completes nothing."""
-    while True:
-        since = time.thread_time()
-        while time.thread_time() - since < 0.02:
-            pass
-        time.sleep(0.18)
 
 
 async def serve(heartbeat: Heartbeat, told: Path, *, is_busy: bool) -> None:
@@ -52,15 +42,13 @@ def main() -> None:
         signal.pause()  # as a child whose imports take long, it does not yet read its standard input
     end_with_stdin()
     heartbeat = Heartbeat(arguments.heartbeat, computes_here=True)
-    if arguments.behaviour == "computes":
-        threading.Thread(target=compute_a_little, daemon=True).start()
     if arguments.behaviour == "parent":
         # Otherwise the kernel's hang-up could end it when its parent dies.
         ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); signal.pause()"
         child = subprocess.Popen([sys.executable, "-c", ignoring])
         arguments.told.with_name("child").write_text(str(child.pid), encoding="utf-8")
-    if arguments.behaviour in ("idle", "parent", "hangs", "computes"):
-        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour not in ("idle", "parent")))
+    if arguments.behaviour in ("idle", "parent", "hangs"):
+        asyncio.run(serve(heartbeat, arguments.told, is_busy=arguments.behaviour == "hangs"))
     heartbeat.explain(f"told to end with {arguments.behaviour}")
     sys.exit(int(arguments.behaviour))
 

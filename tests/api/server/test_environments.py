@@ -185,11 +185,13 @@ def check_environment(files: Path, wanted: Environment) -> None:
 
 
 def check_processes(server: psutil.Process) -> None:
-    """No child gets the token of the hub, and the API has no torch. In most other tests, the processes of a server are
-    forked from one that has imported torch."""
+    """No child gets the token of the hub or the admin key, and the API has no torch. In most other tests, the processes
+    of a server are forked from one that has imported torch."""
     children = server.children(recursive=True)
     assert len(children) >= 2, "the engine and the loader"
-    assert not any(_HUB_TOKEN in child.environ().values() for child in children)
+    assert not any(
+        {_HUB_TOKEN, ADMIN_KEY} & {*child.environ().values(), *child.cmdline()} for child in children
+    )
     maps = Path(f"/proc/{server.pid}/maps").read_text(encoding="utf-8")
     assert "tokenizers" in maps and "libtorch" not in maps
 

@@ -10,12 +10,10 @@ from unittest.mock import patch
 import pytest
 from sqlalchemy import delete, update
 
-from slora.core.errors import AdapterFetchFailed
 from slora.core.request import TenantShare
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database
 from slora_adapters.errors import StoreUnfit
-from slora_adapters.registry.registry import Registry
 from slora_adapters.version import AdapterVersion
 from slora_api.adapters.operator_routes import OperatorServices
 from slora_api.keys.key_record import PEPPER_BYTES
@@ -224,28 +222,6 @@ def test_a_host_with_another_pepper_is_refused(tmp_path: Path, shared_postgresql
         with pytest.raises(StoreUnfit, match="copy the file `pepper` from the data directory of a server"):
             open_key_store(database, second)
         open_key_store(database, first)
-
-
-def test_a_request_whose_adapter_was_replaced_at_another_server_gets_the_new_one(
-    tmp_path: Path, shared_postgresql: PostgresqlServer
-) -> None:
-    """Holds even if the request's lookup ran before this process read the change."""
-    engine = ScriptedEngine([deltas_of(b"ok")])
-    place = shared_postgresql.migrated_database()
-    settings = {"database": place, "store": str(tmp_path / "store")}
-    with running_platform(tmp_path, engine, **settings) as platform, closing(Database(place)) as database:
-        key = platform.key("acme")
-        assert platform.upload(key, "voice", make_members()).status_code == 201
-        body = {"model": "voice", "prompt": "hi"}
-        assert post(platform, key, COMPLETIONS, body).headers["x-slora-adapter"] == "voice@1"
-        other = Registry(database)
-        acme = platform.tenant_id("acme")
-        old = other.get(acme, "voice")
-        other.put("voice", AdapterVersion(acme, "f" * 64), old.details)
-        other.delete(acme, "voice@1")
-        engine.answers = [deltas_of(b"ok"), [AdapterFetchFailed("gone", "not_found")], deltas_of(b"ok")]
-        answer = post(platform, key, COMPLETIONS, body)
-        assert answer.headers["x-slora-adapter"] == "voice@2", answer.text
 
 
 @pytest.mark.soak

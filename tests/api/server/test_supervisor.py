@@ -52,11 +52,6 @@ class SupervisedChild:
         assert self.pid is None
 
 
-@pytest.fixture
-def short_stall(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "STALLED_AFTER_S", 1.5)
-
-
 @pytest.fixture(autouse=True)
 def _import_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[3]
@@ -153,56 +148,20 @@ def test_a_stop_while_an_ended_child_is_cleaned_up_after_kills_what_it_left(tmp_
     asyncio.run(main())
 
 
-def _is_stalled(watched: SupervisedChild) -> Callable[[], bool]:
-    return lambda: "child" in watched.stalls
-
-
-@pytest.mark.usefixtures("short_stall")
-@pytest.mark.parametrize("hang", ["stopped", "hangs"])
-def test_a_hung_child_is_reported_then_killed_and_restarted(hang: str, tmp_path: Path) -> None:
-    """Either the whole process is stopped, as by a hung device, or only its worker thread hangs and its socket
-    thread answers."""
-    watched = SupervisedChild("idle" if hang == "stopped" else "hangs", tmp_path, restart_after_s=2.0)
+def test_a_child_whose_worker_thread_hangs_is_reported_then_killed_and_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket thread still answers."""
+    monkeypatch.setattr(supervisor, "STALLED_AFTER_S", 1.5)
+    watched = SupervisedChild("hangs", tmp_path, restart_after_s=2.0)
 
     async def main() -> None:
         async with watched.running():
             first = await watched.wait_until_ready()
-            assert not watched.stalls
-            if hang == "stopped":
-                os.kill(first, signal.SIGSTOP)
-            await wait_until(_is_stalled(watched))
+            await wait_until(lambda: "child" in watched.stalls)
             assert "the child makes no progress" in watched.stalls["child"] and not watched.restarts
             await wait_until(lambda: watched.pid not in (None, first))
             assert watched.restarts == ["child"] and not watched.stalls
-
-    asyncio.run(main())
-
-
-@pytest.mark.usefixtures("short_stall")
-def test_a_child_that_computes_a_slow_step_is_not_stalled(tmp_path: Path) -> None:
-    watched = SupervisedChild("computes", tmp_path, restart_after_s=2.0)
-
-    async def main() -> None:
-        async with watched.running():
-            pid = await watched.wait_until_ready()
-            await asyncio.sleep(3.0)
-            assert not watched.stalls and not watched.restarts and watched.pid == pid
-
-    asyncio.run(main())
-
-
-@pytest.mark.usefixtures("short_stall")
-def test_a_child_that_pauses_briefly_is_reported_and_not_killed(tmp_path: Path) -> None:
-    watched = SupervisedChild("idle", tmp_path)
-
-    async def main() -> None:
-        async with watched.running():
-            pid = await watched.wait_until_ready()
-            os.kill(pid, signal.SIGSTOP)
-            await wait_until(_is_stalled(watched))
-            os.kill(pid, signal.SIGCONT)
-            await wait_until(lambda: not watched.stalls)
-            assert watched.pid == pid and not watched.restarts
 
     asyncio.run(main())
 
