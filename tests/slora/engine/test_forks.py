@@ -72,7 +72,7 @@ def compare_choices(
         pytest.param("llama", 200, {}, marks=pytest.mark.soak),
         pytest.param("llama", 200, {"max_num_seqs": 9, "max_num_batched_tokens": 11}, marks=pytest.mark.soak),
         ("llama", 40, {}),
-        ("llama", 200, {"max_num_seqs": 4}),
+        pytest.param("llama", 200, {"max_num_seqs": 4}, marks=pytest.mark.soak),
         ("mistral_window", 40, {"max_num_seqs": 9, "max_num_batched_tokens": 11}),
     ],
     ids=["at ease", "in chunks", "preempted", "few places", "behind windows"],

@@ -305,7 +305,16 @@ def test_a_checkpoint_of_8_bit_weights_is_divided_with_its_scales(
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("model", CODED_MODELS)
-@pytest.mark.parametrize("form", [name for name, form in CODED_FORMS.items() if form.group != 128])
+@pytest.mark.parametrize(
+    "form",
+    soaked(
+        (name for name, form in CODED_FORMS.items() if form.group != 128),
+        "zero_points",
+        "rows",
+        "gptq",
+        "nf4",
+    ),
+)
 def test_a_checkpoint_of_4_bit_weights_is_divided_with_its_groups(
     tmp_path: Path, model: str, form: str, *, soak: bool
 ) -> None:

@@ -42,7 +42,11 @@ def check_scores(kit: ModelKit, prompt: list[int], adapter: str | None, count: i
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize(
     ("num_pages", "settings"),
-    [(400, {}), (400, {"max_num_seqs": 7, "max_num_batched_tokens": 7}), (45, {})],
+    [
+        pytest.param(400, {}, marks=pytest.mark.soak),
+        (400, {"max_num_seqs": 7, "max_num_batched_tokens": 7}),
+        (45, {}),
+    ],
     ids=["whole", "in chunks", "preempted"],
 )
 def test_prompt_logprobs_equal_those_of_transformers(

@@ -230,6 +230,46 @@ def test_a_shown_special_token_is_part_of_the_text_and_others_are_not() -> None:
     assert widths.push(tokens) + widths.finish() == [0, 1, len("[TOOL_CALLS]"), 1, 0, 0]
 
 
+SOME_STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=6), min_size=1, max_size=4)
+
+
+def naive_match(text: str, strings: list[str], exempt: int) -> tuple[int, str] | None:
+    for end in range(exempt + 1, len(text) + 1):
+        found = [string for string in strings if text[:end].endswith(string)]
+        if found:
+            return end, max(found, key=len)
+    return None
+
+
+def naive_open(text: str, strings: list[str]) -> int:
+    return max(
+        n
+        for string in strings
+        for n in range(min(len(string) - 1, len(text)) + 1)
+        if text.endswith(string[:n])
+    )
+
+
+@given(
+    pieces=st.lists(st.text(alphabet="abc", max_size=8), max_size=6),
+    strings=SOME_STOPS,
+    exempt=st.integers(0, 12),
+)
+def test_the_first_match_is_found_wherever_pieces_end(
+    pieces: list[str], strings: list[str], exempt: int
+) -> None:
+    matcher, text = StopMatcher([StopString(one) for one in strings]), ""
+    for piece in pieces:
+        found = matcher.search(piece, max(0, exempt - len(text)))
+        expected = naive_match(text + piece, strings, exempt)
+        if expected is not None:
+            assert found == (expected[0] - len(text), expected[1])
+            return
+        text += piece
+        assert found is None
+        assert matcher.num_pending == naive_open(text, strings)
+
+
 def test_long_strings_that_nearly_match_cost_no_more_than_short_ones() -> None:
     """Born from a bug: 15 stop strings of thousands of equal letters took milliseconds for each token."""
     matcher = StopMatcher([StopString("a" * 1000 + str(n)) for n in range(15)])
