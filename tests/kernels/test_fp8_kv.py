@@ -220,6 +220,7 @@ def test_v_too_small_for_half_precision_keeps_its_bits(kernels: Kernels, device:
     check_close(attend(kernels, scene, AttentionRule(0.1)), expected, units=1, size=2.0**-12)
 
 
+@pytest.mark.interpreted_slowly
 @pytest.mark.parametrize("dtype", (torch.float32, pytest.param(torch.bfloat16, marks=(LATE, SLOW))))
 def test_windows_and_caps_hold_over_fp8_pages(
     kernels: Kernels, device: str, dtype: torch.dtype, soak: bool

@@ -135,9 +135,9 @@ def test_embeddings_beside_answers_equal_those_of_transformers_and_peft(
             assert kit.oracle.judge(request.prompt_token_ids, answer.token_ids, kind).equal
 
 
-@pytest.mark.parametrize("model", soaked(MODELS, "mistral_window", "phi3_longrope"))
+@pytest.mark.parametrize("model", soaked(MODELS, "phi3_longrope"))
 def test_every_family_embeds_as_transformers_does(kits: Kits, model: str) -> None:
-    """The prompts are longer than the windows, and on both sides of the switch of a longrope model."""
+    """The prompts are longer than windows, and on both sides of the switch of a longrope model."""
     kit = kits(model)
     source, versions = make_source(kit)
     kind = next(iter(versions))
