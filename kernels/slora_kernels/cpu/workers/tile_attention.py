@@ -12,6 +12,7 @@ The instruction adds the even and the odd products of 32 separately, and then bo
 steps, so its result does not depend on the other queries of the step. Keys that a query does not see have the weight 0.
 """
 
+from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,7 @@ from slora_kernels.cpu.workers.vectors import (
     exp2_vector,
     max_vector,
     multiply_add,
+    multiply_add_pairs,
     shuffle,
     splat,
 )
@@ -105,12 +107,19 @@ _MAX_STRIP_HEADS = 12
 # The bits of MXCSR that flush results below 2^-126 to 0 and take such operands as 0.
 _FLUSH_MODE = 0x8040
 _MAX_STRIPS = TILE_ROWS // STRIP
-# Elements of a strip's state. For each row: maximum, sum of weights, whether a score was NaN or infinite, position, and
+# Elements of a strip's state. For each row: kept maximum, sum of weights, whether a score was NaN or infinite, position, and
 # the factor of the last step for the earlier sums.
 _STATE = 5 * STRIP
 _WHOLE_CONTEXT = 1 << 30
 # Weights are rounded to 8 bits. With this many terms, 2^x has an error of 2^-18.
 _NUM_EXP2_TERMS = 5
+# A row keeps its maximum until a score is greater by so much. Weights are then at most 2^8, and the sums are seldom
+# rescaled, which took as long as all products of a block.
+_GROWTH = 8.0
+# Chains of maxima that `weigh_keys` computes side by side, and twice as many as its chains of sums.
+_NUM_CHAINS = 4
+# The bits of 1 in bfloat16.
+_ONE_BITS = 0x3F80
 _ZERO, _ONE, _NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _BYTES, _WORDS, _INTS = _I8.as_pointer(), ir.VectorType(_I16, 2 * STRIP), ir.VectorType(I32, STRIP)
@@ -508,54 +517,67 @@ def _emit_weigh_keys(*, is_whole: bool) -> Any:
                 sees = builder.and_(
                     builder.icmp_signed("<", number, end), builder.icmp_signed(">=", number, first)
                 )
-                # The last key may have no pair.
+                # The chains go on to the next multiple of their number.
                 exists = splat(builder, builder.icmp_signed("<", key, count))
                 return builder.select(builder.and_(sees, exists), value, otherwise)
 
+            def max_bits(known: Any, bits: Any) -> Any:
+                return builder.select(builder.icmp_unsigned(">", bits, known), bits, known)
+
             before = kept.load(0, places[0])
-            peak = cgutils.alloca_once_value(builder, before)
-            largest = cgutils.alloca_once_value(builder, ir.Constant(_INTS, [0] * STRIP))
-            with cgutils.for_range_slice(builder, low, count, I64(1)) as (number, _):
-                score = builder.fmul(
-                    source.load(0, builder.mul(number, I64(STRIP))), factor_of, flags=IN_ORDER
-                )
-                score = if_visible(number, score, lowest)
-                bits = builder.and_(builder.bitcast(score, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * STRIP))
-                known = builder.load(largest)
-                builder.store(builder.select(builder.icmp_unsigned(">", bits, known), bits, known), largest)
-                builder.store(max_vector(builder, builder.load(peak), score), peak)
-            now = builder.load(peak)
+            # Chain i has every fourth key, or every second pair of keys, from i on. A single one would be slower.
+            starting = builder.and_(low, I64(-_NUM_CHAINS))
+            peaks = [cgutils.alloca_once_value(builder, before) for _ in range(_NUM_CHAINS)]
+            no_bits = ir.Constant(_INTS, [0] * STRIP)
+            largest = [cgutils.alloca_once_value(builder, no_bits) for _ in range(_NUM_CHAINS)]
+            with cgutils.for_range_slice(builder, starting, count, I64(_NUM_CHAINS)) as (start, _):
+                for chain, (peak, most) in enumerate(zip(peaks, largest, strict=True)):
+                    number = builder.add(start, I64(chain))
+                    score = builder.fmul(
+                        source.load(0, builder.mul(number, I64(STRIP))), factor_of, flags=IN_ORDER
+                    )
+                    score = if_visible(number, score, lowest)
+                    bits = builder.and_(
+                        builder.bitcast(score, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * STRIP)
+                    )
+                    builder.store(max_bits(builder.load(most), bits), most)
+                    builder.store(max_vector(builder, builder.load(peak), score), peak)
+            highest = reduce(partial(max_vector, builder), map(builder.load, peaks))
+            limit = builder.fadd(before, ir.Constant(VECTOR, [_GROWTH] * STRIP), flags=IN_ORDER)
+            now = builder.select(builder.fcmp_ordered(">", highest, limit), highest, before)
+            all_bits = reduce(max_bits, map(builder.load, largest))
             below = builder.fneg(now)
-            total = cgutils.alloca_once_value(builder, nothing)
+            totals = [cgutils.alloca_once_value(builder, nothing) for _ in range(_NUM_CHAINS // 2)]
             order = [place for k in range(STRIP) for place in (k, k + STRIP)]
-            with cgutils.for_range_slice(builder, low, count, I64(2)) as (pair, _):
-                halves = []
-                for k in range(2):
-                    number = builder.add(pair, I64(k))
-                    score = source.load(0, builder.mul(number, I64(STRIP)))
-                    weight = exp2_vector(
-                        builder, multiply_add(builder, score, factor_of, below), _NUM_EXP2_TERMS
-                    )
-                    # A row that sees no key of this block has the lowest maximum, too.
-                    stored = target.narrow(if_visible(number, weight, nothing))
-                    builder.store(
-                        builder.fadd(builder.load(total), target.widen(stored), flags=IN_ORDER), total
-                    )
-                    halves.append(stored)
-                both = shuffle(builder, halves[0], halves[1], order)
-                target.store_stored(0, builder.mul(pair, I64(STRIP)), both)
+            units = ir.Constant(_WORDS, [_ONE_BITS] * 2 * STRIP)
+            with cgutils.for_range_slice(builder, starting, count, I64(_NUM_CHAINS)) as (start, _):
+                for chain, total in enumerate(totals):
+                    pair = builder.add(start, I64(2 * chain))
+                    halves = []
+                    for k in range(2):
+                        number = builder.add(pair, I64(k))
+                        score = source.load(0, builder.mul(number, I64(STRIP)))
+                        weight = exp2_vector(
+                            builder, multiply_add(builder, score, factor_of, below), _NUM_EXP2_TERMS
+                        )
+                        # A row that sees no key of this block has the lowest maximum, too.
+                        halves.append(target.narrow(if_visible(number, weight, nothing)))
+                    both = shuffle(builder, halves[0], halves[1], order)
+                    target.store_stored(0, builder.mul(pair, I64(STRIP)), both)
+                    builder.store(multiply_add_pairs(builder, both, units, builder.load(total)), total)
+            total = builder.fadd(*map(builder.load, totals), flags=IN_ORDER)
             # The products read whole tiles of keys.
-            even = builder.and_(builder.add(count, I64(1)), I64(-2))
-            for begin, stop in ((I64(0), low), (even, I64(BLOCK_KEYS))):
+            end_of_chains = builder.and_(builder.add(count, I64(_NUM_CHAINS - 1)), I64(-_NUM_CHAINS))
+            for begin, stop in ((I64(0), starting), (end_of_chains, I64(BLOCK_KEYS))):
                 with cgutils.for_range_slice(builder, begin, stop, I64(2)) as (pair, _):
                     zeros = ir.Constant(_WORDS, [0] * 2 * STRIP)
                     target.store_stored(0, builder.mul(pair, I64(STRIP)), zeros)
             decay = exp2_vector(builder, builder.fsub(before, now, flags=IN_ORDER))
             earlier = builder.fmul(kept.load(0, places[1]), decay, flags=IN_ORDER)
             kept.store(0, places[0], now)
-            kept.store(0, places[1], builder.fadd(earlier, builder.load(total), flags=IN_ORDER))
+            kept.store(0, places[1], builder.fadd(earlier, total, flags=IN_ORDER))
             infinite = ir.Constant(_INTS, [INFINITY_BITS] * STRIP)
-            is_bad = builder.icmp_unsigned(">=", builder.load(largest), infinite)
+            is_bad = builder.icmp_unsigned(">=", all_bits, infinite)
             kept.store(0, places[2], builder.select(is_bad, ones, kept.load(0, places[2])))
             kept.store(0, places[4], decay)
             changes = builder.bitcast(builder.fcmp_unordered("!=", decay, ones), ir.IntType(STRIP))
