@@ -37,6 +37,8 @@ from slora_kernels.cpu.worker_sizes import (
 
 # Elements of x that stay in a core's own cache (2 MiB) beside two panels.
 _CACHED_ELEMENTS = 1 << 19
+# Items of fewer rows are multiplied where they are. Rows of 5632 are 64 an item, and copying them did not pay.
+_LEAST_TILED_ROWS = 128
 # Reading fewer weights than this takes less time than waking a second thread.
 _SERIAL_ELEMENTS = 65536
 # A thread reads panels of about this many bytes one after the other, and there are at least four such items for each.
@@ -50,7 +52,7 @@ _FLOAT_BITS, _LEAST_BITS, _MOST_BITS = 24, 13, 14
 _OWN_ROWS = 256
 # The first words of these fields of a job, see `workers.tile_linear`.
 _X, _PANELS, _OUT, _BIAS = (NUM_WORDS + FIELD_WORDS * field for field in range(4))
-_ITEM_SIZE, _GROUP_SUMS = NUM_WORDS + FIELD_WORDS * 6, NUM_WORDS + FIELD_WORDS * 11
+_ITEM_SIZE, _TILED_ROWS, _GROUP_SUMS = (NUM_WORDS + FIELD_WORDS * field for field in (6, 7, 11))
 _NUM_ROUNDED, _ROUNDED, _COUNTS = (NUM_WORDS + FIELD_WORDS * field for field in range(17, 20))
 
 
@@ -194,7 +196,7 @@ class TileWeight(_TileLinear):
         self._panels = _store_panels(weight)
         width = weight.shape[1]
         self._item_rows = max(PANEL_ROWS, _CACHED_ELEMENTS // width // PANEL_ROWS * PANEL_ROWS)
-        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0)
+        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0, *NO_TENSOR)
         self._words[_PANELS : _PANELS + FIELD_WORDS] = array("q", pack_rows(self._panels))
 
     @staticmethod
@@ -208,6 +210,11 @@ class TileWeight(_TileLinear):
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         job = self._words[:]
         job[NUM_ITEMS] = -(-x.shape[0] // self._item_rows) * self._num_panels
+        if x.shape[0] > PANEL_ROWS and self._item_rows >= _LEAST_TILED_ROWS:
+            threads = torch.get_num_threads()
+            most = -(-min(x.shape[0], self._item_rows) // PANEL_ROWS) * PANEL_ROWS
+            job[_TILED_ROWS] = _scratch.reserve(2 * threads * most * self.shape[1])
+            job[_TILED_ROWS + 1], job[_TILED_ROWS + 2] = threads, most * self.shape[1]
         return self._run(x, job, bias)
 
     def unpack(self) -> Tensor:
@@ -351,9 +358,8 @@ class _Scratch(threading.local):
     def reserve(self, num_bytes: int) -> int:
         """Returns the address of memory that begins at a cache line."""
         if self._num_bytes < num_bytes:
-            self.memory = torch.empty(num_bytes + _LINE_BYTES, dtype=torch.uint8)
-            self._address = -(-self.memory.data_ptr() // _LINE_BYTES) * _LINE_BYTES
-            self._num_bytes = num_bytes
+            self.memory = _map_huge_pages(num_bytes)
+            self._address, self._num_bytes = self.memory.data_ptr(), self.memory.numel()
         return self._address
 
 

@@ -50,6 +50,8 @@ TAIL_COLUMNS = 128
 # Products with weights.
 PANEL_COLUMNS = 2 * COLUMNS
 PANEL_ROWS = 2 * ROWS
+# Rows that share a part of a panel, and the steps of the part, which take 16 KiB of the smallest cache.
+GROUP_ROWS, CHUNK_STEPS = 256, 8
 # Rows that are multiplied with codes and bytes in vectors, not in tiles.
 FEW_ROWS = 2
 # Numbers of bfloat16 whose sum stands for a number of a table of codes that has more bits.

@@ -107,8 +107,8 @@ _MAX_STRIP_HEADS = 12
 # The bits of MXCSR that flush results below 2^-126 to 0 and take such operands as 0.
 _FLUSH_MODE = 0x8040
 _MAX_STRIPS = TILE_ROWS // STRIP
-# Elements of a strip's state. For each row: kept maximum, sum of weights, whether a score was NaN or infinite, position, and
-# the factor of the last step for the earlier sums.
+# Elements of a strip's state. For each row: its kept maximum, sum of weights, whether a score was NaN or infinite,
+# position, and the factor of the last step for the earlier sums.
 _STATE = 5 * STRIP
 _WHOLE_CONTEXT = 1 << 30
 # Weights are rounded to 8 bits. With this many terms, 2^x has an error of 2^-18.

@@ -4,7 +4,9 @@ oneDNN adds the products of a row in an order that depends on the number of rows
 rows only. Here every row takes the same steps, whatever their number: one tile product for each 32 terms, in order.
 
 A panel has 32 output columns, as pairs of tiles [16 pairs of terms, 16 columns, 2] for each 32 terms. An item of a job
-is one panel and as many rows as fit the core's own cache. A thread multiplies 32 rows at a time.
+is one panel and as many rows as fit the core's own cache. A thread multiplies 32 rows at a time. If there are more, it
+first copies them in the order of tiles, and multiplies several blocks of 32 rows with the same part of a panel, which
+stays in the smallest cache.
 
 A tile product adds the even and the odd products of 32 terms one after the other to two sums, and then both to the sum
 of the steps before. Where codes or bytes are multiplied with very few rows, vectors take the same steps: tiles would
@@ -27,8 +29,10 @@ from numba import types
 from numba.core import cgutils
 
 from slora_kernels.cpu.worker_sizes import (
+    CHUNK_STEPS,
     COLUMNS,
     FEW_ROWS,
+    GROUP_ROWS,
     LANES,
     PANEL_COLUMNS,
     PANEL_ROWS,
@@ -103,11 +107,20 @@ class _PanelProduct:
     """Emits the product of x [T, width] with a panel of at most 32 columns, plus a bias.
 
     arrays: out [T, N], x, the panel's weights and the bias [N]. numbers: width, the panel's first column, and N.
-    scales: [N], which the products are multiplied with. None: all are 1.
+    scales: [N], which the products are multiplied with. None: all are 1. is_tiled: whether x has been copied by
+    `order_rows`.
     """
 
     def __init__(
-        self, context: Any, builder: Any, kinds: Any, arrays: Any, numbers: Any, scales: Memory | None = None
+        self,
+        context: Any,
+        builder: Any,
+        kinds: Any,
+        arrays: Any,
+        numbers: Any,
+        scales: Memory | None = None,
+        *,
+        is_tiled: bool = False,
     ) -> None:
         self._builder, self._tiles = builder, Tiles(builder)
         out, x, panel, _ = (
@@ -116,22 +129,35 @@ class _PanelProduct:
         )
         width, self._column, end = numbers
         self._results = Memory(context, builder, kinds[0], arrays[0])
-        self._offsets = Memory(context, builder, kinds[3], arrays[3], I64(0))
-        _, self._out_pitch = cgutils.unpack_tuple(builder, out.shape)
-        self.num_rows, _ = cgutils.unpack_tuple(builder, x.shape)
-        self._pitch, _ = cgutils.unpack_tuple(builder, x.strides)
+        self.num_rows, self._out_pitch = cgutils.unpack_tuple(builder, out.shape)
         self._first_row, self.weights = builder.ptrtoint(x.data, I64), builder.ptrtoint(panel.data, I64)
-        self._scales = scales
-        self._columns_left = builder.sub(end, self._column)
+        left, columns = builder.sub(end, self._column), [I64(n * COLUMNS) for n in range(2)]
+        self._mask = mask_below(builder, left, PANEL_COLUMNS)
+
+        def load_columns(source: Memory) -> list[Any]:
+            masks = (mask_below(builder, builder.sub(left, column)) for column in columns)
+            places = (builder.add(self._column, column) for column in columns)
+            return [source.load(0, place, mask) for place, mask in zip(places, masks, strict=True)]
+
+        self._offsets = load_columns(Memory(context, builder, kinds[3], arrays[3], I64(0)))
+        self._factors = None if scales is None else load_columns(scales)
         self.steps = builder.udiv(width, I64(TERMS))
-        self._sums = self.make_block()
+        # Distances in bytes: between the rows of a tile, tiles of a block, steps, and blocks (for one row).
+        if is_tiled:
+            self._pitch, self._tile_pitch, self._step_pitch = I64(64), I64(_TILE_BYTES), I64(2 * _TILE_BYTES)
+            self._row_pitch = builder.mul(self.steps, I64(2 * TERMS))
+        else:
+            self._pitch, *_ = cgutils.unpack_tuple(builder, x.strides)
+            self._tile_pitch, self._step_pitch = builder.mul(self._pitch, I64(ROWS)), I64(2 * TERMS)
+            self._row_pitch = self._pitch
+        self._sums = self.make_block(GROUP_ROWS if is_tiled else PANEL_ROWS)
         config = cgutils.alloca_once_value(builder, cgutils.make_bytearray(describe_tiles()))
         config.align = 64
         self._config = builder.bitcast(config, _BYTES)
 
-    def make_block(self) -> Any:
-        """Memory for float32 [32 rows, 32 columns]."""
-        scratch = cgutils.alloca_once(self._builder, ir.ArrayType(F32, PANEL_ROWS * PANEL_COLUMNS))
+    def make_block(self, num_rows: int = PANEL_ROWS) -> Any:
+        """Memory for float32 [num_rows, 32 columns]."""
+        scratch = cgutils.alloca_once(self._builder, ir.ArrayType(F32, num_rows * PANEL_COLUMNS))
         scratch.align = 64
         return self._builder.ptrtoint(scratch, I64)
 
@@ -156,6 +182,46 @@ class _PanelProduct:
                     with branch:
                         self._store_rows(start, count, add_products(start, count, num_tiles))
 
+    def emit_groups(self, following: Any) -> None:
+        """Like `emit`, for rows that are tiled. The last tiles may have rows that are not stored.
+
+        following: the address of a panel that is prefetched meanwhile.
+        """
+        builder, chunk = self._builder, I64(CHUNK_STEPS)
+        num_blocks = builder.udiv(builder.add(self.num_rows, I64(PANEL_ROWS - 1)), I64(PANEL_ROWS))
+        step_lines = I64(_STEP_BYTES // 64)
+        num_lines = builder.udiv(builder.add(step_lines, builder.sub(num_blocks, I64(1))), num_blocks)
+        place = cgutils.alloca_once_value(builder, following)
+
+        def prefetch() -> None:
+            begin = builder.load(place)
+            end = builder.add(begin, builder.mul(num_lines, I64(64)))
+            with cgutils.for_range_slice(builder, begin, end, I64(64)) as (line, _):
+                emit_prefetch(builder, builder.inttoptr(line, _BYTES))
+            builder.store(end, place)
+
+        call_instruction(builder, "llvm.x86.ldtilecfg", [_BYTES], self._config)
+
+        def find_end(first: Any, count: Any, limit: Any) -> Any:
+            end = builder.add(first, count)
+            return builder.select(builder.icmp_signed("<", end, limit), end, limit)
+
+        with cgutils.for_range_slice(builder, I64(0), self.num_rows, I64(GROUP_ROWS)) as (group, _):
+            group_end = find_end(group, I64(GROUP_ROWS), self.num_rows)
+            with cgutils.for_range_slice(builder, I64(0), self.steps, chunk) as (first, _):
+                end = find_end(first, chunk, self.steps)
+                weights = builder.add(self.weights, builder.mul(first, I64(_STEP_BYTES)))
+                with cgutils.for_range_slice(builder, group, group_end, I64(PANEL_ROWS)) as (start, _):
+                    row = builder.sub(start, group)
+                    with builder.if_else(builder.icmp_signed("==", first, I64(0))) as (new, begun):
+                        with new:
+                            self.clear_sums(2)
+                        with begun:
+                            self._move_sums(self._tiles.load, 2, row)
+                    self.add(start, 2, weights, first, end, beside=prefetch)
+                    self._move_sums(self._tiles.store, 2, row)
+            self._store_rows(group, builder.sub(group_end, group), self._sums)
+
     def add_steps(
         self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, parts: Any = None
     ) -> Any:
@@ -172,10 +238,19 @@ class _PanelProduct:
         for tile in itertools.chain(*_SUMS[:num_tiles]):
             self._tiles.clear(tile)
 
-    def add(self, start: Any, num_tiles: int, weights: Any, first: Any, end: Any, parts: Any = None) -> None:
-        """Like `add_steps`, to the sums in the tiles."""
-        builder, tiles, pitch = self._builder, self._tiles, self._pitch
-        own_rows = builder.add(self._first_row, builder.mul(start, pitch))
+    def add(
+        self,
+        start: Any,
+        num_tiles: int,
+        weights: Any,
+        first: Any,
+        end: Any,
+        parts: Any = None,
+        beside: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Like `add_steps`, to the sums in the tiles. beside: emits what is done in each step."""
+        builder, tiles = self._builder, self._tiles
+        own_rows = builder.add(self._first_row, builder.mul(start, self._row_pitch))
         size = I64(_STEP_BYTES) if parts is None else builder.mul(parts, I64(_STEP_BYTES))
 
         def multiply(columns: Any) -> None:
@@ -187,9 +262,11 @@ class _PanelProduct:
 
         with cgutils.for_range_slice(builder, first, end, I64(1)) as (step, _):
             columns = builder.add(weights, builder.mul(builder.sub(step, first), size))
-            terms = builder.add(own_rows, builder.mul(step, I64(2 * TERMS)))
+            terms = builder.add(own_rows, builder.mul(step, self._step_pitch))
             for k in range(num_tiles):
-                tiles.load(_FIRST[k], builder.add(terms, builder.mul(pitch, I64(k * ROWS))), pitch)
+                place = builder.add(terms, builder.mul(self._tile_pitch, I64(k)))
+                tiles.load(_FIRST[k], place, self._pitch)
+            beside()
             if parts is None:
                 multiply(columns)
             else:
@@ -198,12 +275,17 @@ class _PanelProduct:
 
     def store_sums(self, num_tiles: int) -> Any:
         """Returns the memory that has the sums."""
+        self._move_sums(self._tiles.store, num_tiles, I64(0))
+        return self._sums
+
+    def _move_sums(self, move: Callable[[int, Any, Any], None], num_tiles: int, row: Any) -> None:
+        """Loads or stores the sums of a block of rows, whose first is a row of the memory."""
         builder = self._builder
+        block = builder.add(self._sums, builder.mul(row, I64(4 * PANEL_COLUMNS)))
         for k in range(num_tiles):
             for n, tile in enumerate(_SUMS[k]):
                 place = k * ROWS * PANEL_COLUMNS + n * COLUMNS
-                self._tiles.store(tile, builder.add(self._sums, I64(4 * place)), I64(4 * PANEL_COLUMNS))
-        return self._sums
+                move(tile, builder.add(block, I64(4 * place)), I64(4 * PANEL_COLUMNS))
 
     def _set_heights(self, left: Any, is_few: Any) -> None:
         """The last rows may be fewer than those of two tiles. Memory behind them is not read."""
@@ -219,15 +301,15 @@ class _PanelProduct:
     def _store_rows(self, start: Any, count: Any, sums: Any) -> None:
         builder = self._builder
         with cgutils.for_range(builder, count) as loop:
-            row = builder.mul(builder.add(start, loop.index), self._out_pitch)
+            values = []
             for n in range(2):
                 value = builder.load(point_at(builder, sums, loop.index, n), align=64)
-                at = builder.add(self._column, I64(n * COLUMNS))
-                mask = mask_below(builder, builder.sub(self._columns_left, I64(n * COLUMNS)))
-                if self._scales is not None:
-                    value = builder.fmul(value, self._scales.load(0, at, mask), flags=IN_ORDER)
-                value = builder.fadd(value, self._offsets.load(0, at, mask), flags=IN_ORDER)
-                self._results.store(0, builder.add(row, at), value, mask)
+                if self._factors is not None:
+                    value = builder.fmul(value, self._factors[n], flags=IN_ORDER)
+                values.append(builder.fadd(value, self._offsets[n], flags=IN_ORDER))
+            row = builder.mul(builder.add(start, loop.index), self._out_pitch)
+            rounded = join_bfloat16(builder, *values)
+            self._results.store_stored(0, builder.add(row, self._column), rounded, self._mask)
 
     def emit_few(self, compute: Callable[["_FewRows"], Any]) -> None:
         """Emits the products of at most FEW_ROWS rows, which are float32 [T, width] where the panel's weights would be.
@@ -319,6 +401,57 @@ def multiply_panel(
 
     numbers = (types.int64, types.int64, types.int64)
     return types.void(out, x, panel, bias, *numbers), emit
+
+
+@intrinsic
+def multiply_tiled_panel(
+    typing: Any,
+    out: Array,
+    tiles: Array,
+    panel: Array,
+    bias: Array,
+    width: Int,
+    column: Int,
+    end: Int,
+    following: Array,
+) -> Any:
+    """Like `multiply_panel`, with the rows in the order of `order_rows`. following: a panel that is prefetched."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        product = _PanelProduct(context, builder, signature.args[:4], args[:4], args[4:7], is_tiled=True)
+        product.emit_groups(
+            builder.ptrtoint(context.make_array(following)(context, builder, args[7]).data, I64)
+        )
+        return context.get_dummy_value()
+
+    numbers = (types.int64, types.int64, types.int64)
+    return types.void(out, tiles, panel, bias, *numbers, following), emit
+
+
+@intrinsic
+def order_rows(typing: Any, target: Array, x: Array, width: Int) -> Any:
+    """Copies x [T, width] in the order of tiles, [T / 32, width / 32, 32, 32]. Rows behind the last are not written."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        rows = context.make_array(x)(context, builder, args[1])
+        num_rows, _ = cgutils.unpack_tuple(builder, rows.shape)
+        pitch, _ = cgutils.unpack_tuple(builder, rows.strides)
+        tiles = context.make_array(target)(context, builder, args[0])
+        first_row, first_tile = builder.ptrtoint(rows.data, I64), builder.ptrtoint(tiles.data, I64)
+        block_bytes = builder.mul(args[2], I64(2 * PANEL_ROWS))
+        with cgutils.for_range(builder, num_rows) as outer:
+            block = builder.udiv(outer.index, I64(PANEL_ROWS))
+            own = builder.mul(builder.urem(outer.index, I64(PANEL_ROWS)), I64(2 * TERMS))
+            own = builder.add(builder.add(first_tile, own), builder.mul(block, block_bytes))
+            row = builder.add(first_row, builder.mul(outer.index, pitch))
+            with cgutils.for_range(builder, builder.udiv(args[2], I64(TERMS))) as inner:
+                source = builder.add(row, builder.mul(inner.index, I64(2 * TERMS)))
+                terms = builder.load(builder.inttoptr(source, _ELEMENTS.as_pointer()), align=2)
+                place = builder.add(own, builder.mul(inner.index, I64(2 * _TILE_BYTES)))
+                builder.store(terms, builder.inttoptr(place, _ELEMENTS.as_pointer()), align=64)
+        return context.get_dummy_value()
+
+    return types.void(target, x, types.int64), emit
 
 
 @intrinsic
@@ -845,13 +978,14 @@ def round_row(target: Array, x: Array, group: Int, num_bits: Int) -> None:
         store_multiples(target[first:], part, from_bits(unit_bits), from_bits(inverse_bits))
 
 
-# Fields of a job. ITEM_SIZE: the rows of an item, or in jobs with codes or bytes its panels. Only these jobs have the
-# fields after it, and their PANELS are scratch.
+# Fields of a job. ITEM_SIZE: the rows of an item, or in jobs with codes or bytes its panels. In these jobs PANELS are
+# scratch. Other jobs have TILED_ROWS after ITEM_SIZE, scratch of each thread or absent, and no further fields.
 (
     X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH, ITEM_SIZE,
     CODES, TABLE, SCALES, MINIMUMS, GROUP_SUMS, GROUP_STEPS, IS_HALF, HAS_MINIMUMS,
     NUM_BITS, LOWEST, NUM_ROUNDED, ROUNDED, COUNTS,
 ) = range(20)  # fmt: skip
+TILED_ROWS = CODES
 
 
 def linear_worker(job: Job) -> None:
@@ -860,12 +994,24 @@ def linear_worker(job: Job) -> None:
     x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
     size, item = read_int(job, ITEM_SIZE), take_item(job)
+    scratch, thread, ordered = read_model_matrix(job, TILED_ROWS), take_thread_index(job), -1
+    num_threads = scratch.shape[0]
     while item < count_items(job):
         # Adjacent items have the same rows, which stay in the cache.
         first, panel = item // panels.shape[0] * size, item % panels.shape[0]
         last = min(first + size, x.shape[0])
         column = panel * PANEL_COLUMNS
-        multiply_panel(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
+        if num_threads and last - first > PANEL_ROWS:
+            tiled = scratch[thread]
+            if first != ordered:
+                order_rows(tiled, x[first:last], width)
+                ordered = first
+            following = panels[min(panel + num_threads, panels.shape[0] - 1)]
+            multiply_tiled_panel(
+                out[first:last], tiled, panels[panel], bias, width, column, out_width, following
+            )
+        else:
+            multiply_panel(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
         item = take_item(job)
     release_tiles(mode)
 

@@ -149,7 +149,7 @@ class Memory:
         function = cgutils.get_or_insert_function(
             builder.module,
             ir.FunctionType(ir.VoidType(), [stored.type, pointer.type, I32, mask.type]),
-            f"llvm.masked.store.{self._suffix(LANES)}.p0",
+            f"llvm.masked.store.{self._suffix(stored.type.count)}.p0",
         )
         builder.call(function, [stored, pointer, I32(self._size), mask])
 
