@@ -12,7 +12,6 @@ has tiles of its own. An adapter that does not change the head has no tiles at t
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -71,7 +70,7 @@ def cut_head_tiles(chunks: Collection[Chunk], limits: TileLimits) -> list[TileLa
 
 def cut_rows(adapter: tuple[int, float], num_rows: int, tile_tokens: int) -> list[Tile]:
     """Cuts rows that all have the same slot and weight."""
-    return list(_cut([(adapter, num_rows)], tile_tokens))
+    return list(_cut([(0, adapter, num_rows)], tile_tokens))
 
 
 def max_rows(tiles: Collection[Tile]) -> int:
@@ -96,25 +95,29 @@ def join_targets(chunks: Collection[Chunk]) -> LoraTargets:
 
 def _cut_token_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
     greatest = _greatest_targets(chunks, layer)
-    if limits.decode_tokens is None:
-        runs = [run for c in chunks for run in _split_chunk(c, layer)]
-        return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
     decodes: list[_Run] = []
     others: list[_Run] = []
+    first = 0
     for chunk in chunks:
-        own, opposite = (decodes, others) if chunk.num_tokens == 1 else (others, decodes)
-        own += _split_chunk(chunk, layer)
-        opposite.append((None, chunk.num_tokens))
+        is_decode = chunk.num_tokens == 1 and limits.decode_tokens is not None
+        if layer < len(chunk.slots):
+            (decodes if is_decode else others).append(_find_run(chunk, layer, first))
+        first += chunk.num_tokens
+    if limits.decode_tokens is None:
+        return TileLayer(list(_cut(others, limits.tokens)), 0, *greatest)
     tiles = list(_cut(decodes, limits.decode_tokens))
     return TileLayer([*tiles, *_cut(others, limits.tokens)], len(tiles), *greatest)
 
 
 def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -> TileLayer:
-    runs = [
-        (_adapter(c, layer) if _changes_head(c, layer) else None, len(c.sampled_sequences))
-        for c in chunks
-        if c.sampled_sequences
-    ]
+    runs: list[_Run] = []
+    first = 0
+    for chunk in chunks:
+        num_rows = len(chunk.sampled_sequences)
+        if num_rows and layer < len(chunk.slots) and _changes_head(chunk, layer):
+            slot, _, weight = chunk.slots[layer]
+            runs.append((first, (slot, weight), num_rows))
+        first += num_rows
     greatest = _greatest_targets(chunks, layer)
     if limits.decode_tokens is None:
         return TileLayer(list(_cut(runs, limits.tokens)), 0, *greatest)
@@ -122,17 +125,15 @@ def _cut_head_layer(chunks: Collection[Chunk], layer: int, limits: TileLimits) -
     return TileLayer(tiles, len(tiles), *greatest)
 
 
-_Run = tuple[tuple[int, float] | None, int]
+# The first of consecutive rows, their slot and weight, and the number of these rows.
+_Run = tuple[int, tuple[int, float], int]
 
 
-def _split_chunk(chunk: Chunk, layer: int) -> tuple[_Run, ...]:
-    """Cuts a chunk before the first row on which its adapter has an effect."""
-    adapter = _adapter(chunk, layer)
-    num_before = chunk.sequence.active_from - chunk.start
-    if num_before <= 0 or adapter is None:
-        return ((adapter, chunk.num_tokens),)
-    num_before = min(num_before, chunk.num_tokens)
-    return (None, num_before), (adapter, chunk.num_tokens - num_before)
+def _find_run(chunk: Chunk, layer: int, first: int) -> _Run:
+    """The rows of a chunk on which its adapter has an effect. first: the chunk's first row."""
+    slot, _, weight = chunk.slots[layer]
+    num_before = min(max(0, chunk.sequence.active_from - chunk.start), chunk.num_tokens)
+    return first + num_before, (slot, weight), chunk.num_tokens - num_before
 
 
 def _count_layers(chunks: Collection[Chunk]) -> int:
@@ -161,23 +162,17 @@ def _resident(chunk: Chunk, layer: int) -> Resident | None:
     return residents[layer] if layer < len(residents) else None
 
 
-def _adapter(chunk: Chunk, layer: int) -> tuple[int, float] | None:
-    if layer >= len(chunk.slots):
-        return None
-    slot, _, weight = chunk.slots[layer]
-    return slot, weight
-
-
-def _cut(runs: Collection[_Run], tile_tokens: int) -> Iterator[Tile]:
-    """Cuts runs that are sorted by adapter and weight. Rows of the base model (None) are in no tile."""
-    first = 0
-    for adapter, members in groupby(runs, lambda run: run[0]):
-        end = first + sum(rows for _, rows in members)
-        if adapter is not None:
-            slot, weight = adapter
-            for row in range(first, end, tile_tokens):
-                yield Tile(slot, row, min(tile_tokens, end - row), weight)
-        first = end
+def _cut(runs: Iterable[_Run], tile_tokens: int) -> Iterator[Tile]:
+    """Cuts runs that are sorted by their first rows. Neighbours with the same slot and weight are cut together."""
+    joined: list[_Run] = []
+    for first, adapter, num_rows in runs:
+        if joined and joined[-1][1] == adapter and joined[-1][0] + joined[-1][2] == first:
+            first, _, before = joined.pop()
+            num_rows += before
+        joined.append((first, adapter, num_rows))
+    for first, (slot, weight), num_rows in joined:
+        for row in range(first, first + num_rows, tile_tokens):
+            yield Tile(slot, row, min(tile_tokens, first + num_rows - row), weight)
 
 
 IntArray = npt.NDArray[np.integer]
@@ -357,10 +352,14 @@ class RowLayout:
         targets = join_targets(chunks)
         sampled = [chunk.sampled_sequences for chunk in chunks]
         sampling = [sequence for sequences in sampled for sequence in sequences]
-        only_decodes = all(chunk.samples and chunk.is_decode_row and not chunk.drafts for chunk in chunks)
+        only_decodes = len(starts) == starts[-1] + 1 and all(
+            [chunk.samples and chunk.is_decode_row and not chunk.drafts for chunk in chunks]
+        )
         return RowLayout(
             key if only_decodes else None,
-            frozenset((slot, generation) for chunk in chunks for slot, generation, _ in chunk.slots),
+            frozenset(
+                (slot, generation) for slots in {c.slots for c in chunks} for slot, generation, _ in slots
+            ),
             counts,
             starts,
             targets,
@@ -401,10 +400,10 @@ class BlockTables:
         if last is not None:
             width = min(last.entries.shape[1], entries.shape[1])
             entries[:, :width] = last.entries[:, :width]
+            entries[changed] = 0
         for row in changed:
             pages = blocks[row].pages
             entries[row, : len(pages)] = pages
-            entries[row, len(pages) :] = 0
         return BlockTables(entries, stamps, num_pages)
 
 
@@ -440,8 +439,8 @@ class StepArrays:
     ) -> "StepArrays":
         """See `StepBatch.build`. last: the step before. Its arrays are used again as far as they are still right."""
         chunks = _split_drafts(plan.chunks)
-        sequences = [chunk.sequence for chunk in chunks]
-        _, first_tokens, *columns = zip(*chunks, strict=True)
+        sequences: tuple[Sequence, ...]
+        sequences, first_tokens, *columns = zip(*chunks, strict=True)
         key = (sequences, *columns, [sequence.row for sequence in sequences])
         layout, last_tables = (last.layout, last.tables) if last is not None else (None, None)
         if layout is None or layout.key != key:

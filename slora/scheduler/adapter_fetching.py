@@ -68,6 +68,11 @@ class AdapterFetching:
         to_request = self._find_unrequested(self._pending[0][-1])
         return bool(to_request) and not self._has_room(len(to_request))
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether the host has a copy of an adapter that no load has taken."""
+        return bool(self._copies)
+
     def find(self, version: AdapterVersion) -> PackedAdapter | None:
         return self._copies.get(version)
 

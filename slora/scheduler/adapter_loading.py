@@ -88,6 +88,11 @@ class AdapterLoading:
         """Whether an interactive sequence waits because the host cache has no room for its adapter."""
         return self._host.is_short_of_room
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether an adapter is on the host that could be loaded."""
+        return self._host.has_copies
+
     def find(self, version: AdapterVersion) -> Resident | None:
         return self._residency.find(version)
 

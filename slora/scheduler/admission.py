@@ -294,7 +294,7 @@ class Admission:
         """Loads adapters of the next sequences in the queue into pages that no running sequence needs soon."""
         budget, residency = self._adapters.budget, self._paging.residency
         free_pages = self._paging.pool.num_free - len(self._batch)
-        if budget.num_pages <= 0 or free_pages <= 0 or not len(self._queue):
+        if budget.num_pages <= 0 or free_pages <= 0 or not (len(self._queue) and self._adapters.has_copies):
             return
         queued = [sequence for sequence in self._preemption.upcoming if sequence in self._queue]
         for sequence, version in [
