@@ -229,10 +229,13 @@ def _set_effort(call: InferenceCall, fields: TemplateFields, traits: TemplateTra
     return chosen
 
 
-async def count_long_request(call: InferenceCall, texts: Sequence[str]) -> None:
-    """Charges a request whose texts take long to tokenize, before that. Raises the errors of the meter."""
+async def count_long_request(call: InferenceCall, texts: Sequence[str], least_answers: int = 1) -> None:
+    """Charges a request whose texts take long to tokenize, before that. Raises the errors of the meter.
+
+    least_answers: the minimum number of answers in progress that the request needs.
+    """
     if call.encoder.is_long(texts):
-        await call.meter.count_request(call.encoder.count_least_tokens(texts))
+        await call.meter.count_request(call.encoder.count_least_tokens(texts), least_answers)
 
 
 async def _encode(

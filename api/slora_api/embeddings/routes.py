@@ -78,6 +78,10 @@ def count_lanes(num_inputs: int, most_permits: int, most_answers: int | None) ->
     return max(1, min(num_inputs, _MAX_LANES, most))
 
 
+def _count_lanes_of(call: InferenceCall, num_inputs: int) -> int:
+    return count_lanes(num_inputs, call.bounds.prompts, call.meter.most_answers)
+
+
 async def run_lanes(
     requests: Iterator[EngineRequest], num_lanes: int, compute: Callable[[EmbeddedInput], Awaitable[None]]
 ) -> list[EmbeddedInput]:
@@ -144,8 +148,10 @@ async def _make_inputs(
     for item in given:
         if isinstance(item, list) and not body.truncates:
             check_embedded_tokens(len(item), call.info.max_model_len)
-    if sent.num_first:  # Each field is tokenized alone, but the request is counted once, with all texts.
-        await count_long_request(call, cast(Sequence[str], given))
+    if isinstance(given[0], str):
+        # Each field is tokenized alone, but the request is counted once, with all texts.
+        num_inputs = len(given) - sent.num_first if is_paired else len(given)
+        await count_long_request(call, cast(Sequence[str], given), _count_lanes_of(call, num_inputs))
     if is_paired:
         return await _join_pairs(call, body, sent)
     inputs: list[list[int]] = []
@@ -214,7 +220,7 @@ async def compute_embeddings(
     generator.usage.check()
     started_at = time.perf_counter()
     is_background = call.background_id is not None
-    num_lanes = count_lanes(len(inputs), call.bounds.prompts, call.meter.most_answers)
+    num_lanes = _count_lanes_of(call, len(inputs))
     requests = (
         call.engine_request(index, token_ids, NOT_SAMPLED, pooling) for index, token_ids in enumerate(inputs)
     )

@@ -200,17 +200,26 @@ class RequestMeter:
         least = min(limits)
         return max(1, min(least // _DEFAULT_PART, least - prompt_tokens) // num_answers)
 
-    async def count_request(self, least_tokens: int = 0) -> None:
+    async def count_request(self, least_tokens: int = 0, least_answers: int = 0) -> None:
         """Charges the request before its prompt is tokenized. Further calls charge nothing. Raises the errors of
         `hold`.
 
-        least_tokens: the minimum number of tokens that the request needs. It is only checked against the limits, not
-        charged.
+        least_tokens, least_answers: the minimum numbers of tokens and of answers in progress that the request needs.
+        They are only checked against the limits, not charged.
         """
         if self._is_counted:
             return
         reservation = await self.reserve(Charge(least_tokens, 0), "prompt")
-        self.settle(reservation, 0, counts=True)
+        obstacles = [
+            Obstacle(subject, "concurrent_answers")
+            for subject, use in zip(self._subjects, reservation.uses, strict=True)
+            if (limit := subject.quota.concurrent_answers) is not None and use.answers + least_answers > limit
+        ]
+        is_refused = bool(obstacles) and self._counts_answers
+        self.settle(reservation, 0, counts=not is_refused)
+        if is_refused:
+            charge = Charge(least_tokens, least_answers)
+            raise self._refuse(Refusal(tuple(obstacles), reservation.uses), charge)
         self._is_counted = True
 
     def check_answers(self, num_prompts: int, answers_each: int = 1, param: str = "n") -> None:
@@ -290,9 +299,13 @@ class RequestMeter:
         self._uses = made.uses
         if isinstance(made, Reservation):
             return made
-        obstacle, error = self._explain(made, charge)
+        raise self._refuse(made, charge)
+
+    def _refuse(self, refusal: Refusal, charge: Charge) -> ApiError:
+        """Counts the refusal. Returns the error for the client."""
+        obstacle, error = self._explain(refusal, charge)
         self._quotas.refused(obstacle.field)
-        raise error
+        return error
 
     def _explain(self, refusal: Refusal, charge: Charge) -> tuple[Obstacle, ApiError]:
         """Returns the obstacle that lasts longest, and the error that explains it to the client."""

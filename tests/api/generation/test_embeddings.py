@@ -265,6 +265,32 @@ def test_the_usage_journal_has_a_record_of_each_input(platform: Platform) -> Non
     assert len(asked) == 2
 
 
+def test_a_list_for_which_the_tenant_has_no_room_is_refused_before_it_is_tokenized(
+    platform: Platform,
+) -> None:
+    """Born from a bug: it was refused after that, so a flood of such lists kept the tenant's threads busy."""
+    key = platform.key("full")
+    set_quota(platform, "full", concurrent_answers=3, requests_per_minute=5)
+    # Only the tokenizer finds the text that has no token.
+    texts = ["a"] * 99 + [""]
+    ways = ((PATH, {"input": texts}), ("/v1/score", {"text_1": "a", "text_2": texts}))
+    for path, body in ways:
+        assert post(platform, key, path, {"model": "base"} | body).status_code == 400
+    platform.engine.hang, platform.engine.answers = True, ([],)
+    chat = {"model": "base", "messages": [{"role": "user", "content": "a"}]}
+
+    def ask_while_full() -> bool:
+        if len(platform.engine.hung) != 1:
+            return False
+        for path, body in ways * 3:
+            refused = post(platform, key, path, {"model": "base"} | body)
+            assert refused.status_code == 429, refused.text
+            assert "1 answers in progress, and the limit is 3" in refused.json()["error"]["message"]
+        return True
+
+    ask_and_leave(platform.api(key), "/v1/chat/completions", ask_while_full, json=chat)
+
+
 def test_only_keys_with_the_scope_inference_may_embed(platform: Platform) -> None:
     platform.key("scoped")
     admin = platform.api(ADMIN_KEY)
