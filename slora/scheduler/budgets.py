@@ -117,9 +117,10 @@ class PrefillBudget:
         """Counts tokens that fit. Called after `fit`."""
         self.num_tokens -= num_tokens
         spent = self._costs.tokens(self._costs.prefill_s(num_tokens, start))
-        self._parts[tenant] -= spent
         if self._delays(tenant):
-            self._num_beside_others -= spent
+            # A single token may take longer than the tenant's part, which must not be at the expense of other prompts.
+            self._num_beside_others -= min(spent, max(0.0, self._parts[tenant]))
+        self._parts[tenant] -= spent
 
     def _delays(self, tenant: TenantAccount) -> bool:
         return len(self._decoding) > (tenant in self._decoding)

@@ -203,6 +203,17 @@ def test_what_is_not_computed_stays_in_the_budget() -> None:
     assert (budget.fit(second), budget.fit(third), budget.num_tokens) == (0, 5, 5)
 
 
+def test_a_token_that_takes_longer_than_its_part_leaves_other_prompts_theirs() -> None:
+    """Born from a bug: nothing was left, and a short prompt waited for all such tokens of another tenant's prompt."""
+    chat, long, short = (TenantAccounts(10).find(name) for name in ("chat", "long", "short"))
+    costs = replace(COSTS, token_s=0.001, prefill_context_s=1e-6)
+    budget = PrefillBudget(costs, 1000, 64, {chat}, {long, short})
+    assert budget.fit(long, 100_000) == 1  # It takes as long as 101 tokens without context.
+    budget.spend(long, 1, 100_000)
+    assert budget.fit(long, 100_001) == 0
+    assert budget.fit(short) == 31
+
+
 # -- decode rows --------------------------------------------------------------------------------------------------
 
 
