@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter
-from contextvars import Context
+from contextvars import Context, copy_context
+from typing import Any
 
 import pytest
 from starlette.types import Receive, Scope, Send
@@ -11,6 +12,9 @@ from slora_adapters.process.shortage import run_event_loop
 from slora_api.core.fair_loop import FairEventLoop
 from slora_api.core.request_context import RequestContext, current_request
 from slora_api.keys.authentication import AuthenticationMiddleware
+from slora_api.sandbox.chat_templates import RENDER_CPU_S
+from slora_api.sandbox.sandbox_process import SandboxProcess
+from slora_api.sandbox.template_process import RendererSettings, pack_request
 from tests.api.platform import Platform
 
 
@@ -98,6 +102,46 @@ def test_a_request_waits_in_the_queue_of_its_tenant_as_soon_as_its_key_is_known(
 
     run_event_loop(run(), one_callback_each)
     assert answered == {"flood": 101, "honest": 2}
+
+
+class PipeNotingLoop(FairEventLoop):
+    """Notes which tenants' queues get what asyncio reads from the pipes of processes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tenants: list[str | None] = []
+
+    def call_soon(self, callback: Any, *args: Any, context: Context | None = None) -> asyncio.Handle:
+        if isinstance(getattr(callback, "__self__", None), asyncio.SubprocessProtocol):
+            request = (context or copy_context()).get(current_request)
+            self.tenants.append(None if request is None else request.tenant_id)
+        return super().call_soon(callback, *args, context=context)
+
+
+def test_the_answers_of_a_sandbox_do_not_wait_in_the_queue_of_the_tenant_that_has_started_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Born from a bug: tenants share the processes, and each chat of one waited for the requests of another."""
+    # The tests' own starts use other pipes.
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", asyncio.subprocess.create_subprocess_exec)
+    settings = RendererSettings({}, RENDER_CPU_S)
+    command = "slora_api.sandbox.template_process", settings.to_json()
+
+    async def run() -> list[str | None]:
+        started_by = RequestContext("", "flood", "flood")
+        current_request.set(started_by)
+        sandbox = await SandboxProcess.start(command, pack_request(""), 60.0)
+        assert current_request.get() is started_by
+        current_request.set(RequestContext("", "honest", "honest"))
+        answer, _ = await sandbox.ask(pack_request("{{ messages[0].content }}", [{"content": "hi"}]), 60.0)
+        await sandbox.close()
+        assert answer.text == "hi"
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, PipeNotingLoop)
+        return loop.tenants
+
+    with asyncio.Runner(loop_factory=PipeNotingLoop) as runner:
+        assert set(runner.run(run())) == {None}
 
 
 @pytest.mark.parametrize("quantum_s", [0.0, 60.0])

@@ -9,6 +9,7 @@ from typing import Any
 
 from slora_adapters.process.children import BASE_VARIABLES, describe_exit, pass_on, start_tenant_child
 from slora_adapters.process.wire import BrokenFrame, read_message
+from slora_api.core.request_context import current_request
 from slora_api.sandbox.sandbox import SandboxAnswer
 
 
@@ -47,9 +48,15 @@ class SandboxProcess:
         be buffered.
         """
         environment = pass_on(os.environ, BASE_VARIABLES)
-        process = await start_tenant_child(
-            "-m", *command, environment=environment, stdin=PIPE, stdout=PIPE, limit=limit
-        )
+        # asyncio passes on the answers in the context of the start. The process also answers other tenants, whose
+        # answers must not wait in the queue of the tenant that has started it (`FairEventLoop`).
+        starting = current_request.set(None)
+        try:
+            process = await start_tenant_child(
+                "-m", *command, environment=environment, stdin=PIPE, stdout=PIPE, limit=limit
+            )
+        finally:
+            current_request.reset(starting)
         sandbox = SandboxProcess(process)
         # The first answer shows that the process has finished its imports.
         await sandbox._exchange(first, timeout_s)
