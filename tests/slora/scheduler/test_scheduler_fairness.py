@@ -257,6 +257,21 @@ def test_many_loads_of_a_tenant_delay_the_load_of_another_by_few_loads() -> None
     assert late.is_finished
 
 
+def test_of_the_loads_of_a_tenant_the_oldest_comes_first_and_the_next_gets_what_is_left() -> None:
+    adapters = {AdapterVersion("other", name): 5 for name in ("first", "second")}
+    bench = SchedulerBench(adapters, num_pages=60, load_pages=3)
+    bench.add("decoding", max_tokens=30)
+    bench.step()
+    for version in adapters:
+        bench.add(version.digest, adapter=version, tenant="other")
+    bench.source.deliver()
+    loads = []
+    for _ in range(4):
+        bench.step()
+        loads += [(load.resident.version.digest, load.first_page) for load in bench.last_plan.loads]
+    assert loads == [("first", 0), ("first", 3), ("second", 0), ("second", 1), ("second", 4)]
+
+
 def test_many_fetches_of_a_tenant_delay_the_fetch_of_another_by_few_fetches() -> None:
     """The host has room for two fetches at a time."""
     adapters = {AdapterVersion("greedy", str(number)): 1 for number in range(20)}
