@@ -5,6 +5,9 @@
 
 llama.cpp reads a file in Q4_0 with a head in Q8_0, and slora rounds the same shape to int4 with a head in int8: a
 weight of a layer has 4.5 bits on both sides. The weights are random, since no answer is read. Both run in turns.
+
+Compiled with gcc 12, its AMX kernels end with an illegal instruction: the compiler removes the stores of the tile
+configuration before `_tile_loadconfig`. An `asm volatile` with a "memory" clobber before that call keeps them.
 """
 
 import argparse
