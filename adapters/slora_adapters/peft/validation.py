@@ -38,6 +38,7 @@ from slora_kernels.layout import MAX_ADDED_ROWS, LinearShape, ModelShape
 PEFT_PREFIX = "base_model.model."
 _PREFIX = rf"(?:{re.escape(PEFT_PREFIX)})?"
 _LINEAR_FACTOR = re.compile(rf"{_PREFIX}(?P<path>.+)\.lora_(?P<factor>[AB])(?:\.default)?\.weight", re.DOTALL)
+_FACTOR_ENDS = (".lora_A.weight", ".lora_B.weight")
 _MAGNITUDE = re.compile(
     rf"{_PREFIX}(?P<path>.+)\.lora_magnitude_vector(?:\.default)?(?:\.weight)?", re.DOTALL
 )
@@ -144,20 +145,20 @@ _FACTORS: Mapping[str, Part] = {"A": "lora_A", "B": "lora_B"}
 
 def parse_tensor_name(tensor_name: str, shape: ModelShape) -> tuple[ModuleId, Part] | None:
     """Returns the module of a tensor, and what the tensor is to the module; None if the name is unknown."""
-    match = _EMBEDDING_FACTOR.fullmatch(tensor_name)
-    if match is not None:
+    part: Part
+    # Most names match the first expression. No name matches two of the first four.
+    if match := _LINEAR_FACTOR.fullmatch(tensor_name):
+        part = _FACTORS[match["factor"]]
+    elif match := _EMBEDDING_FACTOR.fullmatch(tensor_name):
         is_embedding = match["path"] == shape.embedding_path
         return (shape.embedding_module, _FACTORS[match["factor"]]) if is_embedding else None
-    match = _MAGNITUDE.fullmatch(tensor_name)
-    if match is not None and match["path"] == shape.embedding_path:
-        return shape.embedding_module, "lora_magnitude_vector"
-    part: Part = "lora_magnitude_vector"
-    if match is None:
-        match = _LINEAR_FACTOR.fullmatch(tensor_name)
-        part = "lora_A" if match is None else _FACTORS[match["factor"]]
-    if match is None:
-        match, part = _B_BIAS.fullmatch(tensor_name), "lora_B.bias"
-    if match is None:
+    elif match := _MAGNITUDE.fullmatch(tensor_name):
+        part = "lora_magnitude_vector"
+        if match["path"] == shape.embedding_path:
+            return shape.embedding_module, part
+    elif match := _B_BIAS.fullmatch(tensor_name):
+        part = "lora_B.bias"
+    else:
         match, part = _BIAS.fullmatch(tensor_name), "bias"
     module_id = _linears_by_path(shape).get(match["path"]) if match is not None else None
     return None if module_id is None else (module_id, part)
@@ -281,8 +282,10 @@ def validate(
 
     The result is complete only if there is no reason to refuse the adapter.
     """
-    vocabulary, row_names, reasons = _find_vocabulary(config, targets, tensors, shape)
-    norms, norm_names, faults = _find_norms(config, tensors, shape)
+    # Most tensors are factors of linears, whose names need no comparison with those of other weights.
+    weights = {name: tensor for name, tensor in tensors.items() if not name.endswith(_FACTOR_ENDS)}
+    vocabulary, row_names, reasons = _find_vocabulary(config, targets, weights, shape)
+    norms, norm_names, faults = _find_norms(config, weights, shape)
     reasons += faults
     others = {
         name: tensor for name, tensor in tensors.items() if name not in row_names and name not in norm_names

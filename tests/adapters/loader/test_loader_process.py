@@ -219,6 +219,9 @@ def test_an_engine_knows_what_the_host_cache_holds_even_if_it_connects_late(
         assert isinstance(bench.fetch(version), Fetched)
         bench.client.release(version)
     bench.wait_until(lambda: holds(first, second))
+    for _ in range(100):  # The first load of a process may take many times as long as the next one.
+        assert isinstance(bench.fetch(second), Fetched)
+        bench.client.release(second)
     assert bench.client.count_cached(1, ()).tenants.keys() < {"t0", "t1"}
     assert isinstance(bench.fetch(third), Fetched)  # evicts the adapter that was used first
     bench.wait_until(lambda: holds(second, third))

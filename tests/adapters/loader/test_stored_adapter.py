@@ -145,6 +145,22 @@ def test_rows_of_tokens_are_stored_in_the_order_of_their_ids_on_each_rank(batch_
         assert np.array_equal(floats[first_row : first_row + count, : SHAPE.hidden_size], rows)
 
 
+def test_blobs_with_one_config_and_header_have_their_own_weights_and_the_limits_of_each_load() -> None:
+    for seed in (1, 2, 1):
+        members = make_members(tensors=make_tensors(seed=seed))
+        adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
+        region, _ = _pour(LocalBlob(members), adapter.digest)
+        assert np.array_equal(region, pack(adapter, SHAPE, "float32").buffer)
+        for _ in range(2):
+            with pytest.raises(AdapterCorrupt, match="accepts at most 1 "):
+                StoredAdapter(LocalBlob(members), adapter.digest, SHAPE, AdapterLimits(max_lora_rank=1))
+        expected = pack(adapter, SHAPE, "float32", 2)
+        both_ranks = np.empty(expected.num_bytes, np.uint8)
+        stored = StoredAdapter(LocalBlob(members), adapter.digest, SHAPE, AdapterLimits(), 2)
+        stored.pour(both_ranks, "float32", make_buffers())
+        assert np.array_equal(both_ranks, expected.buffer)
+
+
 def test_a_load_holds_a_few_batches_however_large_the_adapter() -> None:
     members = make_members()
     blob = CountingBlob(members)
