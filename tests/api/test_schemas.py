@@ -166,14 +166,6 @@ def test_the_keys_of_a_bias_are_numbers() -> None:
     assert bias == {5: 1, 7: -2.5}
 
 
-def test_stream_options_without_stream_are_refused() -> None:
-    error = refusal(ChatRequest, CHAT | {"stream_options": {"include_usage": True}})
-    assert error["ctx"]["param"] == "stream_options"
-    assert ChatRequest.model_validate(
-        CHAT | {"stream": True, "stream_options": {"include_usage": True}}
-    ).include_usage
-
-
 def test_two_limits_on_the_answer_that_differ_are_refused() -> None:
     error = refusal(ChatRequest, CHAT | {"max_tokens": 2, "max_completion_tokens": 3})
     assert error["ctx"]["param"] == "max_tokens"

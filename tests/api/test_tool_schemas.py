@@ -93,11 +93,6 @@ def test_a_choice_forces_one_of_its_tools() -> None:
     assert whole.function.name == "get_weather"
 
 
-def test_the_choice_none_hides_the_tools_from_the_model() -> None:
-    assert chat(tools=[WEATHER], tool_choice="none").shown_tools == []
-    assert chat(tools=[], tool_choice="none").shown_tools == chat(tools=None).shown_tools == []
-
-
 NAMED = {"type": "function", "function": {"name": "f"}}
 # Field -> a bad value, a part of the message, and the param.
 BAD: list[tuple[dict[str, Any], str, str]] = [

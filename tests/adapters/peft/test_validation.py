@@ -32,29 +32,8 @@ def test_a_proper_adapter_is_accepted(tmp_path: Path) -> None:
     assert adapter.ranks(SHAPE) == [*[2, 0, 0, 0, 0, 0, 2] * 2, 0, 0]
 
 
+# tests/adapters/inspection has a corpus of many more.
 TENSOR_FAULTS = {
-    "half_a_pair": (lambda t: t.pop(Q0_B), ["missing_tensors"]),
-    "a_whole_pair_missing": (lambda t: (t.pop(Q0_A), t.pop(Q0_B)), ["missing_tensors"]),
-    "not_in_the_config": (
-        lambda t: t.update({tensor_name(1, 3, f): np.ones((24, 2) if f == "B" else (2, 24), "f4") for f in "AB"}),
-        ["untargeted_tensors"],
-    ),
-    "layer_beyond_the_base": (
-        lambda t: t.update({tensor_name(2, 0, "A"): t[Q0_A], tensor_name(2, 0, "B"): t[Q0_B]}),
-        ["unknown_tensor"],
-    ),
-    "wrong_width": (lambda t: t.update({Q0_A: np.ones((2, 23), "f4")}), ["shape_mismatch"]),
-    "transposed": (lambda t: t.update({Q0_B: t[Q0_B].T.copy()}), ["shape_mismatch"]),
-    "rank_differs_from_config": (
-        lambda t: t.update({Q0_A: np.ones((3, 24), "f4"), Q0_B: np.ones((24, 3), "f4")}),
-        ["shape_mismatch"],
-    ),
-    "one_dimension": (lambda t: t.update({Q0_A: np.ones(48, "f4")}), ["shape_mismatch"]),
-    "nan": (lambda t: t[Q0_A].__setitem__((1, 3), np.nan), ["non_finite"]),
-    "infinity": (lambda t: t[Q0_B].__setitem__((23, 1), -np.inf), ["non_finite"]),
-    "half_precision_infinity": (lambda t: t.update({Q0_A: np.full((2, 24), np.inf, np.float16)}), ["non_finite"]),
-    "same_weight_twice": (lambda t: t.update({Q0_A.removeprefix("base_model.model."): t[Q0_A]}), ["duplicate_tensor"]),
-    "dora": (lambda t: t.update({Q0_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q0_A]}), ["use_dora"]),
     "embedding_adapter_without_a_target": (
         lambda t: t.update({"base_model.model.model.embed_tokens.lora_embedding_A": t[Q0_A]}),
         ["untargeted_tensors"],
@@ -67,15 +46,10 @@ TENSOR_FAULTS = {
         lambda t: t.update({"base_model.model.lm_head.lora_embedding_A": t[Q0_A]}),
         ["embeddings"],
     ),
-    "resized_embeddings": (lambda t: t.update({"base_model.model.model.embed_tokens.weight": t[Q0_A]}), ["embeddings"]),
     "output_head": (lambda t: t.update({"base_model.model.lm_head.weight": t[Q0_A]}), ["embeddings"]),
-    "bias_of_b": (lambda t: t.update({Q0_B.replace("weight", "bias"): t[Q0_A][0]}), ["lora_bias"]),
     "bias_of_the_base": (lambda t: t.update({Q0_B.replace("lora_B.weight", "bias"): t[Q0_A][0]}), ["bias"]),
-    "norm": (lambda t: t.update({"base_model.model.model.norm.weight": t[Q0_A]}), ["unknown_tensor"]),
-    "leading_zero": (lambda t: t.update({Q0_A.replace(".0.", ".00."): t[Q0_A]}), ["unknown_tensor"]),
     "wrong_parent": (lambda t: t.update({Q0_A.replace("self_attn", "mlp"): t[Q0_A]}), ["unknown_tensor"]),
     "foreign_prefix": (lambda t: t.update({"x." + Q0_A: t[Q0_A]}), ["unknown_tensor"]),
-    "nothing_at_all": (lambda t: t.clear(), ["missing_tensors"]),
 }  # fmt: skip
 
 
@@ -92,11 +66,9 @@ CONFIG_FAULTS = [
     ({"target_modules": ["q_proj", "down_proj", "embed_tokens"]}, "missing_tensors"),
     ({"target_modules": r".*(q_proj|down_proj|lm_head)"}, "missing_tensors"),
     ({"target_modules": ["model.layers.7.self_attn.q_proj"]}, "matches_nothing"),
-    ({"layers_to_transform": [0, 1, 2]}, "unknown_module"),
     ({"layers_to_transform": [0]}, "untargeted_tensors"),
     ({"layers_to_transform": [0], "layers_pattern": "h"}, "matches_nothing"),
     ({"exclude_modules": ["q_proj"]}, "untargeted_tensors"),
-    ({"exclude_modules": ".*"}, "matches_nothing"),
     ({"r": 3}, "shape_mismatch"),
     ({"rank_pattern": {"down_proj": 3}}, "shape_mismatch"),
     ({"lora_alpha": 1e6}, "scale_too_high"),
@@ -213,12 +185,6 @@ def test_a_pickle_in_place_of_the_tensors_is_refused_by_name(tmp_path: Path) -> 
         read_adapter(tmp_path, SHAPE, AdapterLimits())
     codes = [reason.code for reason in refuse_pickles(["adapter_model.PT", "x.pkl", "model.safetensors"])]
     assert codes == ["pickle", "pickle"]
-
-
-@pytest.mark.parametrize("start", [b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04"])
-def test_a_pickle_named_as_safetensors_is_reported_as_a_pickle(start: bytes) -> None:
-    members = make_members() | {"adapter_model.safetensors": start + b"}q\x00(X\x01" * 20}
-    assert reason_codes(members) == ["pickle"]
 
 
 def test_a_header_length_that_resembles_a_pickle_is_not_reported_as_one() -> None:

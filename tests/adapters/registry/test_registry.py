@@ -333,21 +333,6 @@ def nothing(wanted: Rollout, others: Sequence[Rollout]) -> None:
     raise Refused
 
 
-def test_a_pin_follows_its_name_to_new_versions_and_is_deleted_with_it(registry: Registry) -> None:
-    for tenant in ("t1", "t2"):
-        registry.put("a", _v(tenant), DETAILS)
-    assert registry.pin("t1", "a", anything) == registry.rollout("t1", "a")
-    moved = registry.put("a", _v("t1", D2), replace(DETAILS, packed_bytes=9999))
-    assert moved.moved_pin
-    (pinned,) = registry.pinned()
-    assert pinned == registry.rollout("t1", "a") and pinned.main == moved.record
-    assert not registry.rollout("t2", "a").pinned, "another tenant's name is another name"
-    assert registry.delete("t1", "a").moved_pin
-    assert registry.pinned() == []
-    registry.put("a", _v("t1"), DETAILS)
-    assert not registry.rollout("t1", "a").pinned, "it is a new name"
-
-
 def test_the_pin_of_an_alias_covers_exactly_the_versions_of_the_alias(registry: Registry) -> None:
     for digest in (D1, D2, D3):
         registry.put("a", _v("t1", digest), DETAILS)

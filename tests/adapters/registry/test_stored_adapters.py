@@ -110,17 +110,6 @@ def _inodes(store: FileStore) -> set[int]:
     return {path.stat().st_ino for path in store.root.rglob("*") if path.is_file()}
 
 
-def test_a_blob_is_deleted_with_its_last_version(catalog: StoredAdapters, tmp_path: Path) -> None:
-    old = _publish(catalog, tmp_path / "1").record.version.digest
-    new = _publish(catalog, tmp_path / "2", tensors=make_tensors(seed=1)).record.version.digest
-    assert sorted(catalog.store.digests()) == sorted([old, new])
-    catalog.withdraw("t1", "a@1")
-    assert list(catalog.store.digests()) == [new]
-    _publish(catalog, tmp_path / "1")
-    catalog.withdraw("t1", "a")
-    assert list(catalog.store.digests()) == []
-
-
 def test_discarding_an_upload_drops_its_blob_unless_another_upload_needs_it(
     catalog: StoredAdapters, tmp_path: Path
 ) -> None:

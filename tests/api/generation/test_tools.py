@@ -111,13 +111,6 @@ def test_a_call_that_max_tokens_cuts_off_ends_with_length(platform: Platform, ke
     assert stream(platform, key)[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_disabled_second_call_is_left_out(platform: Platform, key: str) -> None:
-    platform.says(CALL + CALL)
-    assert len(ask(platform, key)["choices"][0]["message"]["tool_calls"]) == 2
-    chosen = ask(platform, key, parallel_tool_calls=False)["choices"][0]
-    assert len(chosen["message"]["tool_calls"]) == 1 and chosen["finish_reason"] == "tool_calls"
-
-
 def test_calls_are_kept_if_the_template_cannot_show_them_again(platform: Platform, key: str) -> None:
     platform.says(f"So: {CALL}{CALL}")
     (choice,) = ask(platform, key, model="one-way")["choices"]
@@ -156,12 +149,6 @@ def test_each_choice_has_its_own_calls(platform: Platform, key: str) -> None:
         0: "tool_calls",
         1: "stop",
     }
-
-
-def test_the_results_of_a_beam_search_are_read_in_one_piece(platform: Platform, key: str) -> None:
-    platform.engine.answers = [[TokenDelta((*CALL.encode(), 256), FinishReason.STOP)]]
-    (choice,) = ask(platform, key, use_beam_search=True, best_of=2, n=1)["choices"]
-    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
 def test_a_long_answer_is_read_like_a_short_one(platform: Platform, key: str) -> None:
