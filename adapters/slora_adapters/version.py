@@ -15,7 +15,7 @@ class AdapterVersion:
     """
 
     tenant: str
-    digest: str  # the lower-case hexadecimal SHA-256 that `peft/adapter.py` defines
+    digest: str  # 64 lower-case hexadecimal digits, which `peft/adapter.py` defines
 
     @property
     def label(self) -> str:

@@ -20,7 +20,13 @@ import numpy as np
 import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
-from slora_adapters.peft.adapter import TENSORS_NAME, AdapterHash, AdapterLimits, AdapterTensors
+from slora_adapters.peft.adapter import (
+    DIGEST_VERSIONS,
+    TENSORS_NAME,
+    AdapterHash,
+    AdapterLimits,
+    AdapterTensors,
+)
 from slora_adapters.peft.packing import ByteArray, Packer
 from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
 from slora_adapters.peft.targeting import resolve_targets
@@ -80,23 +86,26 @@ class StoredAdapter:
         Raises AdapterCorrupt if the digest differs or a value overflows, and what reading the blob raises. After an
         error, no thread writes to `region` any more.
         """
-        digest = AdapterHash(self._parsed.config)
 
         def make_packer() -> Packer:
             return Packer(self._parsed.tensors, self._partition, dtype, self.layout, region)
 
-        try:
-            packer = self._read(digest, make_packer, list(buffers), on_read)
-        except AdapterInvalid as error:
-            raise AdapterCorrupt(
-                f"stored adapter {self._digest[:12]} cannot be served here: {error}"
-            ) from error
-        if digest.hexdigest() != self._digest:
-            raise AdapterCorrupt(
-                f"the bytes of stored adapter {self._digest[:12]} have the digest "
-                f"{digest.hexdigest()[:12]} instead"
-            )
-        return packer.scales
+        found = []
+        # An adapter that an earlier release registered is read a second time, because another hash made its digest.
+        for version in DIGEST_VERSIONS:
+            digest = AdapterHash(self._parsed.config, version)
+            try:
+                packer = self._read(digest, make_packer, list(buffers), on_read)
+            except AdapterInvalid as error:
+                raise AdapterCorrupt(
+                    f"stored adapter {self._digest[:12]} cannot be served here: {error}"
+                ) from error
+            found.append(digest.hexdigest())
+            if found[-1] == self._digest:
+                return packer.scales
+        raise AdapterCorrupt(
+            f"the bytes of stored adapter {self._digest[:12]} have the digest {found[0][:12]} instead"
+        )
 
     def _read(
         self,

@@ -3,7 +3,7 @@
 An adapter is independent of pages and files. Its tensors are views of the memory that they were read from, and keep
 this memory alive.
 
-The digest is SHA-256 over everything that changes the arithmetic, and nothing else. The hash first covers the config's
+The digest is BLAKE3 over everything that changes the arithmetic, and nothing else. The hash first covers the config's
 fields as sorted JSON, after `targeting.spell_out`. Pattern tables are lists of pairs, because their order decides which
 pattern wins. Then it covers each tensor in name order: a JSON list of name, dtype and shape in one line, and the
 tensor's bytes. Every part has a known length, so two different adapters never hash the same bytes. The hash does not
@@ -24,6 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, convert, tensor_file_parts
@@ -216,7 +217,9 @@ def list_ranks(pairs: Mapping[ModuleId, LoraPair[Any]], shape: ModelShape) -> li
     return [pair.rank if (pair := pairs.get(m)) else 0 for m in range(shape.num_modules)]
 
 
-DIGEST_VERSION = 1
+DIGEST_VERSION = 2
+# Digests of version 1 are SHA-256. Adapters that were registered with them keep them.
+DIGEST_VERSIONS = (DIGEST_VERSION, 1)
 
 
 class AdapterHash:
@@ -225,11 +228,13 @@ class AdapterHash:
 
     Pass several pieces to one `update`. Each call releases the GIL, and the resulting thread switch takes as long as
     hashing tens of KB.
+
+    version: one of `DIGEST_VERSIONS`.
     """
 
-    def __init__(self, config: PeftConfig) -> None:
-        first = _line({"slora_digest": DIGEST_VERSION, "config": _arithmetic_fields(config)})
-        self._sha = hashlib.sha256(first)
+    def __init__(self, config: PeftConfig, version: int = DIGEST_VERSION) -> None:
+        first = _line({"slora_digest": version, "config": _arithmetic_fields(config)})
+        self._hash = blake3(first) if version == DIGEST_VERSION else hashlib.sha256(first)
 
     @staticmethod
     def describe(tensor: Factor) -> bytes:
@@ -237,10 +242,10 @@ class AdapterHash:
         return _line([tensor.name, tensor.dtype, list(tensor.shape)])
 
     def update(self, *pieces: bytes | memoryview) -> None:
-        self._sha.update(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        self._hash.update(pieces[0] if len(pieces) == 1 else b"".join(pieces))
 
     def hexdigest(self) -> str:
-        return self._sha.hexdigest()
+        return self._hash.hexdigest()
 
 
 def adapter_digest(config: PeftConfig, tensors: Mapping[str, StoredTensor]) -> str:

@@ -120,10 +120,6 @@ class PublishedObject(VersionObject):
     certificate: CertificateObject
 
 
-def digest_text(record: AdapterRecord) -> str:
-    return f"sha256:{record.version.digest}"
-
-
 def adapter_json(rollout: Rollout) -> AdapterObject:
     """Returns the JSON of a name or an alias. For an alias that splits requests, the JSON shows the version with the
     largest percentage.
@@ -158,7 +154,7 @@ def _fields(record: AdapterRecord, name: str, *, pinned: bool) -> AdapterObject:
         "object": "adapter",
         "name": name,
         "version": record.number,
-        "digest": digest_text(record),
+        "digest": record.version.digest,
         "rank": details.rank,
         "target_modules": list(details.target_modules),
         "bytes": details.num_bytes,
@@ -541,7 +537,7 @@ class ModelCatalog:
         versions: list[VersionPlace] = [
             {
                 "version": record.number,
-                "digest": digest_text(record),
+                "digest": record.version.digest,
                 "place": await self._client.prewarm(record.version, key.share),
             }
             for record in records
@@ -617,7 +613,9 @@ class ModelCatalog:
         return self._model(self._base.name, "slora", self._base.created_at, self._base.root, None)
 
     def _adapter_model(self, key: KeyRecord, name: str, record: AdapterRecord) -> ModelObject:
-        return self._model(name, key.tenant_name, int(record.named_at), digest_text(record), self._base.name)
+        return self._model(
+            name, key.tenant_name, int(record.named_at), record.version.digest, self._base.name
+        )
 
     def _model(self, name: str, owner: str, created_at: int, root: str, parent: str | None) -> ModelObject:
         return {

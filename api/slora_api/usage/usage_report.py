@@ -251,7 +251,7 @@ class UsageReport:
             "tenant_id": row.tenant,
             "api_key_id": row.key_id,
             "model": self._model(row, asked, names.adapters),
-            "adapter_digest": "+".join(f"sha256:{digest}" for digest in _digests(row)) or None,
+            "adapter_digest": "+".join(_digests(row)) or None,
             "num_model_requests": row.num_requests,
             "input_tokens": usage.prompt_tokens,
             "input_cached_tokens": usage.cached_tokens,

@@ -270,6 +270,24 @@ def _store_as_before(**changes: object) -> tuple[LocalBlob, str]:
     return LocalBlob(members), adapter_digest(config, read_tensors(memoryview(members[TENSORS])))
 
 
+# The digest in earlier versions of slora, which hashed with SHA-256, of an adapter whose weights are all 0.5.
+_OLD_DIGEST = "aa7006118191e6a45293e7693ce14d49a757d292e37b9c2261a624687b3e65b4"
+
+
+def test_an_adapter_that_was_registered_with_sha_256_loads_and_is_verified() -> None:
+    tensors = {name: np.full(value.shape, 0.5, np.float32) for name, value in make_tensors().items()}
+    members = make_members(tensors=tensors)
+    adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
+    expected = pack(adapter, SHAPE, "float32")
+    for digest in (adapter.digest, _OLD_DIGEST):
+        region, scales = _pour(LocalBlob(members), digest, 700)
+        assert np.array_equal(region, expected.buffer) and np.array_equal(scales, expected.scales)
+        raw = bytearray(members[TENSORS])
+        raw[-300] ^= 1
+        with pytest.raises(AdapterCorrupt, match=f"stored adapter {digest[:12]} have the digest"):
+            _pour(LocalBlob({**members, TENSORS: bytes(raw)}), digest)
+
+
 def test_an_adapter_that_was_stored_with_its_patterns_loads() -> None:
     blob, digest = _store_as_before(
         target_modules=r"^(?!.*head).*(q|down)_proj", alpha_pattern={"layers.0.*": 5}

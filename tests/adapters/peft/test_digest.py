@@ -13,6 +13,7 @@ def _digest(members: dict[str, bytes]) -> str:
     return parse_adapter(views, SHAPE, AdapterLimits()).digest
 
 
+HALVES = {name: np.full(value.shape, 0.5, np.float32) for name, value in make_tensors().items()}
 BASE = _digest(make_members())
 
 SAME = {
@@ -57,9 +58,8 @@ def test_weights_moved_between_two_modules_have_another_digest() -> None:
 
 def test_the_digest_is_the_one_that_was_published() -> None:
     """Stores use digests as keys. If the digest changes, every stored adapter is lost, unless DIGEST_VERSION is
-    raised too."""
-    tensors = {name: np.full(value.shape, 0.5, np.float32) for name, value in make_tensors().items()}
-    assert _digest(make_members(json.loads(json.dumps(make_config())), tensors)) == PUBLISHED
+    raised too, and a load still accepts the versions before."""
+    assert _digest(make_members(json.loads(json.dumps(make_config())), HALVES)) == PUBLISHED
 
 
-PUBLISHED = "aa7006118191e6a45293e7693ce14d49a757d292e37b9c2261a624687b3e65b4"
+PUBLISHED = "5324b8c97e84b4ebc026c1152b87bd0de6b7ece97466f669fa2cb24c0addeac6"

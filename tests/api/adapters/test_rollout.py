@@ -91,9 +91,9 @@ def test_a_request_may_name_a_version_or_an_alias_and_the_response_names_the_ver
         for stream in (False, True):
             answer = client.post(path, json={"model": "voice@prod", "stream": stream, **body})
             assert answer.headers["x-slora-adapter"] == "voice@2"
-            assert f"sha256:{answer.headers['x-slora-adapter-digest']}" == digests[2]
+            assert answer.headers["x-slora-adapter-digest"] == digests[2]
             request = platform.engine.requests[-1]
-            assert f"sha256:{request.adapter_digests}" == digests[2]
+            assert request.adapter_digests == digests[2]
     for model in ("voice@4", "voice@canary", "voice@", "voice@0", "other@1"):
         missing = post(platform, key, COMPLETIONS, {"model": model, "prompt": "x"})
         assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
@@ -275,7 +275,7 @@ def test_all_versions_of_a_reference_are_prewarmed_with_the_tenants_share(platfo
         assert (answer.status_code, answer.json()["name"]) == (202, reference)
         told = answer.json()["versions"]
         assert [(one["version"], one["place"]) for one in told] == [(n, "fetching") for n in numbers]
-        asked = [(pin.version.tenant, f"sha256:{pin.version.digest}") for pin in platform.engine.prewarmed]
+        asked = [(pin.version.tenant, pin.version.digest) for pin in platform.engine.prewarmed]
         assert asked == [(platform.tenant_id("warm"), one["digest"]) for one in told]
         assert {pin.share.weight for pin in platform.engine.prewarmed} == {3}
     assert client.post("/v1/adapters/voice@4/prewarm").status_code == 404

@@ -52,7 +52,7 @@ def test_an_upload_answers_201_with_a_certificate(platform: Platform) -> None:
     body = answer.json()
     assert answer.status_code == 201
     assert (body["name"], body["rank"], body["target_modules"]) == ("shout", 2, ["q_proj", "down_proj"])
-    assert body["digest"].startswith("sha256:") and len(body["digest"]) == 71
+    assert len(body["digest"]) == 64
     assert body["bytes"] == sum(tensor.nbytes for tensor in make_tensors().values())
     assert (body["version"], body.pop("new_version"), body.pop("aliases")) == (1, True, {"latest": 100})
     certificate, source = body.pop("certificate"), body.pop("source")

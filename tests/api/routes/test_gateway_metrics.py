@@ -86,7 +86,7 @@ def test_adapters_are_listed_by_every_name_that_a_request_may_use(gateway: Platf
             "/v1/adapters/greeter/aliases/prod", json={"versions": {"1": 90, "2": 10}}
         ).raise_for_status()
         digests = [one["digest"] for one in client.get("/v1/adapters/greeter/versions").json()["data"]]
-    second, first = (digest.removeprefix("sha256:") for digest in digests)
+    second, first = digests
     acme = gateway.tenant_id("acme")
     gateway.engine.loaded_adapters = ((acme, first), ("gone", "f" * 64))
     gateway.engine.waiting_adapters = ((acme, second),)

@@ -41,7 +41,7 @@ def digests(platform: Platform) -> set[str]:
 
 def upload(platform: Platform, key: str, name: str, seed: int) -> str:
     answer = platform.upload(key, name, make_members(tensors=make_tensors(seed=seed))).raise_for_status()
-    return str(answer.json()["digest"]).removeprefix("sha256:")
+    return str(answer.json()["digest"])
 
 
 def record_of(tenant: str, request_id: str, key_id: str = "key") -> UsageRecord:

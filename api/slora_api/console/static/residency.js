@@ -13,7 +13,7 @@ export async function loadResidency(me, signal) {
     const owners = frame.pool.owners.filter((one) => one.tenant === me.tenant && one.content in STATES);
     const states = new Map(owners.map((one) => [one.adapter, STATES[one.content]]));
     // The feed names an adapter by the beginning of its digest until it has looked the name up.
-    const findDigest = (digest) => [...states.keys()].find((name) => digest.startsWith(`sha256:${name}`));
+    const findDigest = (digest) => [...states.keys()].find((name) => digest.startsWith(name));
     return { of: ({ name, version, digest }) => states.get(`${name}@${version}`) ?? states.get(findDigest(digest)) ?? "–" };
   }
   return null;
