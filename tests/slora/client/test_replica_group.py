@@ -12,10 +12,8 @@ from pathlib import Path
 import pytest
 
 from slora.client.replica_group import ReplicaGroup
-from slora.core.errors import EngineUnavailable
 from slora.core.request import EngineRequest, RequestTiming, RequestUsage, single_adapter
 from slora.core.sampling_params import OutputKind, SamplingParams, StructuredOutput
-from slora.core.usage_journal import closed_segments
 from tests.api.served import EOS, write_tokenizer
 from tests.support.driving import Answer
 from tests.support.engine_stack import WAIT_S, ChildProcess, EngineStack, find_owner, open_stack, wait_until
@@ -54,12 +52,6 @@ class Replicas:
         process.send(signal.SIGKILL)
         assert process.wait() == -signal.SIGKILL
 
-    async def drain(self, name: str) -> None:
-        """Stops an engine as an operator would, and waits until it has ended."""
-        process = self._processes.pop(name)
-        process.send(signal.SIGTERM)
-        assert await asyncio.to_thread(process.wait) == 0
-
     def stop(self) -> None:
         for name in list(self._processes):
             self.kill(name)
@@ -82,11 +74,11 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineStack]:
 
 @asynccontextmanager
 async def running_group(
-    stack: EngineStack, num_replicas: int, resume_s: float = WAIT_S
+    stack: EngineStack, num_replicas: int
 ) -> AsyncIterator[tuple[ReplicaGroup, Replicas]]:
     with tempfile.TemporaryDirectory() as root:
         replicas = Replicas(stack, Path(root), num_replicas)
-        group = ReplicaGroup(replicas.sockets, resume_s)
+        group = ReplicaGroup(replicas.sockets, WAIT_S)
         running = asyncio.create_task(group.run())
         try:
             replicas.start()
@@ -169,66 +161,5 @@ def test_streams_of_killed_engines_equal_undisturbed_streams(
                 assert usage.generated_tokens == usage_before.generated_tokens, case
                 assert usage.prompt_tokens == usage_before.prompt_tokens, case
             assert "it is sent to another one" in caplog.text
-
-    asyncio.run(main())
-
-
-def test_an_engine_that_is_told_to_stop_hands_its_streams_over(
-    stack: EngineStack, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Neither engine records the usage itself: the group reports it once, for the whole answers."""
-
-    async def main() -> None:
-        async with running_group(stack, 2) as (group, replicas):
-            log = Log(group)
-            expected = await collect_all(group, stack, "before")
-            started = {case: asyncio.Event() for case in CASES}
-            streams = {
-                case: asyncio.create_task(collect(group, ask(stack, case, f"{case} moved"), started[case]))
-                for case in CASES
-            }
-            await started["choices"].wait()
-            await replicas.drain(find_owner(group, "choices moved") or replicas.sockets[0].stem)
-            for case, stream in streams.items():
-                for index, choice in (await stream).items():
-                    assert choice.token_ids == expected[case][index].token_ids, case
-                usage, usage_before = log.usage[f"{case} moved"], log.usage[f"{case} before"]
-                assert usage is not None and usage_before is not None
-                assert usage.generated_tokens == usage_before.generated_tokens, case
-            assert "it is sent to another one" in caplog.text
-        records = [record for segment in closed_segments(stack.usage_directory) for record in segment.records]
-        assert not [record for record in records if record.request_id.endswith("moved")]
-
-    asyncio.run(main())
-
-
-def test_a_client_that_leaves_while_no_engine_runs_ends_its_request(stack: EngineStack) -> None:
-    async def main() -> None:
-        async with running_group(stack, 1) as (group, replicas):
-            log = Log(group)
-            stream = asyncio.create_task(
-                collect(group, ask(stack, "greedy", "left"), started := asyncio.Event())
-            )
-            await started.wait()
-            replicas.kill("engine-0")
-            await wait_until(lambda: not group.ready)
-            stream.cancel()
-            await asyncio.gather(stream, return_exceptions=True)
-            assert log.usage == {"left": None}
-            with pytest.raises(EngineUnavailable, match="being started"):
-                await collect(group, ask(stack, "greedy", "refused"))
-
-    asyncio.run(main())
-
-
-def test_without_time_to_resume_the_loss_of_an_engine_ends_its_streams(stack: EngineStack) -> None:
-    async def main() -> None:
-        async with running_group(stack, 1, resume_s=0) as (group, replicas):
-            stream = group.generate(ask(stack, "greedy", "lost"))
-            await anext(stream)
-            replicas.kill("engine-0")
-            with pytest.raises(EngineUnavailable, match="the engine died"):
-                async for _ in stream:
-                    pass
 
     asyncio.run(main())

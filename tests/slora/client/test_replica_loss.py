@@ -234,6 +234,27 @@ async def test_a_stream_ends_when_the_process_of_its_group_ends(bench: Bench) ->
 
 
 @on_bench(1)
+async def test_a_client_that_leaves_while_no_engine_runs_ends_its_request(bench: Bench) -> None:
+    stream, engine = await bench.begin_stream(ask())
+    await engine.die()
+    await wait_until(lambda: not bench.group.ready)
+    stream.cancel()
+    await asyncio.gather(stream, return_exceptions=True)
+    assert bench.usage == {"r": None}
+    with pytest.raises(EngineUnavailable, match="being started"):
+        await read(bench.group.generate(ask("refused")))
+
+
+@on_event_loop
+async def test_without_time_to_resume_the_loss_of_an_engine_ends_its_streams() -> None:
+    async with running_bench(1, resume_s=0) as bench:
+        stream, engine = await bench.begin_stream(ask())
+        await engine.die()
+        with pytest.raises(EngineUnavailable, match="the engine died"):
+            await stream
+
+
+@on_bench(1)
 async def test_a_request_that_loses_too_many_engines_without_a_new_token_is_given_up(bench: Bench) -> None:
     stream, engine = await bench.begin_stream(ask())
     for number in range(MAX_LOSSES):

@@ -412,48 +412,6 @@ def test_a_request_whose_adapter_is_late_never_delays_others(
     assert trace(with_late=True) == trace(with_late=False)
 
 
-@given(
-    st.randoms(use_true_random=True),
-    st.integers(0, 5),
-    st.integers(5, 16),
-    st.integers(1, 4),
-    st.none() | st.sampled_from([SMALL, LARGE]),
-)
-def test_later_requests_cannot_starve_a_waiting_request(
-    random: Random, steps_before: int, num_pages: int, max_num_seqs: int, adapter: AdapterVersion | None
-) -> None:
-    """The wait from arrival to first step is bounded.
-
-    The bound is the number of tokens that earlier running and waiting requests may still compute, at one token per
-    step. The tokens of requests that start during the adapter's fetch are added.
-    """
-    bench = SchedulerBench(
-        PAGES, num_pages=num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_seqs + 2
-    )
-
-    def add_newcomers(number: int) -> None:
-        for place in range(3):
-            one, prompt, tokens = (
-                random.choice([None, *VERSIONS[:3]]),
-                random.randint(1, 6),
-                random.randint(1, 6),
-            )
-            bench.add(f"{number}.{place}", prompt=prompt, max_tokens=tokens, adapter=one)
-
-    for number in range(steps_before):
-        add_newcomers(-1 - number)
-        bench.deliver_and_step()
-    before = bench.num_unfinished
-    head = bench.add("head", prompt=4, max_tokens=4, adapter=adapter)
-    bound = 12 * (before + 2 * max_num_seqs) + 3
-    for number in range(bound):
-        add_newcomers(number)
-        bench.deliver_and_step()
-        if head.num_computed > 0:
-            return
-    raise AssertionError(f"it did not start within {bound} steps")
-
-
 @pytest.mark.parametrize("older", [False, True])
 def test_every_decoding_request_gets_a_token_per_step_beside_a_long_prompt(older: bool) -> None:
     bench = SchedulerBench(PAGES, num_pages=50, max_num_seqs=4, max_num_batched_tokens=8)
@@ -468,18 +426,6 @@ def test_every_decoding_request_gets_a_token_per_step_beside_a_long_prompt(older
     for _ in range(8):
         bench.step()
         assert bench.planned == {"a": 1, "b": 1, "c": 1, "long": 5}
-
-
-def test_the_newest_request_is_preempted_and_resumes_in_its_place() -> None:
-    bench = SchedulerBench(PAGES, num_pages=5)
-    for name in "abc":
-        bench.add(name, prompt=4, max_tokens=8)
-    outputs = list(bench.run_to_end(100))
-    finished = [output.request_id for output in outputs if output.delta and output.delta.finish_reason]
-    assert finished == ["a", "b", "c"]
-    assert bench.scheduler.num_preemptions > 0
-    for name in "abc":
-        assert sum(output.request_id == name for output in outputs) == 8, "a token was told twice"
 
 
 def test_running_requests_finish_on_a_deleted_adapter() -> None:
@@ -520,14 +466,6 @@ def test_a_request_too_long_for_the_pool_is_refused_at_once() -> None:
         match=r"length is \d+ tokens .* 5 pages for 17 tokens and 0 for its adapter, but the pool has only 4",
     ):
         bench.add("too long", prompt=10, max_tokens=8)
-
-
-def test_a_request_too_long_beside_its_adapter_ends_when_the_adapter_s_size_is_known() -> None:
-    bench = SchedulerBench(PAGES, num_pages=4)
-    bench.add("too long", prompt=4, max_tokens=2, adapter=LARGE)
-    (output,) = bench.run_to_end(5)
-    assert isinstance(output.error, ContextTooLong)
-    assert bench.source.num_pinned == 0
 
 
 def test_an_open_ended_request_is_cut_to_what_the_pool_holds() -> None:
@@ -613,13 +551,6 @@ def test_the_choices_of_a_request_share_the_pages_of_its_prompt() -> None:
         FinishReason.LENGTH
     ] * 3
     assert bench.num_copies == 2 and bench.pool.num_held == 0
-
-
-def test_a_prompt_of_whole_blocks_is_forked_without_a_copy() -> None:
-    bench = SchedulerBench(PAGES, num_pages=20)
-    bench.add("a", prompt=8, max_tokens=6, n=4)
-    list(bench.run_to_end(10))
-    assert bench.num_copies == 0
 
 
 def test_preempting_one_choice_frees_only_its_own_pages() -> None:

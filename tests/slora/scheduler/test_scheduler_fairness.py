@@ -10,7 +10,6 @@ import pytest
 
 from slora.core.errors import DeadlineMissed
 from slora.core.request import StepOutput, TenantShare
-from slora.scheduler.sequence import Sequence
 from slora_adapters.version import AdapterVersion
 from tests.support.covering import soaked
 from tests.support.scheduler_bench import COSTS, NO_SHARE, SchedulerBench
@@ -67,19 +66,15 @@ def make_crowd(adapters: dict[AdapterVersion, int] | None = None, **options: Any
     return Crowd(SchedulerBench(adapters or {}, **{"num_pages": 60, "max_num_seqs": 4, **options}))
 
 
-def test_a_tenant_that_sends_ten_times_as_much_is_not_served_more(*, soak: bool) -> None:
-    crowd = make_crowd()
-    for _ in range(5000 if soak else 800):
-        crowd.step({"much": 50, "little": 5})
-    assert crowd.served["much"] == pytest.approx(crowd.served["little"], rel=0.05)
-
-
-def test_first_come_first_served_favours_the_tenant_that_sends_most() -> None:
-    """Shows that the test above can fail."""
-    crowd = make_crowd(scheduling="fcfs")
-    for _ in range(400):
-        crowd.step({"much": 50, "little": 5})
-    assert crowd.served["much"] > 5 * crowd.served["little"]
+def test_a_tenant_that_sends_ten_times_as_much_is_served_more_only_by_fcfs(*, soak: bool) -> None:
+    """Fair scheduling costs no throughput."""
+    fair, fcfs = make_crowd(), make_crowd(scheduling="fcfs")
+    for crowd in (fair, fcfs):
+        for _ in range(5000 if soak else 600):
+            crowd.step({"much": 50, "little": 5})
+    assert fair.served["much"] == pytest.approx(fair.served["little"], rel=0.05)
+    assert fcfs.served["much"] > 5 * fcfs.served["little"]
+    assert fair.served.total() >= 0.98 * fcfs.served.total()
 
 
 def test_service_is_proportional_to_weight() -> None:
@@ -87,14 +82,6 @@ def test_service_is_proportional_to_weight() -> None:
     for _ in range(800):
         crowd.step({"light": 20, "heavy": 20}, {"heavy": TenantShare(weight=3)})
     assert crowd.served["heavy"] == pytest.approx(3 * crowd.served["light"], rel=0.05)
-
-
-def test_fair_scheduling_keeps_the_throughput_of_first_come_first_served() -> None:
-    fair, fcfs = make_crowd(), make_crowd(scheduling="fcfs")
-    for crowd in (fair, fcfs):
-        for _ in range(400):
-            crowd.step({"much": 50, "little": 5})
-    assert fair.served.total() >= 0.98 * fcfs.served.total()
 
 
 def test_a_tenant_back_from_idle_gets_no_more_than_its_share() -> None:
@@ -107,18 +94,6 @@ def test_a_tenant_back_from_idle_gets_no_more_than_its_share() -> None:
         crowd.step({"busy": 10, "idle": 10})
         assert crowd.served["idle"] <= crowd.served["busy"] + 100, "it keeps the other out"
     assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.05)
-
-
-def test_an_idle_tenant_that_returns_shares_with_its_class_while_a_later_class_starves() -> None:
-    """Born from a bug: the tenant's counter was lifted only to that of the starving class."""
-    crowd = make_crowd()
-    later = {"later": TenantShare(priority=1)}
-    for _ in range(300):
-        crowd.step({"busy": 10, "later": 3}, later)
-    crowd.served.clear()
-    for _ in range(300):
-        crowd.step({"busy": 10, "idle": 10, "later": 3}, later)
-    assert crowd.served["idle"] == pytest.approx(crowd.served["busy"], rel=0.1)
 
 
 @pytest.mark.parametrize("prefix_cache", soaked(["off", "tenant"], "tenant"))
@@ -647,61 +622,30 @@ def test_a_preempted_request_that_has_answered_is_not_ended_by_its_deadline() ->
 # -- preemption ---------------------------------------------------------------------------------------------------
 
 
-def run_short_of_pages(costs: Any = COSTS, **options: Any) -> tuple[SchedulerBench, int, list[Sequence]]:
-    """Returns the bench, the total number of computed tokens, and the requests."""
-    bench = SchedulerBench({}, num_pages=12, max_num_batched_tokens=32, costs=costs, **options)
+@pytest.mark.parametrize(
+    ("options", "swaps", "recomputes"),
+    [
+        ({"preemption": "swap"}, True, False),
+        ({"preemption": "recompute"}, False, True),
+        ({"preemption": "swap", "swap_pages": 1}, True, True),
+        # By default, the cheaper way is chosen.
+        ({"costs": replace(COSTS, page_copy_s=1e-5)}, True, False),
+        ({"costs": replace(COSTS, page_copy_s=1.0)}, False, True),
+    ],
+)
+def test_tokens_are_recomputed_unless_they_were_swapped(
+    options: dict[str, Any], *, swaps: bool, recomputes: bool
+) -> None:
+    bench = SchedulerBench({}, **{"num_pages": 12, "max_num_batched_tokens": 32, "swap_pages": 20} | options)
     sequences = [bench.add(str(n), prompt=6 + n, max_tokens=12) for n in range(5)]
     num_computed = 0
     while bench.num_unfinished:
         bench.step()
         num_computed += bench.last_plan.num_tokens
-    assert bench.scheduler.num_preemptions > 0
-    return bench, num_computed, sequences
-
-
-def num_needed(sequences: list[Sequence]) -> int:
-    return sum(sequence.max_kv_tokens for sequence in sequences)
-
-
-def test_swapped_tokens_are_not_recomputed() -> None:
-    bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=20)
-    swapping = bench.scheduler.swapping
-    assert num_computed == num_needed(sequences)
-    assert swapping.num_pages_out == swapping.num_pages_in > 0 and swapping.num_used == 0
-
-
-def test_tokens_that_were_not_swapped_are_recomputed() -> None:
-    bench, num_computed, sequences = run_short_of_pages(preemption="recompute", swap_pages=20)
-    assert num_computed > num_needed(sequences)
-    assert bench.scheduler.swapping.num_pages_out == 0
-
-
-def test_with_a_full_host_the_remaining_tokens_are_recomputed() -> None:
-    bench, num_computed, sequences = run_short_of_pages(preemption="swap", swap_pages=1)
-    assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_used == 0
-
-
-def test_the_cheaper_of_swap_and_recomputation_is_chosen() -> None:
-    quick_copies, slow_copies = (replace(COSTS, page_copy_s=seconds) for seconds in (1e-5, 1.0))
-    bench, num_computed, sequences = run_short_of_pages(quick_copies, swap_pages=20)
-    assert num_computed == num_needed(sequences) and bench.scheduler.swapping.num_pages_in > 0
-    bench, num_computed, sequences = run_short_of_pages(slow_copies, swap_pages=20)
-    assert num_computed > num_needed(sequences) and bench.scheduler.swapping.num_pages_out == 0
-
-
-def test_swapped_tokens_are_charged_once() -> None:
-    charged = []
-    for options in (
-        {"num_pages": 12, "preemption": "swap", "swap_pages": 20},
-        {"num_pages": 12},
-        {"num_pages": 60},
-    ):
-        bench = SchedulerBench({}, max_num_batched_tokens=32, **options)
-        for n in range(5):
-            bench.add(str(n), prompt=6 + n, max_tokens=12)
-        list(bench.run_to_end(50))
-        charged.append(bench.memory.tenants.find("tenant").service)
-    assert charged == [40 + 2 * 60] * 3
+    swapping, num_needed = bench.scheduler.swapping, sum(sequence.max_kv_tokens for sequence in sequences)
+    assert bench.scheduler.num_preemptions > 0 and num_computed >= num_needed
+    assert (swapping.num_pages_out > 0, num_computed > num_needed) == (swaps, recomputes)
+    assert swapping.num_pages_in == swapping.num_pages_out and swapping.num_used == 0
 
 
 @pytest.mark.parametrize("window", [None, 6])
