@@ -23,7 +23,6 @@ from tests.kernels.test_attention import (
     WINDOWED,
     attend,
     check_against_twin,
-    make_rule,
     take_alone,
 )
 
@@ -228,17 +227,6 @@ def test_windows_and_caps_hold_over_fp8_pages(
     pairs = [(rule, heads) for rule in RULES for heads in WINDOW_HEADS]
     for (window, softcap), heads in pairs if soak else pairs[2 :: 2 * len(WINDOW_HEADS) + 1]:
         check_against_twin(kernels, device, make_geometry(heads, dtype), WINDOWED, window, softcap)
-
-
-@LATE
-def test_a_sequence_over_fp8_pages_gets_the_same_bits_alone_and_in_a_batch(
-    kernels: Kernels, device: str
-) -> None:
-    scene = build(HEADS[1], torch.bfloat16, MIXED, device)
-    together = attend(kernels, scene, make_rule(scene))
-    for b in range(len(MIXED)):
-        first, last = scene.batch.query_starts[b : b + 2].tolist()
-        assert torch.equal(together[first:last], attend(kernels, take_alone(scene, b), make_rule(scene)))
 
 
 def test_a_page_of_fp8_holds_almost_twice_the_tokens() -> None:

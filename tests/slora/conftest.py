@@ -4,16 +4,15 @@ import pytest
 
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import KINDS, expert_lora_kinds
-from tests.support.tiny_models import OTHER_MODELS, count_layers
+from tests.support.tiny_models import OTHER_MODELS, count_layers, few_layers
 
 SMALL_KINDS = {kind: KINDS[kind] for kind in ("odd_rank", "patterns", "r8_on_q_and_v", "some_layers")}
-SMALL_KINDS["some_layers"] = {**SMALL_KINDS["some_layers"], "layers_to_transform": [0]}
 
 
 @pytest.fixture(scope="session")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
+def kits(tmp_path_factory: pytest.TempPathFactory, soak: bool) -> Kits:
     """Returns the kit of a model by name. Each kit is made at its first use."""
-    return cache(lambda name: make_kit(tmp_path_factory.mktemp(name), name))
+    return cache(lambda name: make_kit(tmp_path_factory.mktemp(name), name, **few_layers(name, soak=soak)))
 
 
 @pytest.fixture(scope="session")

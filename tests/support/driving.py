@@ -17,7 +17,6 @@ from slora_adapters.version import AdapterVersion
 from tests.support.cpu_kernels import KERNELS
 from tests.support.model_kit import ModelKit
 from tests.support.peft_adapters import make_adapter
-from tests.support.tiny_models import make_model
 
 # Fixed instead of measured, so that the same requests always make the same steps. Copying a page takes as long as
 # computing two tokens. A step has time to load 1 MB of adapters.
@@ -69,9 +68,9 @@ def make_source(kit: ModelKit, dtype: str = "float32") -> tuple[DirectorySource,
     return source, {kind: source.hold(read_once(path, shape, limits)) for kind, path in kit.adapters.items()}
 
 
-def add_overflowing_adapter(source: DirectorySource, model: str, directory: Path) -> AdapterVersion:
+def add_overflowing_adapter(source: DirectorySource, kit: ModelKit, directory: Path) -> AdapterVersion:
     """Writes an adapter whose hidden states and logits are not finite, and adds it to the source."""
-    make_adapter(directory, make_model(model), std=1e30)
+    make_adapter(directory, kit.read_model(), std=1e30)
     return source.add(directory)
 
 

@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slora.models.model_spec import ModelSpec, read_model_spec
 from slora_kernels.kv_format import KVFormat
@@ -48,6 +50,10 @@ class ModelKit:
     def spec(self) -> ModelSpec:
         """Reading it again would run a model of transformers' classes again, which takes longer than its tests."""
         return read_model_spec(self.directory)
+
+    def read_model(self) -> PreTrainedModel:
+        """A copy of the base model, on which another adapter may be trained."""
+        return AutoModelForCausalLM.from_pretrained(self.directory)
 
     def path(self, adapter: str | None) -> Path | None:
         return self.adapters[adapter] if adapter is not None else None
@@ -114,6 +120,14 @@ def kinds_for(model: str) -> Mapping[str, dict[str, object]]:
     return FUSED_KINDS if model.startswith("phi3") else KINDS
 
 
+def _leave_out_layers(lora: dict[str, Any], num_layers: Any) -> dict[str, Any]:
+    """The fields of LoraConfig for a model that has only the first `num_layers` layers, unless it is None."""
+    layers = lora.get("layers_to_transform")
+    if layers is None or num_layers is None:
+        return lora
+    return {**lora, "layers_to_transform": [layer for layer in layers if layer < num_layers]}
+
+
 def make_kit(
     root: Path, model: str, kinds: Mapping[str, dict[str, object]] | None = None, **changes: object
 ) -> ModelKit:
@@ -125,7 +139,8 @@ def make_kit(
         # peft warns unless it is told which linears are stored transposed.
         transposed = {"fan_in_fan_out": True} if model == "gpt2" else {}
         base = make_model(model, **changes)
-        made = make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **lora)
+        fields = _leave_out_layers(lora, changes.get("num_hidden_layers"))
+        made = make_adapter(root / kind, base, seed=seed, std=_ADAPTER_STD, **transposed, **fields)
         # For a model with experts, PEFT changes the patterns in an adapter's config when it loads it.
         if not any(hasattr(module, "experts") for module in base.modules()):
             trained[kind] = made

@@ -368,9 +368,14 @@ SEEING = "_seeing"
 
 
 def count_layers(name: str) -> int:
-    """The layers that a model of `OTHER_MODELS` needs in a test."""
-    own = OTHER_MODELS[name]
+    """The layers that a model of `MODELS` or `OTHER_MODELS` needs in a test: one of each kind, and at least two."""
+    own: dict[str, Any] = OTHER_MODELS[name] if name in OTHER_MODELS else MODELS[name][1]
     return len(own.get("text_config", own).get("layer_types", (0, 1)))
+
+
+def few_layers(name: str, *, soak: bool) -> dict[str, int]:
+    """The change of the config that leaves `count_layers` in the quick run. The layers of recurrent models stay."""
+    return {} if soak or name in RECURRENT_MODELS else {"num_hidden_layers": count_layers(name)}
 
 
 def make_config(name: str, **changes: object) -> PreTrainedConfig:

@@ -49,7 +49,7 @@ from tests.support.peft_adapters import (
     TIED_KINDS,
     expert_lora_kinds,
 )
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import VOCAB_SIZE, few_layers
 
 Kinds = dict[str, dict[str, object]]
 # Returns the kit of a feature and a model.
@@ -154,11 +154,14 @@ ALL_AT_ONCE = soaked(
 
 
 @pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory, expert_kits: Callable[[str], ModelKit]) -> Kits:
+def kits(
+    tmp_path_factory: pytest.TempPathFactory, expert_kits: Callable[[str], ModelKit], soak: bool
+) -> Kits:
     def make(feature: str, model: str) -> ModelKit:
         if feature == "experts":
             return expert_kits(model)
-        return make_kit(tmp_path_factory.mktemp(model), model, FEATURES[feature](model))
+        changes = few_layers(model, soak=soak)
+        return make_kit(tmp_path_factory.mktemp(model), model, FEATURES[feature](model), **changes)
 
     return cache(make)
 
@@ -357,7 +360,7 @@ def test_a_failure_while_scales_are_computed_leaves_no_half_finished_adapter(
 
 def test_an_adapter_names_what_is_used_of_it(kits: Kits) -> None:
     kit = kits("dora", "qwen2")
-    shape = kit.spec.shape("float32")
+    shape, num_layers = kit.spec.shape("float32"), kit.spec.sizes.num_layers
     uses = {
         kind: read_adapter(path, shape, AdapterLimits()).extras.uses
         for kind, path in kit.adapters.items()
@@ -366,10 +369,10 @@ def test_an_adapter_names_what_is_used_of_it(kits: Kits) -> None:
     assert uses == {
         "plain": (),
         "dora_and_biases": (
-            "the DoRA magnitudes of 21 modules",
-            "the trained biases of 9 modules, which replace those of the base model",
+            f"the DoRA magnitudes of {7 * num_layers} modules",
+            f"the trained biases of {3 * num_layers} modules, which replace those of the base model",
         ),
-        "bias_of_b": ("the biases of lora_B of 6 modules",),
+        "bias_of_b": (f"the biases of lora_B of {2 * num_layers} modules",),
     }
 
 

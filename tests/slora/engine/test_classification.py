@@ -21,6 +21,7 @@ from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, start_engine
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter, quiet_peft
+from tests.support.tiny_models import few_layers
 
 CLASSIFY = Pooling(PoolingKind.CLASSIFY, normalize=False)
 MODELS = ["llama", "qwen3", "gemma3_text", "qwen2_moe", "gpt2", "gpt_neox", "phi", "stablelm"]
@@ -34,11 +35,11 @@ def _find_base(directory: Path, kind: str) -> PreTrainedModel:
     return base.eval()
 
 
-def _make_kit(root: Path, model: str) -> ModelKit:
+def _make_kit(root: Path, model: str, changes: dict[str, int]) -> ModelKit:
     plain = {"plain": {"r": 3, "target_modules": ["c_attn"] if model == "gpt2" else "all-linear"}}
     if model == "qwen2_moe":
         plain["plain"]["target_modules"] = ["q_proj", "o_proj"]
-    kit = make_kit(root, model, plain)
+    kit = make_kit(root, model, plain, **changes)
     targets = {} if model != "qwen2_moe" else {"target_modules": ["q_proj", "o_proj"]}
     norms = {"gpt2": "ln_1"}.get(model, "input_layernorm")
     kinds: dict[str, dict[str, object]] = {
@@ -64,8 +65,8 @@ def _make_kit(root: Path, model: str) -> ModelKit:
 
 
 @pytest.fixture(scope="module")
-def kits(tmp_path_factory: pytest.TempPathFactory) -> Kits:
-    return cache(lambda model: _make_kit(tmp_path_factory.mktemp(model), model))
+def kits(tmp_path_factory: pytest.TempPathFactory, soak: bool) -> Kits:
+    return cache(lambda model: _make_kit(tmp_path_factory.mktemp(model), model, few_layers(model, soak=soak)))
 
 
 @torch.inference_mode()

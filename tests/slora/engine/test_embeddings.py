@@ -293,7 +293,7 @@ def test_hidden_states_that_are_not_finite_fail_their_own_request_alone(
 ) -> None:
     kit = kits("llama")
     source, versions = make_source(kit)
-    bursting = add_overflowing_adapter(source, "llama", tmp_path)
+    bursting = add_overflowing_adapter(source, kit, tmp_path)
     bad = [ask(f"bad {one.kind}", draw(20), bursting, one) for one in (LAST, MEAN, Pooling(dimensions=1))]
     good = ask("good", draw(20), versions["odd_rank"], MEAN)
     answers = drive(
@@ -386,28 +386,3 @@ def test_an_embedding_that_misses_its_deadline_says_so(kits: Kits) -> None:
     assert isinstance(answer.error, DeadlineMissed) and "the embedding was to come within" in str(
         answer.error
     )
-
-
-def test_tenants_share_the_engine_fairly_between_embeddings_and_answers(kits: Kits) -> None:
-    """One tenant embeds 20 long prompts; the other one's short embedding does not wait for them."""
-    engine, _ = start_engine(kits("llama"), 400, max_num_seqs=16, max_num_batched_tokens=64)
-    order: list[str] = []
-    for number in range(20):
-        engine.add(ask(f"hog {number}", draw(100, number), pooling=MEAN, tenant="hog"))
-    engine.step()
-    engine.add(ask("honest", draw(20), tenant="honest"))
-    while engine.num_unfinished:
-        order.extend(output.request_id for output in engine.step())
-    assert order.index("honest") <= 4
-    assert len(order) == 21
-
-
-@pytest.mark.soak
-def test_triton_kernels_embed_as_peft_does(one_layer_kit: ModelKit) -> None:
-    engine, versions = start_engine(one_layer_kit, 100, kernels="triton", max_model_len=64)
-    asked = [
-        (ask("mean", draw(17), versions["odd_rank"], MEAN), "odd_rank"),
-        (ask("last", draw(5), None, LAST), None),
-    ]
-    answers = drive(engine, [[request for request, _ in asked]])
-    assert max(measure_error(one_layer_kit, r, one, answers[r.request_id]) for r, one in asked) < TOLERANCE

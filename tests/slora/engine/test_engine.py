@@ -12,7 +12,6 @@ from slora.core.request import EngineRequest, FinishReason, TenantShare, single_
 from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.runner.runner import Runner
-from slora_adapters.version import AdapterVersion
 from tests.support.driving import COSTS, Answer, drive, make_engine, make_source, start_engine, step
 from tests.support.model_kit import ModelKit
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE
@@ -60,27 +59,11 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(kit: ModelKit)
     assert isinstance(answer.error, ContextTooLong) and answer.error.code == "context_length_exceeded"
 
 
-def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
-    engine.add(ask([1]))
-    with pytest.raises(RequestRefused, match="'r' is already running"):
-        engine.add(ask([2]))
-    assert len(drive(engine, [])["r"].token_ids) == 10
-    engine.add(ask([2]))
-
-
 @pytest.mark.parametrize(("length", "max_tokens"), [(500, None), (MAX_POSITIONS - 1, 1)])
 def test_the_whole_context_may_be_used(engine: Engine, length: int, max_tokens: int | None) -> None:
     answer = drive(engine, [[ask([1] * length, replace(GREEDY, max_tokens=max_tokens))]])["r"]
     assert len(answer.token_ids) == MAX_POSITIONS - length
     assert answer.reason is FinishReason.LENGTH
-
-
-def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine) -> None:
-    free = drive(engine, [[ask([1, 2])]])["r"].token_ids
-    stop = free[4]
-    answer = drive(engine, [[ask([1, 2], replace(GREEDY, stop_token_ids=(stop,)))]])["r"]
-    assert answer.token_ids == free[: free.index(stop) + 1]
-    assert answer.reason is FinishReason.STOP
 
 
 def test_the_end_token_of_the_model_ends_the_answer_unless_ignored(engine: Engine) -> None:
@@ -112,15 +95,6 @@ def test_an_aborted_request_frees_its_pages_at_once_and_others_go_on(kit: ModelK
     # Idle cached pages: the adapter's, and the two blocks that the request computed completely.
     assert stats.pages_held == 1 and stats.pages_cached == stats.adapter_pages + 2 > 2
     assert answers["r"].token_ids + drive(engine, [])["r"].token_ids == alone
-
-
-def test_an_unknown_adapter_fails_only_its_own_request(kit: ModelKit) -> None:
-    engine, _ = start_engine(kit, 200)
-    missing = EngineRequest("missing", "t", [1], single_adapter(AdapterVersion("t", "0" * 64)), GREEDY)
-    answers = drive(engine, [[missing, ask([1])]])
-    error = answers["missing"].error
-    assert isinstance(error, AdapterFetchFailed) and error.code == "not_found"
-    assert len(answers["r"].token_ids) == 10
 
 
 def test_a_deleted_adapter_is_freed_from_the_pool(kit: ModelKit) -> None:

@@ -37,7 +37,7 @@ def test_an_adapter_that_overflows_fails_its_own_requests_alone(
     kit: ModelKit, tmp_path: Path, kernels: str
 ) -> None:
     source, versions = make_source(kit)
-    bursting = add_overflowing_adapter(source, "llama", tmp_path)
+    bursting = add_overflowing_adapter(source, kit, tmp_path)
     others = [ask("base", None), *(ask(kind, version) for kind, version in versions.items())]
     expected = drive(make_engine(kit, source, 500, kernels=kernels), [others])
     answers = drive(make_engine(kit, source, 500, kernels=kernels), [[ask("bursting", bursting), *others]])

@@ -237,19 +237,6 @@ def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -
     run(body)
 
 
-def test_cancelling_a_reader_frees_its_pages(run: Run) -> None:
-    async def body(client: RemoteEngine) -> None:
-        before = (await wait_for_stats(client, idle)).generated_tokens
-        readers = [asyncio.create_task(collect(client.generate(request))) for request in ask_many()]
-        await wait_for_stats(client, lambda stats: stats.running > 0)
-        for reader in readers:
-            reader.cancel()
-        await asyncio.gather(*readers, return_exceptions=True)
-        await check_cut_short(client, before)
-
-    run(body)
-
-
 def test_the_requests_of_a_disconnected_client_are_aborted(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
         before = (await wait_for_stats(client, idle)).generated_tokens
@@ -284,17 +271,6 @@ def test_a_choice_is_ended_alone_and_the_others_go_on(run: Run, kit: ModelKit) -
             2: expected["r/2"].token_ids,
         }
         await wait_for_stats(client, idle)
-
-    run(body)
-
-
-def test_closing_an_answer_ends_all_its_choices(run: Run) -> None:
-    async def body(client: RemoteEngine) -> None:
-        before = (await wait_for_stats(client, idle)).generated_tokens
-        async with aclosing(client.generate(ask("r", None, replace(LONG, n=8, temperature=1.0)))) as deltas:
-            await anext(deltas)
-            client.end_choice("r", 3)
-        await check_cut_short(client, before)
 
     run(body)
 
@@ -338,20 +314,6 @@ def test_the_error_of_a_request_keeps_its_class_over_the_socket(run: Run, kit: M
             await collect(client.generate(ask("c", AdapterVersion("tenant", "0" * 64))))
         assert missing.value.code == "not_found"
         assert len((await collect(client.generate(ask("d")))).token_ids) == 20
-
-    run(body)
-
-
-def test_a_deleted_adapter_is_removed_from_the_engine(run: Run, stack: EngineStack) -> None:
-    async def body(client: RemoteEngine) -> None:
-        version = stack.versions["odd_rank"]
-        await collect(client.generate(ask("a", version)))
-        before = await wait_for_stats(client, idle)
-        await client.remove_adapter(version)
-        after = await client.stats()
-        assert after.resident_adapters == before.resident_adapters - 1
-        # The adapter was not deleted from the store, so it may be loaded again.
-        await collect(client.generate(ask("b", version)))
 
     run(body)
 

@@ -15,6 +15,7 @@ from slora.llm.llm import LLM
 from slora.sampling import token_masks
 from slora.text.tokenizer import Tokenizer
 from tests.api.served import EOS, write_tokenizer
+from tests.support.covering import soaked
 from tests.support.cpu_kernels import MOSTLY_FASTEST
 from tests.support.driving import Answer, drive, make_engine, make_source, step
 from tests.support.model_kit import ModelKit, make_kit
@@ -100,7 +101,7 @@ def test_the_first_mask_of_a_schema_needs_no_step_of_its_own(kit: ModelKit) -> N
     assert output.delta is not None and len(output.delta.token_ids) == 1
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", soaked(["recompute", "swap"], "swap"))
 def test_a_preempted_answer_keeps_its_form(kit: ModelKit, preemption: str) -> None:
     """The pool is so small that sequences preempt one another."""
     requests = [
@@ -117,7 +118,7 @@ def test_a_preempted_answer_keeps_its_form(kit: ModelKit, preemption: str) -> No
         assert answer.token_ids == expected[name].token_ids
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", soaked(["recompute", "swap"], "recompute"))
 def test_answers_whose_masks_are_deferred_are_the_same(
     kit: ModelKit, monkeypatch: pytest.MonkeyPatch, preemption: str
 ) -> None:

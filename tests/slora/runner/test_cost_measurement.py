@@ -40,11 +40,16 @@ def start_runner(kit: ModelKit, num_pages: int = 60, **settings: int | str | Non
 
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 @pytest.mark.parametrize("model", soaked(["llama", "gpt2", "mistral_window"], "gpt2"))
-def test_every_cost_is_positive_and_finite(kits: Kits, model: str, kernels: str) -> None:
-    costs = start_runner(kits(model), kernels=kernels).measure_costs()
+def test_every_cost_is_positive_and_finite_and_in_one_line_of_the_log(
+    kits: Kits, caplog: pytest.LogCaptureFixture, model: str, kernels: str
+) -> None:
+    with caplog.at_level(logging.INFO, "slora.runner.cost_measurement"):
+        costs = start_runner(kits(model), kernels=kernels).measure_costs()
     assert all(0 < value < math.inf for value in astuple(costs))
     assert costs.prefill_s(200) > costs.prefill_s(100) > 0
     assert 0 < costs.tokens(costs.load_s(1 << 20)) < math.inf
+    (record,) = [record for record in caplog.records if record.name == "slora.runner.cost_measurement"]
+    assert record.getMessage().startswith("measured: a step ") and "\n" not in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -54,7 +59,6 @@ def test_every_cost_is_positive_and_finite(kits: Kits, model: str, kernels: str)
         {"max_num_seqs": 1, "max_num_batched_tokens": 1},
         {"max_model_len": 1, "max_num_seqs": 2},
         {"swap_bytes": 0},
-        {"preemption": "recompute"},
     ],
 )
 def test_the_smallest_of_settings_can_be_measured(kits: Kits, settings: dict[str, int]) -> None:
@@ -96,13 +100,6 @@ def test_the_pages_are_cleared_even_if_a_measurement_step_fails(kits: Kits) -> N
     with pytest.raises(RuntimeError, match="out of order"):
         cost_measurement.measure_costs(break_down, runner.memory, 64, 8, 512)
     assert not (runner.memory.pages == 1).any()
-
-
-def test_the_figures_are_in_one_line_of_the_log(kits: Kits, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "slora.runner.cost_measurement"):
-        start_runner(kits("llama")).measure_costs()
-    (record,) = [record for record in caplog.records if record.name == "slora.runner.cost_measurement"]
-    assert record.getMessage().startswith("measured: a step ") and "\n" not in record.getMessage()
 
 
 def test_timings_are_solved_for_the_costs_that_they_consist_of() -> None:

@@ -182,32 +182,6 @@ def test_biases_and_barred_stop_tokens_count_in_a_search_as_in_transformers(kits
     assert plain != expected
 
 
-def test_beams_never_read_kv_written_into_pages_that_they_freed(kits: Kits, *, soak: bool) -> None:
-    """Searches and requests with several choices run in one batch. Each must get the answer that it gets alone."""
-    kit = kits("llama")
-    source, versions = make_source(kit)
-    asked = ask_many(versions, 10 if soak else 5, max_tokens=(16, 24))
-    plain = [
-        replace(
-            request,
-            request_id=f"{request.request_id}, drawn",
-            sampling=SamplingParams(max_tokens=20, seed=number, n=2, ignore_eos=True),
-        )
-        for number, (_, request) in enumerate(asked)
-    ]
-    requests = [request for pair in zip((one for _, one in asked), plain, strict=True) for request in pair]
-    alone: dict[str, Answer] = {}
-    for request in requests:
-        alone |= drive(make_engine(kit, source, 200), [[request]])
-    engine = make_engine(kit, source, 40 if soak else 30)
-    poison(engine)
-    together = drive(engine, [requests[at : at + 4] for at in range(0, len(requests), 4)])
-    assert engine.stats().preemptions > 0
-    assert {name: answer.token_ids for name, answer in together.items()} == {
-        name: answer.token_ids for name, answer in alone.items()
-    }
-
-
 def run_until_forked(engine: Engine, request: EngineRequest) -> list[list[int]]:
     """The block tables of the beams after a few tokens."""
     engine.add(request)

@@ -33,7 +33,7 @@ from tests.support.driving import (
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.peft_adapters import make_adapter
 from tests.support.poison import poison
-from tests.support.tiny_models import RECURRENT_MODELS, VOCAB_SIZE, make_model
+from tests.support.tiny_models import RECURRENT_MODELS, VOCAB_SIZE
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, logprobs=0)
 NUM_TURNS = 3
@@ -436,8 +436,8 @@ def test_blocks_of_an_adapter_that_changes_no_k_and_no_v_outlive_it(last_kit: Mo
     assert ask_one(engine, make_request(prompt)).num_cached == 32
 
 
-def upload(source: DirectorySource, directory: Path, seed: int) -> AdapterVersion:
-    make_adapter(directory, make_model("llama"), seed=seed, std=0.15, r=4)
+def upload(source: DirectorySource, kit: ModelKit, directory: Path, seed: int) -> AdapterVersion:
+    make_adapter(directory, kit.read_model(), seed=seed, std=0.15, r=4)
     return source.add(directory, "local")
 
 
@@ -446,15 +446,15 @@ def test_blocks_of_a_deleted_adapter_are_never_found_again(kits: Kits, tmp_path:
     source, _ = make_source(kit)
     engine = make_engine(kit, source, 200)
     prompt = random_tokens("uploaded", 40)
-    first_upload = upload(source, tmp_path, seed=1)
+    first_upload = upload(source, kit, tmp_path, seed=1)
     first = ask_one(engine, make_request(prompt, adapter=first_upload))
     engine.remove_adapter(first_upload)
     assert engine.stats().pages_cached == 0, "its blocks outlive it"
-    second_upload = upload(source, tmp_path, seed=2)
+    second_upload = upload(source, kit, tmp_path, seed=2)
     assert second_upload != first_upload
     second = ask_one(engine, make_request(prompt, adapter=second_upload))
     assert second.num_cached == 0 and second.token_ids != first.token_ids
-    back = ask_one(engine, make_request(prompt, adapter=upload(source, tmp_path, seed=1)))
+    back = ask_one(engine, make_request(prompt, adapter=upload(source, kit, tmp_path, seed=1)))
     assert back.num_cached == 0 and back.token_ids == first.token_ids
 
 
@@ -538,15 +538,15 @@ def outlive(
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits, plain_answers: Callable[[str], dict[str, Answer]], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """One step of fifty fails, at random: a request may take more than fifty. Failed requests are sent again until all
-    have their answers.
+    """Three steps of a hundred fail, at random: a request may take more than fifty. Failed requests are sent again
+    until all have their answers.
     """
     kit = kits(model)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
     engine, versions = start_engine(kit, 60, **find_limits(model), **settings)
     poison(engine)
     chance = random.Random(model)
-    break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.02)
+    break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.03)
     talks, expected, num_failed = make_talks(model, versions), plain_answers(model), 0
     said = {talk.name: find_opening(model) for talk in talks}
     for turn in range(NUM_TURNS):
@@ -569,7 +569,7 @@ def test_a_request_with_non_finite_logits_caches_no_blocks(kits: Kits, tmp_path:
     cached."""
     kit = kits(model)
     source, _ = make_source(kit)
-    bursting = add_overflowing_adapter(source, model, tmp_path)
+    bursting = add_overflowing_adapter(source, kit, tmp_path)
     engine = make_engine(kit, source, 200, **CHUNKS, **find_limits(model))
     prompt = random_tokens("bursting", 100)
     for _ in range(2):
