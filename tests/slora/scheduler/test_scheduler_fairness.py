@@ -648,6 +648,21 @@ def test_tokens_are_recomputed_unless_they_were_swapped(
     assert swapping.num_pages_in == swapping.num_pages_out and swapping.num_used == 0
 
 
+def test_swapped_and_recomputed_tokens_are_charged_once() -> None:
+    charged = []
+    for options in (
+        {"num_pages": 12, "preemption": "swap", "swap_pages": 20},
+        {"num_pages": 12},
+        {"num_pages": 60},
+    ):
+        bench = SchedulerBench({}, max_num_batched_tokens=32, **options)
+        for n in range(5):
+            bench.add(str(n), prompt=6 + n, max_tokens=12)
+        list(bench.run_to_end(50))
+        charged.append(bench.memory.tenants.find("tenant").service)
+    assert charged == [40 + 2 * 60] * 3
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_no_kv_is_lost_under_constant_preemption_and_failing_steps(window: int | None, *, soak: bool) -> None:
     """The bench checks the KV that each chunk reads. Forks copy pages and swaps come in while sequences are
