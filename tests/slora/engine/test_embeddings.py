@@ -386,3 +386,17 @@ def test_an_embedding_that_misses_its_deadline_says_so(kits: Kits) -> None:
     assert isinstance(answer.error, DeadlineMissed) and "the embedding was to come within" in str(
         answer.error
     )
+
+
+def test_tenants_share_the_engine_fairly_between_embeddings_and_answers(kits: Kits) -> None:
+    """One tenant embeds 20 long prompts; the other one's short embedding does not wait for them."""
+    engine, _ = start_engine(kits("llama"), 400, max_num_seqs=16, max_num_batched_tokens=64)
+    order: list[str] = []
+    for number in range(20):
+        engine.add(ask(f"hog {number}", draw(100, number), pooling=MEAN, tenant="hog"))
+    engine.step()
+    engine.add(ask("honest", draw(20), tenant="honest"))
+    while engine.num_unfinished:
+        order.extend(output.request_id for output in engine.step())
+    assert order.index("honest") <= 4
+    assert len(order) == 21

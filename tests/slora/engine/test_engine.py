@@ -59,6 +59,14 @@ def test_a_request_that_can_never_fit_the_pool_is_refused_at_once(kit: ModelKit)
     assert isinstance(answer.error, ContextTooLong) and answer.error.code == "context_length_exceeded"
 
 
+def test_a_request_id_in_use_is_refused(engine: Engine) -> None:
+    engine.add(ask([1]))
+    with pytest.raises(RequestRefused, match="'r' is already running"):
+        engine.add(ask([2]))
+    assert len(drive(engine, [])["r"].token_ids) == 10
+    engine.add(ask([2]))
+
+
 @pytest.mark.parametrize(("length", "max_tokens"), [(500, None), (MAX_POSITIONS - 1, 1)])
 def test_the_whole_context_may_be_used(engine: Engine, length: int, max_tokens: int | None) -> None:
     answer = drive(engine, [[ask([1] * length, replace(GREEDY, max_tokens=max_tokens))]])["r"]

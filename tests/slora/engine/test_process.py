@@ -318,6 +318,20 @@ def test_the_error_of_a_request_keeps_its_class_over_the_socket(run: Run, kit: M
     run(body)
 
 
+def test_a_deleted_adapter_is_removed_from_the_engine(run: Run, stack: EngineStack) -> None:
+    async def body(client: RemoteEngine) -> None:
+        version = stack.versions["odd_rank"]
+        await collect(client.generate(ask("a", version)))
+        before = await wait_for_stats(client, idle)
+        await client.remove_adapter(version)
+        after = await client.stats()
+        assert after.resident_adapters == before.resident_adapters - 1
+        # The adapter was not deleted from the store, so it may be loaded again.
+        await collect(client.generate(ask("b", version)))
+
+    run(body)
+
+
 def test_a_client_that_does_not_read_does_not_delay_other_clients(run: Run, stack: EngineStack) -> None:
     chatty = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, logprobs=20)
 

@@ -5,6 +5,8 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
@@ -37,7 +39,7 @@ from tests.slora.models.weights.test_stored_codes import WIDE as CODED_MODELS
 from tests.support.coded_checkpoints import write_coded_checkpoint
 from tests.support.covering import soaked
 from tests.support.driving import COSTS, Answer, drive, read_once
-from tests.support.engine_stack import EngineStack, connect, open_stack, wait_until
+from tests.support.engine_stack import SOURCES, EngineStack, connect, open_stack, wait_until
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Verdict
 from tests.support.peft_adapters import KINDS, LATENT_DORA_KINDS
@@ -414,6 +416,27 @@ def test_a_rank_ends_with_its_leader_and_a_restarted_group_serves(kits: Kits, st
         assert stack.engine is not None
         stack.engine.kill()
         asyncio.run(wait_until(lambda pid=rank: not Path(f"/proc/{pid}").exists()))  # type: ignore[misc]
+
+
+@pytest.mark.soak
+def test_the_library_divides_a_model_and_leaves_no_process(kits: Kits) -> None:
+    kit = kits("llama")
+    program = (
+        "import sys; from slora import LLM, SamplingParams\n"
+        "llm = LLM(sys.argv[1], dtype='float32', device='cpu', pool_bytes=1 << 22, kernels='torch',"
+        " tensor_parallel_size=2)\n"
+        "params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)\n"
+        "print(llm.generate([[1, 2, 3]], params, sys.argv[2])[0].token_ids)\n"
+    )
+    command = [sys.executable, "-P", "-c", program, str(kit.directory), str(kit.adapters["rslora"])]
+    environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+    found = subprocess.run(
+        command, capture_output=True, text=True, check=True, env=environment, encoding="utf-8"
+    )
+    llm = LLM(kit.directory, dtype="float32", device="cpu", pool_bytes=kit.pool_bytes(100), kernels="torch")
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    (expected,) = llm.generate([[1, 2, 3]], params, kit.adapters["rslora"])
+    assert found.stdout == f"{expected.token_ids}\n"
 
 
 def test_a_request_that_breaks_between_collectives_fails_alone(

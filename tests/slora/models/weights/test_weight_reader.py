@@ -147,6 +147,11 @@ def test_progress_is_shown_on_a_terminal_unless_the_log_is_to_be_quiet(
     assert ("Weights" in terminal.getvalue()) == shown
 
 
+def test_progress_is_not_shown_without_a_terminal(directory: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    read_all(directory)
+    assert capfd.readouterr() == ("", "")
+
+
 def test_reading_restores_the_number_of_torch_threads(directory: Path) -> None:
     before = torch.get_num_threads()
     for form in (None, torch.int8):
