@@ -8,6 +8,7 @@ takes as long as that of a device.
 import gc
 import statistics
 import time
+from collections.abc import Set
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
@@ -92,11 +93,12 @@ class _LoadedAdapters:
 
     def __init__(self, simulation: Simulation) -> None:
         self.geometry = SimpleNamespace(block_tokens=simulation.machine.block_tokens)
-        self._residents = {resident.slot: resident for resident in simulation.residency}
+        self._loaded = {
+            (resident.slot, resident.generation) for resident in simulation.residency if resident.is_loaded
+        }
 
-    def holds(self, slot: int, generation: int) -> bool:
-        resident = self._residents.get(slot)
-        return resident is not None and resident.is_loaded and resident.generation == generation
+    def holds(self, adapters: Set[tuple[int, int]]) -> bool:
+        return self._loaded.issuperset(adapters)
 
 
 class _Batch:

@@ -7,7 +7,7 @@ An adapter may be loaded in slices, one per step, so that a large adapter does n
 slice is loaded, its slot holds no adapter: neither the new one nor the previous one.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -33,14 +33,6 @@ class LoadedAdapter:
     pages: list[int]
     layout: AdapterLayout
     scales: npt.NDArray[np.float32]
-
-
-class _SlotContent(NamedTuple):
-    """The loaded part of a slot's adapter: its first `num_pages` pages. generation: counts the adapters of the slot."""
-
-    generation: int
-    num_pages: int
-    is_complete: bool
 
 
 class _OwnNorms(NamedTuple):
@@ -112,7 +104,10 @@ class DeviceMemory:
         self.pages = empty_tensor((num_pages, full_page_bytes), torch.uint8, device)
         self.tables = _empty_tables(num_slots, shape, max_adapter_pages, device)
         self.host_pages = HostPages(num_host_pages, full_page_bytes, is_page_locked=device.type == "cuda")
-        self._slots: dict[int, _SlotContent] = {}
+        # The generation of the adapter that a slot holds, which counts the adapters of the slot. Until all of it is
+        # loaded, the generation and the number of its pages that are.
+        self._complete: dict[int, int] = {}
+        self._incomplete: dict[int, tuple[int, int]] = {}
         # Loaded adapters with magnitudes or biases that have no final scales and offsets yet, by slot.
         self._unfinished: dict[int, LoadedAdapter] = {}
         # Loaded adapters with rows of the embedding or of a head, by slot.
@@ -130,11 +125,12 @@ class DeviceMemory:
         Raises RuntimeError for a slice that does not follow the previous one.
         """
         end = part.first_page + part.num_pages
-        before = self._slots.pop(part.slot, None)
+        self._complete.pop(part.slot, None)
+        before = self._incomplete.pop(part.slot, None)
         self._unfinished.pop(part.slot, None)
         self._with_rows.pop(part.slot, None)
         self._with_norms.pop(part.slot, None)
-        if part.first_page and before != _SlotContent(part.generation, part.first_page, False):
+        if part.first_page and before != (part.generation, part.first_page):
             raise RuntimeError(
                 f"pages of {part.version} from {part.first_page} on were loaded into slot "
                 f"{part.slot}, but the pages before them were not"
@@ -150,7 +146,9 @@ class DeviceMemory:
                 self._with_norms[part.slot] = _OwnNorms(loaded, {})
             if targets.rows:
                 self._with_rows[part.slot] = loaded
-        self._slots[part.slot] = _SlotContent(part.generation, end, is_last)
+            self._complete[part.slot] = part.generation
+        else:
+            self._incomplete[part.slot] = part.generation, end
 
     def write(self, pages: list[int], content: Tensor) -> None:
         """Copies `content`, uint8 [n] in host memory, into the pages in order. The last page may be filled in part.
@@ -197,10 +195,9 @@ class DeviceMemory:
         for host_page, page in pairs:
             self.pages[page].copy_(self.host_pages[host_page], non_blocking=True)
 
-    def holds(self, slot: int, generation: int) -> bool:
-        """Whether the slot holds all pages of the adapter that got the slot in this generation."""
-        content = self._slots.get(slot)
-        return content is not None and content.is_complete and content.generation == generation
+    def holds(self, adapters: Set[tuple[int, int]]) -> bool:
+        """Whether slots hold all pages of adapters. adapters: the slot of each, and its generation."""
+        return self._complete.items() >= adapters
 
     def find_rows(self, slot: int, place: int) -> TokenRows | None:
         """Returns the rows of a slot's adapter for the embedding (place 0) or for the head (place 1), or those of its

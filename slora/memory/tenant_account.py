@@ -19,13 +19,14 @@ from slora.core.request import TenantShare
 # Added to a tenant's priority class for its background requests. It exceeds every class that operators can set.
 _BACKGROUND_CLASS = 1 << 30
 # The sort key of tenants: the tenant with the smallest is served first.
-TURN = attrgetter("share.priority", "service")
+TURN = attrgetter("priority", "service")
 
 
 class TenantAccount:
     """An account of one tenant.
 
     is_background: whether it is the account of the tenant's background requests.
+    priority, weight: those of `share`, which are read often.
     service: virtual token counter (VTC, OSDI'24): grows by tokens / weight.
     charged: the tokens that were charged since the engine's start. reported: those that `pop_spans` has returned.
     num_pages: number of pool pages that the account owns, held and cached.
@@ -38,6 +39,7 @@ class TenantAccount:
 
     __slots__ = (
         "_changed",
+        "_share",
         "charged",
         "is_background",
         "max_pages",
@@ -48,9 +50,10 @@ class TenantAccount:
         "num_preemptions",
         "num_prefix_evictions",
         "num_waiting",
+        "priority",
         "reported",
         "service",
-        "share",
+        "weight",
     )
 
     def __init__(
@@ -77,6 +80,15 @@ class TenantAccount:
         return f"TenantAccount({self.name!r}, {self.num_pages} pages, {self.num_cached} of them cached)"
 
     @property
+    def share(self) -> TenantShare:
+        """What the operator grants the tenant."""
+        return self._share
+
+    @share.setter
+    def share(self, share: TenantShare) -> None:
+        self._share, self.priority, self.weight = share, share.priority, share.weight
+
+    @property
     def is_bounded(self) -> bool:
         """Whether the tenant has a floor or a ceiling."""
         return self.min_pages > 0 or self.max_pages is not None
@@ -86,7 +98,7 @@ class TenantAccount:
 
         Worked example: 30 tokens cost a tenant of weight 2 as much as 15 tokens cost a tenant of weight 1.
         """
-        self.service += tokens / self.share.weight
+        self.service += tokens / self.weight
         self.charged += tokens
         self._changed[self] = None
 
@@ -188,8 +200,8 @@ class TenantAccounts:
         if tenant.is_background:
             return True
         interactive = self._interactive.values()
-        active = sum(other.share.weight for other in interactive if other.num_pages or other.num_waiting)
-        return tenant.num_pages * active > tenant.share.weight * self._num_pages
+        active = sum(other.weight for other in interactive if other.num_pages or other.num_waiting)
+        return tenant.num_pages * active > tenant.weight * self._num_pages
 
     def _pages(self, share: float) -> int:
         # Rounded down, so that floors that add up to 1 fit into the pool. Without the 1e-6, a rounding error could lose

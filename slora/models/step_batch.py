@@ -445,9 +445,9 @@ class StepArrays:
         layout, last_tables = (last.layout, last.tables) if last is not None else (None, None)
         if layout is None or layout.key != key:
             layout, last_tables = RowLayout.of(chunks, key, limits), None
-        for slot, generation in layout.adapters:
-            if not memory.holds(slot, generation):
-                raise RuntimeError(f"slot {slot} no longer holds the adapter that this step was planned for")
+        if not memory.holds(layout.adapters):
+            missing = [slot for slot, generation in layout.adapters if not memory.holds({(slot, generation)})]
+            raise RuntimeError(f"slots {missing} no longer hold the adapters that this step was planned for")
         counts, starts = layout.counts, layout.starts
         first_positions = np.array(first_tokens, np.int64)
         positions = np.arange(starts[-1], dtype=np.int64) + np.repeat(first_positions - starts[:-1], counts)
@@ -460,7 +460,7 @@ class StepArrays:
         prompts = find_prompt_rows(chunks, starts) if layout.key is None else []
         pooled = find_pooled_rows(chunks, starts) if layout.key is None else []
         others = [*_tokens(prompts), *_tokens(pooled)]
-        token_ids = _token_ids(chunks)
+        token_ids = _token_ids(chunks) if layout.key is None else _last_tokens(sequences, first_tokens)
         arrays: list[HostArray] = [
             token_ids,
             _rotary_rows(chunks, positions, counts, long_rows),
@@ -557,8 +557,16 @@ def _token_ids(chunks: list[Chunk]) -> IntArray:
     return np.array(ids, np.int64)
 
 
+def _last_tokens(sequences: Iterable[Sequence], places: Iterable[int]) -> IntArray:
+    """The token ids of decode rows."""
+    known = [
+        (sequence.token_ids, place, sequence.row) for sequence, place in zip(sequences, places, strict=True)
+    ]
+    return np.array([ids[place] if place < len(ids) else -1 - row for ids, place, row in known], np.int64)
+
+
 def _rotary_rows(chunks: list[Chunk], positions: IntArray, counts: IntArray, long_rows: int) -> IntArray:
-    if not any([chunk.sequence.uses_long_rope for chunk in chunks]):
+    if not long_rows or not any([chunk.sequence.uses_long_rope for chunk in chunks]):
         return positions
     offsets = np.array([long_rows * chunk.sequence.uses_long_rope for chunk in chunks], np.int64)
     rows: IntArray = positions + np.repeat(offsets, counts)

@@ -171,11 +171,10 @@ class Admission:
         Tenants that hold more than their share of the places yield some of them. budget: gets the tokens of the rows
         that are removed from the plan. Returns False also if it has no token even then.
         """
-        if self._batch.free_capacity < sequence.num_choices:
+        while self._batch.free_capacity < sequence.num_choices:
             num_tokens = plan.num_tokens
-            while self._batch.free_capacity < sequence.num_choices:
-                if not self._preemption.displace(sequence, plan):
-                    break
+            if not self._preemption.displace(sequence, plan):
+                break
             if budget is not None:
                 budget.num_tokens += num_tokens - plan.num_tokens
         if budget is not None and budget.num_tokens <= 0:

@@ -38,6 +38,7 @@ _UNNOTICED_S = 0.01
 _MAX_WAITING_PER_DECODING = 8
 # Sums of seconds that should be equal may differ by this much.
 _ROUNDING = 1e-6
+_PRIORITY = attrgetter("priority")
 
 
 def short_prefill_s(costs: CostModel) -> float:
@@ -223,16 +224,12 @@ class RowBudget:
         A tenant's own work is among the work that limits it, because it never limits the tenant itself.
         """
         limits, least_s = {}, math.inf
-        for _, group in groupby(sorted(wanted_s, key=_priority), _priority):
+        for _, group in groupby(sorted(wanted_s, key=_PRIORITY), _PRIORITY):
             tenants = list(group)
-            least_s = min(least_s, *(wanted_s[tenant] / tenant.share.weight for tenant in tenants))
+            least_s = min(least_s, *(wanted_s[tenant] / tenant.weight for tenant in tenants))
             for tenant in tenants:
-                limits[tenant] = max(self._fixed_s, least_s * tenant.share.weight)
+                limits[tenant] = max(self._fixed_s, least_s * tenant.weight)
         return limits
-
-
-def _priority(tenant: TenantAccount) -> int:
-    return tenant.share.priority
 
 
 MAX_GROWTH = 0.03

@@ -111,7 +111,7 @@ class PrefixCache:
         first, end = sequence.num_named // block_tokens, num_tokens // block_tokens
         self._extend_keys(sequence, end)
         keys, pages = sequence.block_keys, sequence.blocks.pages
-        versions = tuple(version for version, _ in self._keyed_adapters(sequence.request))
+        versions = self._find_versions(sequence)
         first_own = sequence.active_from // block_tokens
         for index in range(max(first, sequence.blocks.num_freed), end):
             parent = keys[index - 1] if index else None
@@ -127,9 +127,8 @@ class PrefixCache:
             return
         last = sequence.num_computed // self._footprint.block_tokens - 1
         is_own = last >= sequence.active_from // self._footprint.block_tokens
-        adapters = self._keyed_adapters(sequence.request) if is_own else ()
+        versions = self._find_versions(sequence) if is_own else ()
         key = sequence.block_keys[last]
-        versions = tuple(version for version, _ in adapters)
         self._kv.insert(sequence.blocks.state_pages, state_key(key), key, versions)
         sequence.num_kept = sequence.num_computed
 
@@ -176,6 +175,12 @@ class PrefixCache:
         if self._is_public or self._footprint.state_pages:
             return request.adapters
         return tuple(adapter for adapter in request.adapters if self._changes_kv(adapter.version))
+
+    def _find_versions(self, sequence: Sequence) -> tuple[AdapterVersion, ...]:
+        """Returns the versions of `_keyed_adapters` for a running sequence."""
+        if self._is_public or self._footprint.state_pages:
+            return sequence.request.versions
+        return tuple([resident.version for resident in sequence.residents if resident.targets.kv])
 
     def _first_needed(self, num_blocks: int) -> int:
         block_tokens = self._footprint.block_tokens

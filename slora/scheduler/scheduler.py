@@ -549,9 +549,15 @@ class Scheduler:
 
     def _plan_forks(self, plan: StepPlan) -> None:
         """Adds the choices that start in this step. The first token of each is sampled in this step."""
-        for number, chunk in enumerate(plan.chunks):
+        several = [
+            number
+            for number, chunk in enumerate(plan.chunks)
+            if chunk.sequence.num_choices > 1 and chunk.samples
+        ]
+        for number in several:
+            chunk = plan.chunks[number]
             sequence = chunk.sequence
-            if sequence.num_choices == 1 or not chunk.samples or sequence.search is not None:
+            if sequence.search is not None:
                 continue
             num_places = sequence.num_places + self.batch.free_capacity
             self.batch.resize(sequence, min(sequence.num_choices, num_places))
@@ -595,23 +601,24 @@ class Scheduler:
             for sequence in self.batch:
                 if not sequence.num_pending:
                     self._lifecycle.restart_if_needed(sequence)
-        running = []
+        # Nearly all sequences are ready. The others may preempt some of them.
+        ready, unready = list[Sequence](), list[tuple[Sequence, int]]()
         for sequence in self.batch.interactive:
             if sequence.num_computed < sequence.num_ready:
-                running.append((sequence, 1))
+                ready.append(sequence)
             elif not (sequence.num_pending and self._awaits_result(sequence)):
-                running.append((sequence, sequence.num_uncomputed))
-        rows = self._row_budget(running)
-        budget = self._prefill_budget(running)
+                unready.append((sequence, sequence.num_uncomputed))
+        decoding = ready + [sequence for sequence, num_uncomputed in unready if num_uncomputed == 1]
+        rows = self._row_budget(decoding, unready)
+        budget = self._prefill_budget(decoding, unready)
         if rows.held_back:
             # If every token of the step is a decode row, a row that is held back leaves its token to a prompt.
             budget.num_tokens = max(1, budget.num_tokens)
             held_back = set(rows.held_back)
-            running = [entry for entry in running if entry[0] not in held_back]
-        for sequence, num_uncomputed in running:
-            if sequence.num_computed < sequence.num_ready:  # Nearly all decode rows.
-                plan.chunks.append(Chunk(sequence, sequence.num_computed, 1, True, sequence.slots))
-                continue
+            ready = [sequence for sequence in ready if sequence not in held_back]
+            unready = [entry for entry in unready if entry[0] not in held_back]
+        plan.chunks.extend(Chunk.decode_rows(ready))
+        for sequence, num_uncomputed in unready:
             if num_uncomputed == 1:
                 self._continue_sequence(sequence, 1, plan)
                 continue
@@ -622,21 +629,19 @@ class Scheduler:
                 budget.spend(sequence.tenant, num_tokens, sequence.num_computed)
         return budget, rows
 
-    def _row_budget(self, running: list[tuple[Sequence, int]]) -> RowBudget:
+    def _row_budget(self, decoding: list[Sequence], unready: list[tuple[Sequence, int]]) -> RowBudget:
         """The step's budget for decode rows. Only rows of tenants that are not alone are limited.
 
-        running: see `_prefill_budget`.
+        decoding, unready: see `_prefill_budget`.
         """
         most_places = max(self.batch.num_places.values(), default=0)
         if self._config.scheduling == "fcfs" or most_places <= MIN_ROWS:
             return RowBudget(self._costs)
-        tenants = {sequence.tenant for sequence, _ in running}
+        tenants = {sequence.tenant for sequence in decoding}.union(sequence.tenant for sequence, _ in unready)
         is_alone = len(tenants) == 1 and not self._lifecycle.queue.count_tenants(tenants)
         if is_alone and self._num_steps_alone >= ABSENT_STEPS:
             return RowBudget(self._costs)
-        return RowBudget(
-            self._costs, [sequence for sequence, num_uncomputed in running if num_uncomputed == 1]
-        )
+        return RowBudget(self._costs, decoding)
 
     def _continue_held_back(self, plan: StepPlan, budget: PrefillBudget, rows: RowBudget) -> None:
         """Plans the decode rows that were held back and fit beside the work of other tenants."""
@@ -663,30 +668,30 @@ class Scheduler:
         # With the pending token, the sequence restarts with the long factors.
         return sequence.num_pending > 0 and len(sequence.token_ids) + sequence.num_pending > switch
 
-    def _prefill_budget(self, running: list[tuple[Sequence, int]]) -> PrefillBudget:
+    def _prefill_budget(self, decoding: list[Sequence], unready: list[tuple[Sequence, int]]) -> PrefillBudget:
         """The step's budget for prompt tokens. The budget excludes one token for each decode row, so that a long prompt
         never stalls decoding.
 
-        running: the running interactive sequences, and how many tokens of each are not computed.
+        decoding: the running interactive sequences that compute one token. unready: those that are not ready, and how
+        many tokens of each are not computed.
         """
-        decoding = [sequence.tenant for sequence, num_uncomputed in running if num_uncomputed == 1]
         num_tokens = self._config.max_num_batched_tokens - len(decoding)
         if self._config.scheduling == "fcfs":
             return PrefillBudget(self._costs, num_tokens, num_tokens)
         wanted: Counter[TenantAccount] = Counter()
-        for sequence, num_uncomputed in running:
+        for sequence, num_uncomputed in unready:
             if num_uncomputed > 1 and self.adapters.are_ready(sequence.residents):
                 wanted[sequence.tenant] += num_uncomputed
         prefilling = set(wanted)
-        rows, queue = set(decoding), self._lifecycle.queue
+        rows, queue = {sequence.tenant for sequence in decoding}, self._lifecycle.queue
         num_startable = self.batch.free_capacity
         if num_startable:
             num_startable = min(num_startable, queue.count_tenants(rows | prefilling))
         num_waiting = len(prefilling - rows) + num_startable
-        following = queue.peek(prefilling)
+        # Only the limits of running prompts depend on the prompt that may join them.
+        following = queue.peek(prefilling) if prefilling else None
         if following is not None and not following.is_background and self._admission.has_place(following):
-            # Only the limits of other tenants depend on it.
-            count = self._admission.count_tokens(following, max(1, num_tokens)) if prefilling else None
+            count = self._admission.count_tokens(following, max(1, num_tokens))
             if count is not None:
                 wanted[following.tenant] = count
             prefilling.add(following.tenant)

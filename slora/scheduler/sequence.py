@@ -284,7 +284,7 @@ class Sequence:
         self.slots: tuple[AdapterSlot, ...] = ()  # Where `residents` are in the kernels' tables.
         # The sort key of its chunks in a step. All tokens of a tile must have the same adapter and weight. Chunks of
         # the base model come last, so that the LoRA tiles of the first adapters cover a prefix of the batch's tokens.
-        self.chunk_order: tuple[int, tuple[AdapterSlot, ...], int] = (NEVER, (), self.arrival)
+        self.chunk_order: tuple[int, tuple[AdapterSlot, ...], int, int] = (NEVER, (), self.arrival, 0)
         # The first token on which the adapters have an effect. Known once they are in the pool or on the host.
         self.active_from = 0
         self.num_added = 0
@@ -344,7 +344,8 @@ class Sequence:
             AdapterSlot(resident.slot, resident.generation, weight)
             for resident, (_, weight) in zip(residents, self.request.adapters, strict=bool(residents))
         )
-        self.chunk_order = (self.slots[0].slot if self.slots else NEVER, self.slots, self.arrival)
+        first = self.slots[0].slot if self.slots else NEVER
+        self.chunk_order = first, self.slots, self.arrival, self.index
 
     @property
     def is_starving(self) -> bool:

@@ -64,10 +64,10 @@ class ServiceElsewhere:
             account = self._tenants.find_known(span.tenant, is_background=span.is_background)
             if account is None or num_tokens <= 0:
                 continue
-            group = account.share.priority
+            group = account.priority
             if group not in marks:
                 marks[group] = self._measure(group)
-            self._raise(account, num_tokens / account.share.weight, *marks[group])
+            self._raise(account, num_tokens / account.weight, *marks[group])
 
     def _count_new(self, engine: str, span: ServiceSpan) -> float:
         """Returns the tokens of the span that have not been counted."""

@@ -33,6 +33,13 @@ class Chunk(NamedTuple):
     # sampled after the sequence's last token and after each draft. A chunk with drafts has no forks.
     drafts: tuple[int, ...] = ()
 
+    @staticmethod
+    def decode_rows(sequences: list[Sequence]) -> "list[Chunk]":
+        """The chunks that compute the next token of each sequence."""
+        # A third of the time of calling Chunk.
+        new = tuple.__new__
+        return [new(Chunk, (each, each.num_computed, 1, True, each.slots, (), ())) for each in sequences]
+
     @property
     def is_decode_row(self) -> bool:
         """Whether the chunk, without drafts, computes only the last token of an answer."""

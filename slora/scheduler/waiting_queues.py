@@ -171,7 +171,7 @@ class FairQueue:
         tenant.num_waiting -= 1
         if not tenant.num_waiting:
             del self._heaps[tenant]
-            self._last_service[tenant.share.priority] = tenant.service
+            self._last_service[tenant.priority] = tenant.service
             return
         heap = self._heaps[tenant]
         while heap[0][1] not in self._members:
@@ -212,13 +212,13 @@ class FairQueue:
         }
         # Background requests do not count in the shares of interactive ones.
         waiting = {account for account in self._heaps if account.is_background == candidates[0].is_background}
-        weights = sum(tenant.share.weight for tenant in held.keys() | waiting)
+        weights = sum(tenant.weight for tenant in held.keys() | waiting)
         page_share = sum(held.values()) / weights  # Pages per unit of weight.
-        over_share = {tenant for tenant, pages in held.items() if pages >= tenant.share.weight * page_share}
+        over_share = {tenant for tenant, pages in held.items() if pages >= tenant.weight * page_share}
 
         def tenant_preemption_order(sequence: Sequence) -> tuple[bool, int, bool, bool, int, Sequence]:
             tenant = sequence.tenant
-            above_floor, priority = tenant.is_above_floor, tenant.share.priority
+            above_floor, priority = tenant.is_above_floor, tenant.priority
             if sequence.is_starving:
                 return above_floor, priority, False, False, 0, sequence
             return above_floor, priority, True, tenant in over_share, -sequence.num_computed, sequence
@@ -244,25 +244,26 @@ class FairQueue:
         """
         waiting = sequence.tenant
         num_held = num_free + batch.num_places[waiting]
-        priority, weight = waiting.share.priority, waiting.share.weight
+        priority, weight = waiting.priority, waiting.weight
         least_service = waiting.service + _PATIENCE * OUTPUT_PRICE * (num_held / weight)
         least_places = (num_held + 1) / weight
         chosen: set[TenantAccount] = set()
         most = priority, -math.inf
         for tenant, num_places in batch.num_places.items():
-            share = tenant.share
-            if share.priority == priority:
-                # Most tenants have few places, so these are compared first.
-                if (num_places - 1) / share.weight < least_places or tenant.service < least_service:
-                    continue
-            elif share.priority < priority:
+            if tenant.priority < priority:
                 continue
-            held = share.priority, num_places / share.weight
+            if tenant.priority == priority and (
+                (num_places - 1) / tenant.weight < least_places or tenant.service < least_service
+            ):
+                continue
+            held = tenant.priority, num_places / tenant.weight
             if held > most:
                 chosen, most = {tenant}, held
             elif held == most:
                 chosen.add(tenant)
-        oldest = next((other.tenant for other in batch if other.tenant in chosen), None) if chosen else None
+        if not chosen:
+            return None
+        oldest = next((other.tenant for other in batch if other.tenant in chosen), None)
         return max(
             (other for other in batch if other.tenant is oldest),
             key=lambda other: (other.num_places > 1, _preemption_order(other)),
@@ -274,15 +275,15 @@ class FairQueue:
 
         If no tenant waits, the counter is that of the last tenant that waited.
         """
-        waiting = [tenant for tenant in self._heaps if tenant.share.priority == priority]
+        waiting = [tenant for tenant in self._heaps if tenant.priority == priority]
         least = min((tenant.service for tenant in waiting), default=self._last_service.get(priority, 0.0))
-        return least, sum(tenant.share.weight for tenant in waiting)
+        return least, sum(tenant.weight for tenant in waiting)
 
     def _lift(self, tenant: TenantAccount) -> None:
         # Only tenants of the same class count. A tenant of a later class may have a very small counter, because earlier
         # classes go first. Raising a counter only to such a small value would let its tenant lock out the other tenants
         # of its own class for a long time.
-        tenant.service = max(tenant.service, self.measure_class(tenant.share.priority)[0])
+        tenant.service = max(tenant.service, self.measure_class(tenant.priority)[0])
 
 
 def _preemption_order(sequence: Sequence) -> tuple[int, bool, int, Sequence]:

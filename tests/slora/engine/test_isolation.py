@@ -138,7 +138,7 @@ def test_a_slot_that_holds_another_adapter_ends_the_requests_of_that_slot_alone(
 
     answers = drive(engine, [[ask("a", versions["odd_rank"]), ask("b", None)]])
     assert isinstance(answers["a"].error, RequestFailed) and answers["b"].error is None
-    assert f"slot {resident.slot} no longer holds the adapter" in caplog.text
+    assert f"slots [{resident.slot}] no longer hold the adapters" in caplog.text
 
     engine.remove_adapter(versions["odd_rank"])
     again = source.add(kit.adapters["odd_rank"])

@@ -113,7 +113,7 @@ def test_loading_an_adapter_in_slices_equals_loading_it_at_once(
     )
     assert torch.equal(sliced.pages, whole.pages)
     assert all(torch.equal(a, b) for a, b in zip(tables(sliced), tables(whole), strict=True))
-    assert sliced.holds(2, 1) and whole.holds(2, 1)
+    assert sliced.holds({(2, 1)}) and whole.holds({(2, 1)})
 
 
 def test_a_slot_holds_nothing_until_the_last_slice_is_there(
@@ -122,23 +122,25 @@ def test_a_slot_holds_nothing_until_the_last_slice_is_there(
     memory = make_memory(shape)
     first = make_resident(packed["odd_rank"], memory)
     memory.load(AdapterLoad(first, packed["odd_rank"], 0, len(first.pages)))
-    assert memory.holds(2, 1) and not memory.holds(2, 2) and not memory.holds(1, 1)
+    assert memory.holds({(2, 1)}) and not memory.holds({(2, 2)}) and not memory.holds({(1, 1)})
     untouched = [table.clone() for table in tables(memory)]
 
     second = make_resident(packed["rslora"], memory, generation=2)
     *earlier, last = slices(second, packed["rslora"], 1)
     for load in earlier:
         memory.load(load)
-        assert not memory.holds(2, 2), "an adapter counts as loaded before all of it is there"
-        assert not memory.holds(2, 1), "the adapter before counts as loaded although its slot was given away"
+        assert not memory.holds({(2, 2)}), "an adapter counts as loaded before all of it is there"
+        assert not memory.holds({(2, 1)}), (
+            "the adapter before counts as loaded although its slot was given away"
+        )
         assert all(torch.equal(a, b) for a, b in zip(tables(memory), untouched, strict=True))
     memory.load(last)
-    assert memory.holds(2, 2) and not memory.holds(2, 1)
+    assert memory.holds({(2, 2)}) and not memory.holds({(2, 1)})
     assert memory.tables.page_table[2, : len(second.pages)].tolist() == second.pages
 
 
 def test_a_slot_is_empty_before_its_first_load(shape: ModelShape) -> None:
-    assert not make_memory(shape, num_pages=2).holds(0, 0)
+    assert not make_memory(shape, num_pages=2).holds({(0, 0)})
 
 
 @pytest.mark.parametrize("missing", ["all", "one", "another's"])
@@ -155,10 +157,10 @@ def test_a_slice_out_of_order_is_refused(
             memory.load(load)
     with pytest.raises(RuntimeError, match=r"digest7.* were loaded into slot 2, but the pages before them"):
         memory.load(loads[-1])
-    assert not memory.holds(2, 7)
+    assert not memory.holds({(2, 7)})
     for load in loads:  # restarted from the first page
         memory.load(load)
-    assert memory.holds(2, 7)
+    assert memory.holds({(2, 7)})
 
 
 def test_a_failed_load_leaves_the_slot_empty(shape: ModelShape, packed: dict[str, PackedAdapter]) -> None:
@@ -169,4 +171,4 @@ def test_a_failed_load_leaves_the_slot_empty(shape: ModelShape, packed: dict[str
     second.pages[1] = _NUM_PAGES
     with pytest.raises(IndexError):
         memory.load(AdapterLoad(second, adapter, 0, len(second.pages)))
-    assert not memory.holds(2, 1) and not memory.holds(2, 2)
+    assert not memory.holds({(2, 1)}) and not memory.holds({(2, 2)})
