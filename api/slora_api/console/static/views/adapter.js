@@ -70,7 +70,7 @@ export function Adapter({ me, name }) {
         cell: (one) => formatCount(traffic.value.of(`${name}@${one.version}`).tokens) },
     ] : [],
     { name: "Pushed", cell: (one) => formatTime(one.updated) },
-    { name: "Digest", cell: (one) => html`<code title=${one.digest}>${one.digest.slice(7, 19)}</code>` },
+    { name: "Digest", cell: (one) => html`<code title=${one.digest}>${one.digest.slice(0, 12)}</code>` },
     { name: "Actions", cell: (one) => html`<span class="row-actions">
       ${mayRun && html`<button aria-disabled=${isBusy} onClick=${() => prewarm(`${name}@${one.version}`)}
         aria-label=${`Prewarm version ${one.version}`}>Prewarm</button>`}

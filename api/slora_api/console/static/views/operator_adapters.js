@@ -90,7 +90,7 @@ export function OperatorAdapters() {
   const usedColumns = [
     { name: "Tenant", cell: showTenant },
     { name: "Adapter", cell: (one) => one.model ?? html`<span class="note">deleted${" "}</span>
-      <code title=${one.adapter_digest}>${one.adapter_digest.slice(0, 19)}</code>` },
+      <code title=${one.adapter_digest}>${one.adapter_digest.slice(0, 12)}</code>` },
     { name: "Requests", isNumber: true, cell: (one) => formatCount(one.num_model_requests) },
     { name: "Tokens in", isNumber: true, cell: (one) => formatCount(one.input_tokens) },
     { name: "Tokens out", isNumber: true, cell: (one) => formatCount(one.output_tokens) },

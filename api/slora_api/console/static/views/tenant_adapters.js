@@ -31,7 +31,7 @@ export function TenantAdapters({ tenant }) {
     { name: "Rank", isNumber: true, cell: (one) => one.rank },
     { name: "Size", isNumber: true, cell: (one) => formatBytes(one.bytes) },
     { name: "Pushed", cell: (one) => formatTime(one.updated) },
-    { name: "Digest", cell: (one) => html`<code title=${one.digest}>${one.digest.slice(7, 19)}</code>` },
+    { name: "Digest", cell: (one) => html`<code title=${one.digest}>${one.digest.slice(0, 12)}</code>` },
     { name: "Actions", cell: (one) => html`<button aria-disabled=${isBusy}
       aria-label=${`${one.pinned ? "Unpin" : "Pin"} ${one.name}`}
       onClick=${() => pin(one.name, one.pinned ? "DELETE" : "PUT")}>${one.pinned ? "Unpin" : "Pin"}</button>` },

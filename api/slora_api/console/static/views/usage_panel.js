@@ -73,7 +73,7 @@ export function UsagePanel({ route }) {
   const total = useLoad((signal) => loadUsage(route, { width, limit }, signal), [route, id]);
   const models = useLoad((signal) => loadUsage(route, { width, limit, groups: "model" }, signal), [route, id]);
   const results = models.value?.buckets.flatMap((bucket) => bucket.results) ?? [];
-  const rows = [...addUp(results, (one) => one.model ?? `deleted ${one.adapter_digest?.slice(0, 19)}`).values()]
+  const rows = [...addUp(results, (one) => one.model ?? `deleted ${one.adapter_digest?.slice(0, 12)}`).values()]
     .sort((one, other) => other.input + other.output - one.input - one.output);
   const priced = useLoad((signal) => call("v1/prices", { signal }));
   const prices = priced.value;
