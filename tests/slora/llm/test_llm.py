@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     kinds = {kind: KINDS[kind] for kind in ("odd_rank", "rslora")}
-    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400)
+    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400, num_hidden_layers=2)
     write_tokenizer(kit.directory, byte_level(vocab_size=400))
     return kit
 

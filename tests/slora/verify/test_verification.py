@@ -29,7 +29,7 @@ from tests.support.peft_adapters import (
     ROW_KINDS,
     make_adapter,
 )
-from tests.support.tiny_models import LONGROPE, make_model, write_model
+from tests.support.tiny_models import LONGROPE, count_layers, make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
 # Layers times adapted linears of each kind, in a model of three layers. The last kind adapts the embedding and the head
@@ -98,8 +98,8 @@ def test_adapters_of_every_kind_are_found_equal(
 )
 def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
     """Covers fused linears, scaled embeddings, transposed weights, and transformers' own classes."""
-    write_model(tmp_path / "base", model)
-    make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
+    base = write_model(tmp_path / "base", model, num_hidden_layers=count_layers(model))
+    make_adapter(tmp_path / "adapter", base, std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu")
     )
@@ -124,8 +124,8 @@ def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
 ) -> None:
     """Born from a false alarm: the reference computes all tokens in one pass, and so gives the early ones the long
     factors."""
-    write_model(tmp_path / "base", model, **LONGROPES[model])
-    make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
+    base = write_model(tmp_path / "base", model, num_hidden_layers=count_layers(model), **LONGROPES[model])
+    make_adapter(tmp_path / "adapter", base, std=0.15, r=5)
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu")
     )
