@@ -30,7 +30,7 @@ from slora.models.model_spec import read_model_spec
 from slora.runner.model_part import ModelPart
 from tests.support.forked_main import run_main
 
-__all__ = ["ForkedModule"]
+__all__ = ["ForkedModule", "start_zygote"]
 
 _ENGINE = "slora.engine.process"
 _MAX_MESSAGE_BYTES = 1 << 18
@@ -55,7 +55,7 @@ class ForkedModule:
         message = json.dumps([module, arguments, dict(environment)]).encode()
         assert len(message) <= _MAX_MESSAGE_BYTES
         with status:
-            socket.send_fds(_start_zygote(sources), [message], [stdin, stdout, errors, status.fileno()])
+            socket.send_fds(start_zygote(sources), [message], [stdin, stdout, errors, status.fileno()])
         os.close(stdin)
         os.close(stdout)
         self.stdin, self.stdout = os.fdopen(writer, "wb"), os.fdopen(reader, "rb")
@@ -94,8 +94,11 @@ class ForkedModule:
 
 
 @cache
-def _start_zygote(sources: str) -> socket.socket:
-    """Returns the socket of this process's zygote, which ends with this process."""
+def start_zygote(sources: str) -> socket.socket:
+    """Returns the socket of this process's zygote, which ends with this process.
+
+    Processes that are forked from this one share its zygote, and it ends with the last of them.
+    """
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with other:
         process = subprocess.Popen(
