@@ -217,8 +217,9 @@ class HostCounters:
 
     def _return_reservations(self, process: int | None, now: Moment) -> None:
         """Settles the reservations of a process, or of all processes, as unused."""
-        for place in range(self._max_reservations):
-            owner = self._owner(place)
+        # One read of the table instead of one for each entry, because other processes wait for the lock.
+        table = memoryview(self._map[self._reservations_at :]).cast("q")
+        for place, owner in enumerate(table[:: _RESERVATION.size // table.itemsize].tolist()):
             if owner and (process is None or owner == process + 1):
                 offset = self._reservation_offset(place)
                 entry = self._map[offset : offset + _RESERVATION.size]
