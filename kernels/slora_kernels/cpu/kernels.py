@@ -5,7 +5,6 @@ each call from scratch took 2 ms of a decode step of 40 ms.
 """
 
 import time
-from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -56,7 +55,7 @@ from slora_kernels.cpu.machine_code import (
     find_worker,
     list_model_workers,
 )
-from slora_kernels.cpu.thread_team import ThreadTeam, collecting_jobs, load_workers, refresh_jobs
+from slora_kernels.cpu.thread_team import ThreadTeam, collecting_jobs, load_workers
 from slora_kernels.cpu.worker_sizes import (
     ACTIVATIONS,
     CODE_COLUMNS,
@@ -112,7 +111,7 @@ class CpuKernels:
         load_workers(list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim))
         return time.perf_counter() - start
 
-    def collecting_jobs(self) -> AbstractContextManager[Callable[[], None] | None]:
+    def collecting_jobs(self) -> AbstractContextManager[None]:
         return collecting_jobs()
 
     def _run(
@@ -132,14 +131,10 @@ class CpuKernels:
         return self._scratch[: threads * num_elements].view(threads, num_elements)
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        plan = AttentionPlan(batch, self._reserve)
-        refresh_jobs(plan.refresh)
-        return AttentionStep(batch, plan)
+        return AttentionStep(batch, AttentionPlan(batch, self._reserve))
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        plan = LoraPlan(tiles, tables, self._reserve)
-        refresh_jobs(plan.refresh)
-        return LoraStep(tiles, tables, plan)
+        return LoraStep(tiles, tables, LoraPlan(tiles, tables, self._reserve))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm((x, x), weight, eps, adds=False)

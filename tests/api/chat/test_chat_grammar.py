@@ -66,6 +66,7 @@ def chat_grammar(syntax: AnswerSyntax, **fields: Any) -> str:
     return ChatGrammar(syntax, **given).write()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", CALL_FORMATS)
 @pytest.mark.parametrize("begin", [None, "<think>Hm.</think>", "Hm.</think>\n\n"])
 def test_a_required_call_always_parses(family: str, begin: str | None) -> None:
@@ -116,6 +117,7 @@ def is_allowed(grammar: str, text: str) -> bool:
     return True
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", CALL_FORMATS)
 @pytest.mark.parametrize("begin", [None, "<think>Hm.</think>\n\n", "Hm.</think>\n\n"])
 def test_strict_calls_are_held_to_their_schemas_beside_any_text(family: str, begin: str | None) -> None:

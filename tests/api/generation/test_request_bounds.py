@@ -19,6 +19,7 @@ from slora_api.serve.api_process import limit_garbage_collection
 from tests.adapters.hand_made import make_members
 from tests.api.platform import ADMIN_KEY, Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine, deltas_of
+from tests.support.covering import soaked
 from tests.support.slow_callbacks import Recorder, repeated_if_slow
 from tests.support.tool_templates import HERMES
 
@@ -204,7 +205,15 @@ def caller(shared: Platform) -> str:
     return key
 
 
-@pytest.mark.parametrize("name", LARGEST_LISTS)
+# The quick run has each kind of parsing.
+MOSTLY_QUICK = soaked(
+    LARGEST_LISTS,
+    *("parts of a chat", "calls of a chat", "messages to count", "calls of a response", "turns of messages"),
+    *("calls of messages", "pairs to score", "texts to embed"),
+)
+
+
+@pytest.mark.parametrize("name", MOSTLY_QUICK)
 @repeated_if_slow
 def test_the_largest_accepted_lists_do_not_block_the_event_loop(
     platform: Platform, recorder: Recorder, caller: str, name: str
@@ -266,10 +275,13 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize("field", NUMBERS)
-def test_no_number_of_any_field_is_a_server_error(platform: Platform, key: str, field: str) -> None:
+def test_no_number_of_any_field_is_a_server_error(
+    platform: Platform, key: str, field: str, soak: bool
+) -> None:
     """Born from a bug: a top_k of 2^64 or more was a 500, because no message to the engine can carry it."""
-    for value in (2**63, 2**64, -(2**64), 1e308, math.nan):
-        for path, body in ((COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})):
+    bodies = [(COMPLETIONS, PROMPT), (CHAT, MESSAGES | {"logprobs": True})]
+    for at, value in enumerate((2**63, 2**64, -(2**64), 1e308, math.nan)):
+        for path, body in bodies if soak else bodies[at % 2 :][:1]:
             name = {"logprobs": "top_logprobs"}.get(field, field) if path == CHAT else field
             raw = json.dumps(body | {name: value}).encode()
             answer = platform.api(key).post(path, content=raw, headers={"Content-Type": "application/json"})

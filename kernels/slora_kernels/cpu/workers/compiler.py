@@ -17,7 +17,6 @@ from slora_kernels.cpu.machine_code import Worker
 from slora_kernels.cpu.workers import (
     argmax,
     attention,
-    chain,
     elementwise,
     lora,
     quantized,
@@ -36,7 +35,6 @@ _MODULES = {
     for module in (
         argmax,
         attention,
-        chain,
         elementwise,
         lora,
         quantized,
