@@ -1,5 +1,6 @@
 """The protocol between a model and its kernels. `kernel_selector` chooses the implementation at start."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias
 
@@ -58,8 +59,12 @@ class Kernels(Protocol):
         Returns the seconds that this took.
         """
 
-    def collecting_jobs(self) -> AbstractContextManager[None]:
-        """Within it, kernels and weights in tiles may wait until its end. Nothing else may read what they return."""
+    def collecting_jobs(self) -> AbstractContextManager[Callable[[], None] | None]:
+        """Within it, kernels and weights in tiles may wait until its end. Nothing else may read what they return.
+
+        Yields a function that computes all of it once more, from what the same tensors contain then; None if nothing
+        waits.
+        """
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
         """Computes the data that the attention of all layers shares. Called once per step."""

@@ -33,6 +33,9 @@ from slora_kernels.torch.lora_matmuls import add_delta
 _LARGE_COPY = 512 << 20
 # The most rows, of all layers together, whose kernels wait for each other: what they write is kept until they have run.
 _COLLECTED_ROWS = 64
+# The most bytes that the kept jobs of a step write, and the most shapes of steps whose jobs are kept. Tenants choose
+# lengths and ranks, and so the shapes. In steps that write more, making the jobs takes a small part of the time.
+_KEPT_BYTES, _MAX_KEPT = 8 << 20, 32
 
 
 class Decoder:
@@ -86,6 +89,9 @@ class Decoder:
         self._embedding_squares: Tensor | None = None
         # Only kernels and weights in tiles read what the layers compute, unless adapters have norms of their own.
         self._can_collect = collectives.size == 1 and all(layer.is_in_tiles for layer in self._layers)
+        self._kept: dict[tuple[object, ...], _KeptLayers] = {}
+        sites = [linear.site for layer in self._layers for linear in layer.linears]
+        self._row_bytes = sum(site.in_width + sum(site.widths) for site in sites) * self.dtype.itemsize
 
     def warm_up(self, kernels: Kernels) -> None:
         """Multiplies a row with each linear of a layer, and the head: each form of weights has code of its own."""
@@ -104,9 +110,16 @@ class Decoder:
         hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        forward = _Forward(self.config, self._shape, batch, memory, kernels, deltas, self._collectives)
         can_collect = self._can_collect and not deltas.norm_runs
-        return forward.run(self._layers, hidden, self._norm, can_collect=can_collect)
+        forward = self._begin(batch, memory, kernels, deltas)
+        is_small = len(hidden) * self._row_bytes <= _KEPT_BYTES
+        if can_collect and is_small and batch.attention.max_query_len == 1:
+            output, hidden = self._run_kept(batch, memory, kernels, hidden)
+            delta = None
+        else:
+            num_together = _COLLECTED_ROWS // len(hidden) if can_collect else 0
+            output, delta = forward.run(self._layers, hidden, num_together)
+        return forward.finish(output, delta, hidden, self._norm)
 
     def logits(self, hidden: Tensor, deltas: LoraDeltas) -> Tensor:
         """See `Model.logits`."""
@@ -143,6 +156,32 @@ class Decoder:
         linears = (linear for layer in self._layers for linear in layer.linears)
         linear = next(linear for linear in linears if linear.site.group == site.group)
         return linear.describe(kernels, is_divided=divided)
+
+    def _begin(
+        self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels, deltas: LoraDeltas
+    ) -> "_Forward":
+        return _Forward(self.config, self._shape, batch, memory, kernels, deltas, self._collectives)
+
+    def _run_kept(
+        self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels, hidden: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Runs all layers for a decode step. Returns the output of the last one, and the sum of the others' outputs."""
+        shape = _describe_decodes(batch)
+        kept = self._kept.pop(shape, None)
+        if kept is not None and kept.reads(memory, kernels):
+            self._kept[shape] = kept  # The shape that was used last is the last.
+            return kept.run(batch, hidden)
+        kept = _KeptLayers(batch, memory, kernels, hidden)
+        with kernels.collecting_jobs() as run_again:
+            deltas = LoraDeltas(kept.batch.lora, memory, kernels)
+            forward = self._begin(kept.batch, memory, kernels, deltas)
+            output, _ = forward.run(self._layers, kept.residual, 0)
+        if run_again is not None:
+            if len(self._kept) >= _MAX_KEPT:
+                del self._kept[next(iter(self._kept))]
+            kept.keep(run_again, output)
+            self._kept[shape] = kept
+        return output, kept.residual
 
     def _embed(self, batch: StepBatch, deltas: LoraDeltas) -> Tensor:
         """Returns the embeddings [T, H] of the step's tokens. A rank adds nothing for tokens of other ranks."""
@@ -193,21 +232,21 @@ class _Forward:
         self._own_steps: dict[int, AttentionStep] = {}
 
     def run(
-        self, layers: list[DecoderLayer], residual: Tensor, last_norm: Tensor, *, can_collect: bool
-    ) -> Tensor:
-        """Runs all layers. residual [T, H] is overwritten.
+        self, layers: list[DecoderLayer], residual: Tensor, num_together: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs all layers. residual [T, H] is overwritten by the sum of all outputs but the last one.
 
-        can_collect: whether kernels may wait, see `Kernels.collecting_jobs`.
-        Returns normalized hidden states [B', H] of the rows in `output_rows`.
+        num_together: of how many layers the kernels wait for each other, see `Kernels.collecting_jobs`; 0: of none.
+
+        Returns the output of the last layer, and a delta that is to be added to it, if there is one.
         """
         kernels, eps = self._kernels, self._eps
         hidden = kernels.rms_norm(residual, layers[0].attention_norm, eps)
         self._replace_norm(hidden, residual, 0, "input_layernorm")
-        num_collected = _COLLECTED_ROWS // len(residual) if can_collect else 0
-        num_together = num_collected or len(layers)
-        for first in range(0, len(layers), num_together):
-            with kernels.collecting_jobs() if num_collected else nullcontext():
-                for index, layer in enumerate(layers[first : first + num_together], first):
+        num_each = num_together or len(layers)
+        for first in range(0, len(layers), num_each):
+            with kernels.collecting_jobs() if num_together else nullcontext():
+                for index, layer in enumerate(layers[first : first + num_each], first):
                     attended, delta = self._attend(hidden, layer, index)
                     hidden = kernels.add_rms_norm(attended, residual, layer.mlp_norm, eps, delta)
                     self._replace_norm(hidden, residual, index, self._mlp_norm)
@@ -216,9 +255,13 @@ class _Forward:
                         norm = layers[index + 1].attention_norm
                         hidden = kernels.add_rms_norm(output, residual, norm, eps, delta)
                         self._replace_norm(hidden, residual, index + 1, "input_layernorm")
+        return output, delta
+
+    def finish(self, output: Tensor, delta: Tensor | None, residual: Tensor, norm: Tensor) -> Tensor:
+        """Returns normalized hidden states [B', H] of the rows in `output_rows`. residual: as `run` left it."""
         rows = self._batch.output_rows
         delta, last = None if delta is None else delta[rows], residual[rows]
-        hidden = kernels.add_rms_norm(output[rows], last, last_norm, eps, delta)
+        hidden = self._kernels.add_rms_norm(output[rows], last, norm, self._eps, delta)
         if self._deltas.norm_runs:
             self._replace_final_norm(hidden, last)
         return hidden
@@ -355,6 +398,78 @@ class _Forward:
     def _apply(self, x: Tensor, linear: Linear) -> Tensor:
         """x W^T + b, plus scale * (x A^T) B^T for the tokens that have an adapter."""
         return self._deltas.compute(lambda: linear.apply(x, self._kernels), x, linear.site)
+
+
+def _describe_decodes(batch: StepBatch) -> tuple[object, ...]:
+    """All that the jobs of a decode step depend on, but for the content of its tensors."""
+    lora = [
+        (len(tiles.tiles), tiles.max_group_rank, tiles.num_groups, tiles.has_affine) for tiles in batch.lora
+    ]
+    return len(batch.token_ids), batch.attention.max_context_len.bit_length(), *lora
+
+
+class _KeptLayers:
+    """The jobs of all layers for decode steps of one shape: on a CPU, what a CUDA graph is on a GPU.
+
+    A step of a small model makes a hundred jobs of a few microseconds each, and making one takes Python as long.
+
+    batch: a step in tensors of its own, which the jobs read. residual: [T, H], the input of the layers.
+    """
+
+    def __init__(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels, hidden: Tensor) -> None:
+        """batch, hidden: those of a step of this shape."""
+        self._memory, self._kernels = memory, kernels
+        attention = batch.attention
+        longest = (1 << attention.max_context_len.bit_length()) - 1
+        num_blocks = max(attention.block_tables.shape[1], -(-longest // memory.geometry.block_tokens))
+        tables = attention.block_tables.new_zeros(len(attention.block_tables), num_blocks)
+        self.batch = replace(
+            batch,
+            attention=replace(
+                attention,
+                context_lens=attention.context_lens.clone(),
+                block_tables=tables,
+                positions=attention.positions.clone(),
+                kv_slots=attention.kv_slots.clone(),
+                max_context_len=longest,
+            ),
+            lora=tuple(
+                replace(tiles, tiles=tiles.tiles.clone(), weights=tiles.weights.clone())
+                for tiles in batch.lora
+            ),
+        )
+        self.residual = torch.empty_like(hidden)
+        self._output = hidden
+        self._run_again: Callable[[], None] | None = None
+        self._copy(batch, hidden)
+
+    def reads(self, memory: DeviceMemory, kernels: Kernels) -> bool:
+        """Whether the jobs are those of these kernels, on the pages of this pool."""
+        return memory is self._memory and kernels is self._kernels
+
+    def keep(self, run_again: Callable[[], None], output: Tensor) -> None:
+        """run_again: see `Kernels.collecting_jobs`. output: of the last layer."""
+        self._run_again, self._output = run_again, output
+
+    def run(self, batch: StepBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """See `Decoder._run_kept`. The tensors are overwritten by the next step."""
+        assert self._run_again is not None
+        self._copy(batch, hidden)
+        self._run_again()
+        return self._output, self.residual
+
+    def _copy(self, batch: StepBatch, hidden: Tensor) -> None:
+        source, target = batch.attention, self.batch.attention
+        target.context_lens.copy_(source.context_lens)
+        target.positions.copy_(source.positions)
+        target.kv_slots.copy_(source.kv_slots)
+        # No row reads what is behind these blocks.
+        width = min(source.block_tables.shape[1], target.block_tables.shape[1])
+        target.block_tables[:, :width].copy_(source.block_tables[:, :width])
+        for own, new in zip(self.batch.lora, batch.lora, strict=True):
+            own.tiles.copy_(new.tiles)
+            own.weights.copy_(new.weights)
+        self.residual.copy_(hidden)
 
 
 @dataclass(frozen=True, slots=True)

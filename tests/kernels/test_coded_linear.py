@@ -80,7 +80,7 @@ def test_codes_are_unpacked_in_the_order_of_the_columns() -> None:
     assert torch.equal(weight.rows(1, 2).decode(), codes[1:].float())
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("scale_dtype", (torch.float16, torch.float32))
@@ -151,7 +151,7 @@ def test_numbers_with_more_bits_than_bfloat16_are_not_rounded_to_it(
 
 
 @pytest.mark.invariance
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", MOSTLY_QUICK)
 @pytest.mark.parametrize("table", ("integers", "any"))
@@ -213,7 +213,7 @@ def test_rows_of_extreme_numbers_are_the_same_alone_and_among_others(lowest: int
 
 
 @pytest.mark.invariance
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[1] != 64])

@@ -92,11 +92,16 @@ class AttentionPlan:
         self._pages: Tensor | None = None
         self._geometry: KVGeometry | None = None
         self._layer_elements = self._layer_scales = self._first_scale = self._num_items = 0
+        self._tile_length = 1
         self._attend_words = self._rotate_words = pack_fields()
         # The words hold addresses of these tensors, so the plan keeps the tensors alive.
         self._tiles = self._scratch = self._no_sinks = torch.empty(0)
         # The norm weights that the last rotate job points to. The plan does not keep those of the jobs before it.
         self.norms: tuple[Tensor, ...] = ()
+
+    def refresh(self) -> None:
+        """Lets all jobs compute what the batch's tensors contain now. Their sizes are as they were."""
+        self._tiles.copy_(_tile_queries(self._batch, self._tile_length))
 
     def make_rotate_job(
         self,
@@ -168,7 +173,8 @@ class AttentionPlan:
         )
         # Lower than any score, so that it changes no sum.
         self._no_sinks = torch.full((geometry.num_heads,), -1e30)
-        self._tiles = _tile_queries(batch, max(1, TILE_ROWS // group))
+        self._tile_length = max(1, TILE_ROWS // group)
+        self._tiles = _tile_queries(batch, self._tile_length)
         heads = 1
         if geometry.num_sides > 1:
             heads = _choose_heads_per_item(len(self._tiles), kv_heads, group, batch.max_query_len)

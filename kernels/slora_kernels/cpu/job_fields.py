@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from slora_kernels.cpu.worker_sizes import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS
+from slora_kernels.cpu.worker_sizes import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS
 
 # FieldWords: the words of one field of a job. JobWords: the words of consecutive fields.
 FieldWords = tuple[int, int, int]
@@ -16,7 +16,7 @@ JobWords: TypeAlias = "array[int]"
 Field = FieldWords | Tensor | int | float
 # The field of an absent tensor.
 NO_TENSOR: FieldWords = (0, 1, 0)
-assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS) == (0, 1, 2, 3)
+assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS) == (0, 1, 2, 3, 4)
 
 
 def pack_field(field: Field) -> FieldWords:
@@ -68,7 +68,7 @@ def pack_fields(*fields: Field) -> JobWords:
 
 def begin_job(items: int, *words: int) -> JobWords:
     """A new job with `items` items, none of which is taken. words: the words of its first fields."""
-    return array("q", (0, 0, items, *words))
+    return array("q", (0, 0, items, 0, *words))
 
 
 def pack_pages(rows: Tensor, element_bytes: int) -> FieldWords:

@@ -5,6 +5,7 @@ each call from scratch took 2 ms of a decode step of 40 ms.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cache
 
@@ -55,7 +56,7 @@ from slora_kernels.cpu.machine_code import (
     find_worker,
     list_model_workers,
 )
-from slora_kernels.cpu.thread_team import ThreadTeam, collecting_jobs, load_workers
+from slora_kernels.cpu.thread_team import ThreadTeam, collecting_jobs, load_workers, refresh_jobs
 from slora_kernels.cpu.worker_sizes import (
     ACTIVATIONS,
     CODE_COLUMNS,
@@ -111,7 +112,7 @@ class CpuKernels:
         load_workers(list_model_workers(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim))
         return time.perf_counter() - start
 
-    def collecting_jobs(self) -> AbstractContextManager[None]:
+    def collecting_jobs(self) -> AbstractContextManager[Callable[[], None] | None]:
         return collecting_jobs()
 
     def _run(
@@ -131,10 +132,14 @@ class CpuKernels:
         return self._scratch[: threads * num_elements].view(threads, num_elements)
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:
-        return AttentionStep(batch, AttentionPlan(batch, self._reserve))
+        plan = AttentionPlan(batch, self._reserve)
+        refresh_jobs(plan.refresh)
+        return AttentionStep(batch, plan)
 
     def prepare_lora(self, tiles: LoraTiles, tables: AdapterTables) -> LoraStep:
-        return LoraStep(tiles, tables, LoraPlan(tiles, tables, self._reserve))
+        plan = LoraPlan(tiles, tables, self._reserve)
+        refresh_jobs(plan.refresh)
+        return LoraStep(tiles, tables, plan)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return self._norm((x, x), weight, eps, adds=False)

@@ -57,7 +57,7 @@ class LoraPlan:
     """Makes the LoRA jobs of all sites in one step."""
 
     def __init__(self, tiles: LoraTiles, tables: AdapterTables, reserve: Reserve) -> None:
-        self._tables = tables
+        self._tables, self._given = tables, tiles
         self._num_tiles, self._rank = tiles.tiles.shape[0], tiles.max_group_rank
         self._is_whole = self._num_tiles >= _WHOLE_TILES * torch.get_num_threads()
         self._tiles, self._weights = tiles.tiles, tiles.weights
@@ -75,6 +75,15 @@ class LoraPlan:
         self._affine_words = pack_fields()
         self._dtype = torch.float32
         self._words = pack_fields()
+
+    def refresh(self) -> None:
+        """Lets all jobs compute what the tensors of the tiles contain now."""
+        if self._is_whole:
+            for own, new in zip(
+                (self._tiles, self._weights), _sort_by_cost(self._given, self._tables), strict=True
+            ):
+                own.copy_(new)
+        self._done.zero_()
 
     def make_job(
         self, out: Tensor, shrunk: DeferredShrink | Tensor, pages: Tensor, site: LoraSite

@@ -57,6 +57,8 @@ LINEAR = Worker("tile_linear", "linear_worker", ("bfloat16",), needs_tiles=True)
 INT8_LINEAR = Worker("tile_linear", "int8_linear_worker", ("bfloat16",), needs_tiles=True)
 FLOAT8_LINEAR = Worker("tile_linear", "float8_linear_worker", ("bfloat16",), needs_tiles=True)
 CODED_LINEAR = Worker("tile_linear", "coded_linear_worker", ("bfloat16",), needs_tiles=True)
+# Runs other workers.
+CHAIN = Worker("chain", "chain_worker", ("float32",))
 # One token of recurrent layers.
 CONVOLVE = Worker("recurrence", "convolve_token_worker")
 DELTA_RULE = Worker("recurrence", "delta_rule_worker")
@@ -65,7 +67,7 @@ SCAN = Worker("recurrence", "scan_token_worker")
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
     *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
-    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE),
+    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, CHAIN),
 )
 
 
@@ -97,6 +99,8 @@ def list_model_workers(
     workers = (*linears, RMS_NORM, ACT_MUL, ARGMAX, AFFINE, TOKEN_LOGITS, *own)
     # The logits of rows with penalties, biases, log-probabilities or beams are in float32.
     widened = () if dtype == "float32" else ((ARGMAX, "float32"),)
+    if linears:
+        widened = (*widened, (CHAIN, "float32"))
     return (*widened, *((worker, dtype) for worker in workers))
 
 

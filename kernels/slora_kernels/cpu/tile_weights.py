@@ -53,7 +53,7 @@ _OWN_ROWS = 256
 # The first words of these fields of a job, see `workers.tile_linear`.
 _X, _PANELS, _OUT, _BIAS = (NUM_WORDS + FIELD_WORDS * field for field in range(4))
 _ITEM_SIZE, _TILED_ROWS, _GROUP_SUMS = (NUM_WORDS + FIELD_WORDS * field for field in (6, 7, 11))
-_NUM_ROUNDED, _ROUNDED, _COUNTS = (NUM_WORDS + FIELD_WORDS * field for field in range(17, 20))
+_NUM_ROUNDED, _ROUNDED = (NUM_WORDS + FIELD_WORDS * field for field in range(17, 19))
 
 
 @cache
@@ -305,7 +305,7 @@ class CodedTileWeight(_NarrowTileLinear):
             *NO_TENSOR,
             *(group_steps, 0, 0, weight.scales.dtype == torch.float16, 0, 0, self._has_minimums, 0, 0),
             *(self._num_bits, 0, 0, int(weight.numbers[0]) if self._num_bits else 0, 0, 0),
-            *(0, 0, 0, *NO_TENSOR, *NO_TENSOR, 0),
+            *(0, 0, 0, *NO_TENSOR),
         )
 
     @staticmethod
@@ -329,8 +329,6 @@ class CodedTileWeight(_NarrowTileLinear):
             if is_shared:
                 job[_NUM_ROUNDED] = num_rows
                 job[NUM_ITEMS] += num_rows
-                # The last word of the job counts the rounded rows.
-                job[_COUNTS] = job.buffer_info()[0] + 8 * (len(job) - 1)
         threads = job[_PANELS + 1]
         job[_GROUP_SUMS] = job[_PANELS] + 2 * threads * self._num_decoded
         job[_GROUP_SUMS + 1], job[_GROUP_SUMS + 2] = threads, num_sums

@@ -7,7 +7,7 @@ the workers' machine code and no compiler, and the machine that compiles them ne
 from slora_kernels.cpu_isa import find_cpu_isa
 
 # A job is an array of 64-bit words, see `workers.intrinsics`.
-NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_WORDS = 0, 1, 2, 3
+NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS = 0, 1, 2, 3, 4
 FIELD_WORDS = 3
 
 _ISA = find_cpu_isa()

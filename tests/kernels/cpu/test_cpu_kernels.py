@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,14 +9,15 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from slora_kernels.batch import AttentionRule, KVGeometry
+from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, LoraTiles
 from slora_kernels.cpu import token_recurrence
 from slora_kernels.cpu.kernels import CpuKernels
 from slora_kernels.cpu.machine_code import find_worker, has_workers
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.worker_sizes import ACTIVATIONS
+from slora_kernels.layout import llama_shape
 from slora_kernels.torch import reference
-from tests.kernels.scenes import build_attention, check_close
+from tests.kernels.scenes import build_adapters, build_attention, build_tiles, check_close
 
 pytestmark = pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
 
@@ -26,8 +28,9 @@ def test_without_openmp_python_threads_give_the_same_bits() -> None:
     assert torch.equal(plain.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5))
 
 
-def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error() -> None:
-    kernels, weight = CpuKernels(), torch.randn(512)
+@pytest.mark.parametrize("allow_openmp", (True, False))
+def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error(allow_openmp: bool) -> None:
+    kernels, weight = CpuKernels(ThreadTeam(allow_openmp=allow_openmp)), torch.randn(512)
     x, residual = torch.randn(300, 512), torch.randn(300, 512)
 
     def compute(sums: torch.Tensor) -> torch.Tensor:
@@ -38,7 +41,7 @@ def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error() -> No
 
     expected_sums = residual.clone()
     expected, sums, dropped = compute(expected_sums), residual.clone(), residual.clone()
-    with kernels.collecting_jobs():
+    with kernels.collecting_jobs() as run_again:
         result = compute(sums)
     with pytest.raises(ZeroDivisionError), kernels.collecting_jobs():
         compute(dropped)
@@ -46,6 +49,54 @@ def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error() -> No
     assert torch.equal(result, expected) and torch.equal(sums, expected_sums)
     assert torch.equal(dropped, residual)
     assert torch.equal(compute(dropped), expected)
+    # `dropped` is the sum now. The jobs run again with other rows.
+    x.mul_(-2.0)
+    expected, expected_sums = compute(dropped), dropped
+    run_again()
+    assert torch.equal(result, expected) and torch.equal(sums, expected_sums)
+
+
+def test_kept_jobs_compute_attention_and_lora_of_another_step() -> None:
+    """The rows of the other step have other contexts, pages and adapters, so their tiles have another order."""
+    kernels, geometry, rule = CpuKernels(), KVGeometry(2, 6, 2, 32, 16, torch.bfloat16), AttentionRule(0.1)
+    scene = build_attention(geometry, [(1, 200), (1, 3), (1, 70), (1, 130)])
+    shape = llama_shape(2, 64, 6, 2, 16, 96, 300, 2)
+    adapters = build_adapters(shape, torch.bfloat16, [[8] * 16, [40] * 16, [16] * 16])
+    tiles = build_tiles([(0, 0, 1), (1, 1, 1), (2, 2, 1), (1, 3, 1)], adapters.tables)
+    site = shape.sites[0]
+    x = torch.randn(4, site.in_width).to(torch.bfloat16)
+
+    def compute(batch: AttentionBatch, q: torch.Tensor, lora: LoraTiles) -> tuple[torch.Tensor, ...]:
+        step, lora_step = kernels.prepare_attention(batch), kernels.prepare_lora(lora, adapters.tables)
+        attended = kernels.attend(q, scene.pages, geometry, 1, step, rule)
+        for _ in range(2):
+            shrunk = kernels.shrink(x, adapters.pages, site, lora_step)
+            kernels.expand(out, shrunk, adapters.pages, site, lora_step)
+        return attended, out
+
+    order = [2, 3, 0, 1]
+    batch = scene.batch
+    other = replace(
+        batch,
+        context_lens=batch.context_lens[order],
+        block_tables=batch.block_tables[order],
+        positions=batch.positions[order],
+        kv_slots=batch.kv_slots[order],
+    )
+    other_tiles = build_tiles([(1, 0, 1), (2, 1, 1), (1, 2, 1), (0, 3, 1)], adapters.tables)
+    out = torch.zeros(4, sum(site.widths), dtype=torch.bfloat16)
+    expected = [result.clone() for result in compute(other, scene.q, other_tiles)]
+    out = torch.zeros_like(out)
+    with kernels.collecting_jobs() as run_again:
+        attended, _ = compute(batch, scene.q, tiles)
+    assert not torch.equal(attended, expected[0])
+    for name in ("context_lens", "block_tables", "positions", "kv_slots"):
+        getattr(batch, name).copy_(getattr(other, name))
+    tiles.tiles.copy_(other_tiles.tiles)
+    tiles.weights.copy_(other_tiles.weights)
+    out.zero_()
+    run_again()
+    assert torch.equal(attended, expected[0]) and torch.equal(out, expected[1])
 
 
 def test_torchs_own_threads_are_found() -> None:

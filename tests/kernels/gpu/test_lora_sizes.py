@@ -1,6 +1,5 @@
 """The table of LoRA tile sizes: the shipped table can be launched, and errors in a table name the broken entry."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import torch
 
 from slora_kernels.gpu.lora_sizes import SIZES_FILE, load_sizes, name_architecture, read_sizes
 from slora_kernels.kernel_selector import select_kernels
+from tests.support.json_files import read_json, write_json
 
 Break = Callable[[Any], object]
 
@@ -24,7 +24,7 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
     def tile(bound: int | None, rank: int) -> dict[str, Any]:
         return {"max_rank": bound, "block_rank": rank, "block_segments": 1, "num_warps": 4, "num_stages": 2}
 
-    table = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
+    table = read_json(SIZES_FILE)
     narrow = {
         "max_width": 4096,
         "splits": 4,
@@ -33,7 +33,7 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
     }
     table["sm_90"] = table["default"] | {"shrink": [narrow, table["default"]["shrink"][-1]]}
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(table), encoding="utf-8")
+    write_json(path, table)
     sizes = read_sizes(path)["sm_90"]
     assert [sizes.select_shrink(width).splits for width in (1, 4096, 4097)] == [4, 4, 16]
     ranks = (1, 24, 25, 48, 49, 999)
@@ -69,10 +69,10 @@ def test_sizes_are_looked_up_by_width_then_rank(tmp_path: Path) -> None:
 def test_an_invalid_table_is_refused_with_the_place_and_the_valid_values(
     tmp_path: Path, harm: Break, message: str
 ) -> None:
-    table = json.loads(SIZES_FILE.read_text(encoding="utf-8"))
+    table = read_json(SIZES_FILE)
     harm(table)
     path = tmp_path / "table.json"
-    path.write_text(json.dumps(table), encoding="utf-8")
+    write_json(path, table)
     with pytest.raises(ValueError, match=message):
         read_sizes(path)
 

@@ -2,7 +2,6 @@
 
 `test_adapter_features.py` compares their answers with peft's."""
 
-import json
 import re
 import shutil
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from slora_kernels.layout import EXPERT_PATHS, ModelShape
 from tests.slora.engine.test_parity import GREEDY, Work, answer, judge_engine
 from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS
+from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import Kits, ModelKit, make_kit
 from tests.support.oracle import Oracle
 from tests.support.peft_adapters import (
@@ -189,7 +189,7 @@ def test_parameters_that_do_not_fit_are_refused(
     if change is not None:
         _change(tmp_path / "adapter", tensors, change)
     path = tmp_path / "adapter" / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | lora), encoding="utf-8")
+    write_json(path, read_json(path) | lora)
     with pytest.raises(AdapterInvalid, match=message):
         read_adapter(tmp_path / "adapter", _shape_of(tmp_path, "qwen3_moe"), AdapterLimits())
 
@@ -325,7 +325,7 @@ def test_a_sum_of_adapters_of_experts_answers_as_one_adapter_of_both_does(tmp_pa
     save_file(joined, tmp_path / "both" / "adapter_model.safetensors")
     path = tmp_path / "both" / "adapter_config.json"
     twice = {"r": 2 * rank, "lora_alpha": 4 * rank}
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | twice), encoding="utf-8")
+    write_json(path, read_json(path) | twice)
     oracle = Oracle(kit.directory, {"both": tmp_path / "both"})
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(400))
     adapters = [LoraAdapter(kit.adapters["first"]), LoraAdapter(kit.adapters["second"], weight=-0.5)]

@@ -69,7 +69,7 @@ def test_parity_holds_alone_mixed_in_chunks_and_preempted(
     kits: Kits, report: Callable[[str], None], model: str, *, soak: bool
 ) -> None:
     kit = kits(model)
-    work = mix(kit, prompts_each=8 if soak else 2, seed=6)
+    work = mix(kit, prompts_each=8 if soak else 1, seed=6)
     small = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 11}
     ways: dict[str, dict[str, Any]] = {
         "alone": {"max_num_seqs": 1},
@@ -127,7 +127,7 @@ def test_dora_biases_and_sums_reach_the_linears_of_recurrent_layers(
         "other": {"r": 5, "lora_alpha": 3, **linears},
     }
     kit = make_kit(tmp_path, model, kinds)
-    work = mix(kit, prompts_each=2, seed=6)
+    work = mix(kit, prompts_each=1, seed=6)
     llm = LLM(kit.directory, pool_bytes=kit.pool_bytes(2000), max_num_seqs=9, max_num_batched_tokens=13)
     verdict = judge(kit.oracle, work, answer(llm, kit, work, PARAMS))
     report(f"{model} with DoRA and biases: {verdict}")

@@ -253,7 +253,7 @@ def test_all_ranks_swap_and_load_the_same_pages(kits: Kits, preemption: str, *, 
 def test_forks_prompt_scores_and_a_vocabulary_that_does_not_divide_equal_those_of_one_rank(
     tmp_path: Path,
 ) -> None:
-    kit = make_kit(tmp_path, "llama_tied_llama3_rope", vocab_size=127)
+    kit = make_kit(tmp_path, "llama_tied_llama3_rope", vocab_size=127, num_hidden_layers=2)
     prompts, kinds = mix(kit)
     prompts = [[token % 127 for token in prompt] for prompt in prompts]
     answers = []

@@ -1,5 +1,4 @@
 import gc
-import json
 import os
 import shutil
 import weakref
@@ -20,6 +19,7 @@ from slora.llm import request_builder
 from slora.text.tokenizer import Tokenizer
 from slora_adapters.errors import AdapterInvalid, AdapterNotFound
 from tests.support.cpu_kernels import KERNELS
+from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import KINDS
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 @pytest.fixture(scope="module")
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     kinds = {kind: KINDS[kind] for kind in ("odd_rank", "rslora")}
-    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400)
+    kit = make_kit(tmp_path_factory.mktemp("llm"), "llama", kinds, vocab_size=400, num_hidden_layers=2)
     write_tokenizer(kit.directory, byte_level(vocab_size=400))
     return kit
 
@@ -300,9 +300,7 @@ def test_an_adapter_with_texts_that_an_upload_refuses_is_refused(
 
 def set_alpha(directory: Path, alpha: int) -> None:
     path = directory / "adapter_config.json"
-    path.write_text(
-        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "lora_alpha": alpha}), encoding="utf-8"
-    )
+    write_json(path, {**read_json(path), "lora_alpha": alpha})
 
 
 def test_an_adapter_is_read_again_when_only_its_config_changed(

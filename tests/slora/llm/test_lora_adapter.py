@@ -18,7 +18,7 @@ from tests.support.hub import adapter_files, hub_client, lay_out_snapshot
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS, make_adapter
-from tests.support.tiny_models import VOCAB_SIZE, make_model
+from tests.support.tiny_models import VOCAB_SIZE
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 PROMPT = [5, 6, 7]
@@ -28,7 +28,7 @@ PROMPT = [5, 6, 7]
 def kit(tmp_path_factory: pytest.TempPathFactory) -> ModelKit:
     kinds = {"odd_rank": KINDS["odd_rank"], "patterns": KINDS["patterns"]}
     kinds["both_and_linears"] = EMBEDDING_KINDS["both_and_linears"]
-    return make_kit(tmp_path_factory.mktemp("lora_adapter"), "llama", kinds)
+    return make_kit(tmp_path_factory.mktemp("lora_adapter"), "llama", kinds, num_hidden_layers=2)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_tensors_in_memory_are_the_same_version_as_the_files_that_peft_writes(
 def test_a_peft_model_is_served_with_the_weights_at_the_time_of_the_call(
     llm: LLM, kit: ModelKit, tmp_path: Path
 ) -> None:
-    model = make_adapter(tmp_path / "saved", make_model("llama"), seed=9, std=0.15, r=3)
+    model = make_adapter(tmp_path / "saved", kit.read_model(), seed=9, std=0.15, r=3)
     adapter = LoraAdapter.from_tensors(
         get_peft_model_state_dict(model), model.peft_config["default"].to_dict()
     )

@@ -1,7 +1,6 @@
 """Whatever plausible content a config.json has, the model computes what transformers computes, or is refused."""
 
 import dataclasses
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from slora.models.families import FAMILIES, read_model_config
 from tests.support.config_judge import Verdict, judge_config
 from tests.support.config_mutations import draw_changes, each_value
 from tests.support.covering import soaked
+from tests.support.json_files import write_json
 
 TINY: dict[str, Any] = {
     "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -146,7 +146,5 @@ def test_a_config_with_every_field_that_transformers_reads_of_a_native_family_is
     assert len(names & fields) > 10
     read = {name for name in names - machinery if not name.startswith("_")}
     values = {name: value for name, value in config.to_dict().items() if name in read}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**native_config(family, {}), **values}), encoding="utf-8"
-    )
+    write_json(tmp_path / "config.json", {**native_config(family, {}), **values})
     assert read_model_config(tmp_path).family == family

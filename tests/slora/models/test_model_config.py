@@ -1,4 +1,3 @@
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from slora.models.model_config import ExpertConfig, ModelConfig
 from slora.models.model_spec import MODEL_IMPLS, ModelSpec, read_model_spec
 from slora.models.rope_config import LinearScaling, Llama3Scaling, LongRopeScaling, Rope, YarnScaling
 from tests.slora.models.hub_configs import HUB
+from tests.support.json_files import write_json
 from tests.support.tiny_models import MODELS, make_config
 
 LLAMA = {
@@ -46,9 +46,9 @@ def read(directory: Path, generation: Any = None, **changes: Any) -> ModelConfig
     """LLAMA's config.json with `changes`. The value None removes a field, and NULL sets it to null."""
     fields = {name: value for name, value in {**LLAMA, **changes}.items() if value is not None}
     fields = {name: None if value is NULL else value for name, value in fields.items()}
-    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_json(directory / "config.json", fields)
     if generation is not None:
-        (directory / "generation_config.json").write_text(json.dumps(generation), encoding="utf-8")
+        write_json(directory / "generation_config.json", generation)
     return read_model_config(directory)
 
 
@@ -102,7 +102,7 @@ def test_configs_saved_by_transformers_are_read_as_transformers_reads_them(tmp_p
 
 @pytest.mark.parametrize("name", HUB)
 def test_configs_of_known_models_are_read_as_transformers_reads_them(tmp_path: Path, name: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(HUB[name]), encoding="utf-8")
+    write_json(tmp_path / "config.json", HUB[name])
     ours, theirs = read_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path)
     assert_agree(ours, theirs)
     theirs.save_pretrained(tmp_path)
@@ -117,7 +117,7 @@ def test_missing_config_fields_of_each_family_get_the_defaults_of_transformers(
     fields = {"vocab_size": 99, "hidden_size": 512, "num_attention_heads": 32}
     fields |= {"num_hidden_layers": 7, "intermediate_size": 96}
     config = {"model_type": family, **({"text_config": fields} if family == "gemma3" else fields)}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(tmp_path / "config.json", config)
     assert_agree(read_model_config(tmp_path), AutoConfig.from_pretrained(tmp_path))
 
 
@@ -145,9 +145,7 @@ def test_the_rope_type_name_of_the_first_phi_3_checkpoints_is_longrope(tmp_path:
     read_as = []
     for kind in ("longrope", "su", "yarn"):
         scaling = {**fields["rope_scaling"], "type": kind}
-        (tmp_path / "config.json").write_text(
-            json.dumps({**fields, "rope_scaling": scaling}), encoding="utf-8"
-        )
+        write_json(tmp_path / "config.json", {**fields, "rope_scaling": scaling})
         read_as.append(read_model_config(tmp_path))
     assert read_as[0] == read_as[1] == read_as[2]
     assert read_as[0].rope_switch == 4096
@@ -168,12 +166,10 @@ def test_a_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
 
 
 def test_null_disables_a_default_only_for_optional_features(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({**LLAMA, "model_type": "gemma2", "head_dim": 8}), encoding="utf-8"
-    )
+    write_json(tmp_path / "config.json", {**LLAMA, "model_type": "gemma2", "head_dim": 8})
     assert read_model_config(tmp_path).final_softcap == 30.0
     fields = {**LLAMA, "model_type": "gemma2", "head_dim": 8, "final_logit_softcapping": None}
-    (tmp_path / "config.json").write_text(json.dumps({**fields, "hidden_activation": None}), encoding="utf-8")
+    write_json(tmp_path / "config.json", {**fields, "hidden_activation": None})
     config = read_model_config(tmp_path)
     assert config.final_softcap is None
     assert config.activation == "gelu_tanh"
@@ -426,9 +422,7 @@ def test_a_config_of_any_content_is_either_accepted_or_refused(
 ) -> None:
     """Born from bugs: lists, texts and tables in place of numbers raised errors such as TypeError."""
     directory = tmp_path_factory.getbasetemp()
-    (directory / "config.json").write_text(
-        json.dumps({**LLAMA, "model_type": family, **changes, **rope}), encoding="utf-8"
-    )
+    write_json(directory / "config.json", {**LLAMA, "model_type": family, **changes, **rope})
     try:
         read_model_config(directory)
     except ConfigError as error:
@@ -486,9 +480,7 @@ def test_unknown_fields_that_may_describe_the_arithmetic_are_refused(
 
 def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: Path) -> None:
     """Born from a random config that used up the machine's memory."""
-    (tmp_path / "config.json").write_text(
-        json.dumps({**LLAMA, "num_hidden_layers": 1 << 40}), encoding="utf-8"
-    )
+    write_json(tmp_path / "config.json", {**LLAMA, "num_hidden_layers": 1 << 40})
     with pytest.raises(ConfigError, match=r"num_hidden_layers is 1099511627776; it must be at most 10000"):
         read_model_config(tmp_path)
 
@@ -498,7 +490,7 @@ def test_layers_beyond_all_models_are_refused_before_they_are_listed(tmp_path: P
 def test_a_config_file_that_is_not_a_json_object_is_refused_by_name(
     tmp_path: Path, name: str, text: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
+    write_json(tmp_path / "config.json", LLAMA)
     (tmp_path / name).write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=name):
         read_model_config(tmp_path)
@@ -556,7 +548,7 @@ def test_mxfp4_without_a_dtype_and_without_weights_is_planned_in_bfloat16(tmp_pa
         "quantization_config": {"quant_method": "mxfp4"}
     }
     del fields["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_json(tmp_path / "config.json", fields)
     assert read_model_spec(tmp_path).dtype == "bfloat16"
 
 

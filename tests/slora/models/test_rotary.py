@@ -1,6 +1,5 @@
 """Cosines and sines of every kind of rope, compared with those of transformers' own modules."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 from slora.models.families import read_model_config
 from slora.models.model_config import ModelConfig
 from slora.models.rotary import cos_sin_tables
+from tests.support.json_files import write_json
 
 POSITIONS = 256
 LLAMA = {
@@ -49,7 +49,7 @@ def rotated_by(module: torch.nn.Module, length: int, **layer_type: str) -> torch
 
 
 def save(directory: Path, fields: dict[str, Any]) -> ModelConfig:
-    (directory / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_json(directory / "config.json", fields)
     return read_model_config(directory)
 
 

@@ -25,6 +25,7 @@ from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import start_engine
+from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import kinds_for, make_kit
 from tests.support.peft_adapters import LATENT_DORA_KINDS, LATENT_KINDS, expert_lora_kinds
 from tests.support.tiny_models import (
@@ -188,10 +189,10 @@ def test_a_quantization_that_is_not_exact_is_refused(
     name, within, _ = model.partition("_in_text_config")
     write_model(tmp_path, name, num_hidden_layers=2)
     path = tmp_path / "config.json"
-    config = json.loads(path.read_text(encoding="utf-8"))
+    config = read_json(path)
     part = config["text_config"] if within else config
     part["quantization_config"] = {"quant_method": method, "fmt": "e5m2"}
-    path.write_text(json.dumps(config), encoding="utf-8")
+    write_json(path, config)
     with pytest.raises(ConfigError, match=reason):
         LLM(tmp_path, kernels=KERNELS, pool_bytes=1 << 22, dtype=dtype)
 
@@ -329,7 +330,7 @@ def test_a_config_that_transformers_refuses_is_refused_with_its_reason_on_one_li
     tmp_path: Path, fields: dict[str, Any], reason: str
 ) -> None:
     """Born from tracebacks of many exception types."""
-    (tmp_path / "config.json").write_text(json.dumps({**TINY, **fields}), encoding="utf-8")
+    write_json(tmp_path / "config.json", {**TINY, **fields})
     with pytest.raises(ConfigError, match=reason) as refusal:
         read_model_spec(tmp_path)
     assert str(tmp_path) in str(refusal.value)
@@ -344,7 +345,7 @@ def test_the_text_part_may_name_the_token_that_ends_an_answer(
     """Born from answers without an end: only the field of the whole model was read."""
     fields = make_config(model).to_dict()
     fields["text_config"] |= {"eos_token_id": 5}
-    (tmp_path / "config.json").write_text(json.dumps(fields | {"eos_token_id": whole}), encoding="utf-8")
+    write_json(tmp_path / "config.json", fields | {"eos_token_id": whole})
     assert read_model_spec(tmp_path).eos_token_ids == expected
 
 
@@ -355,16 +356,14 @@ def test_the_text_part_may_name_the_dtype(tmp_path: Path, field: str) -> None:
     for part in (fields, fields["text_config"]):
         part.pop("dtype", None)
     fields["text_config"][field] = "bfloat16"
-    (tmp_path / "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    write_json(tmp_path / "config.json", fields)
     assert read_model_spec(tmp_path).dtype == "bfloat16"
 
 
 def test_a_config_class_that_needs_a_padding_token_is_served(tmp_path: Path) -> None:
     """Born from a traceback: such a class refuses null, which means no padding token."""
     fields = {**TINY, "model_type": "cwm", "num_key_value_heads": 2, "head_dim": 8, "bos_token_id": 1}
-    (tmp_path / "config.json").write_text(
-        json.dumps({**fields, "pad_token_id": 3, "eos_token_id": 2}), encoding="utf-8"
-    )
+    write_json(tmp_path / "config.json", {**fields, "pad_token_id": 3, "eos_token_id": 2})
     assert read_model_spec(tmp_path).sizes.num_kv_heads == 2
 
 

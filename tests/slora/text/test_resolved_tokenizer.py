@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer
 
 from slora.text.tokenizer import Tokenizer
+from tests.support.json_files import write_json
 from tests.support.tiny_tokenizers import CHAT_TEMPLATE, TEXT, byte_fallback, byte_level
 
 TEXTS = [
@@ -64,10 +65,8 @@ CASES: dict[str, Case] = {
 def write(directory: Path, case: Case) -> Path:
     make, model_type, config = case
     make().save(str(directory / "tokenizer.json"))
-    (directory / "config.json").write_text(json.dumps({"model_type": model_type}), encoding="utf-8")
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps({**config, "chat_template": CHAT_TEMPLATE}), encoding="utf-8"
-    )
+    write_json(directory / "config.json", {"model_type": model_type})
+    write_json(directory / "tokenizer_config.json", {**config, "chat_template": CHAT_TEMPLATE})
     return directory
 
 
@@ -98,7 +97,7 @@ def test_files_of_older_versions_of_transformers_count_as_they_do_there(tmp_path
         "special_tokens_map.json": {"pad_token": "<pad>"},
         "added_tokens.json": {"<pad>": size},
     }
-    (tmp_path / name).write_text(json.dumps(tokens[name]), encoding="utf-8")
+    write_json(tmp_path / name, tokens[name])
     assert_same(tmp_path)
 
 

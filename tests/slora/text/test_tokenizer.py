@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from slora.core.errors import ConfigError, RequestRefused
 from slora.text.chat_template import cut_at_mark, mark_end, render_chat
 from slora.text.tokenizer import Tokenizer
+from tests.support.json_files import read_json, write_json
 from tests.support.tiny_tokenizers import (
     CHAT_TEMPLATE,
     TEXT,
@@ -178,9 +179,7 @@ def test_a_model_with_a_template_for_tools_has_both(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level(), None)
     config = tmp_path / "tokenizer_config.json"
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
-    config.write_text(
-        json.dumps(json.loads(config.read_text(encoding="utf-8")) | {"chat_template": both}), encoding="utf-8"
-    )
+    write_json(config, read_json(config) | {"chat_template": both})
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.from_directory(tmp_path)
     assert ours.chat_template == theirs.get_chat_template() == "plain"
     assert ours.tool_template == theirs.get_chat_template(tools=TOOLS) == "with tools"
@@ -254,7 +253,7 @@ def test_a_template_of_an_adapter_replaces_the_model_s(pair: Pair) -> None:
 def test_a_template_is_found_wherever_versions_of_transformers_put_it(tmp_path: Path, place: str) -> None:
     write_tokenizer(tmp_path, byte_level(), chat_template=None)
     config_path = tmp_path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config = read_json(config_path)
     if place == "jinja file":
         (tmp_path / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
         config["chat_template"] = "not this one"
@@ -265,18 +264,18 @@ def test_a_template_is_found_wherever_versions_of_transformers_put_it(tmp_path: 
             {"name": "tool_use", "template": "not this one"},
             {"name": "default", "template": CHAT_TEMPLATE},
         ]
-    config_path.write_text(json.dumps(config), encoding="utf-8")
+    write_json(config_path, config)
     assert Tokenizer.from_directory(tmp_path).chat_template == CHAT_TEMPLATE
 
 
 def test_special_tokens_are_found_as_text_and_as_objects(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, byte_level())
     config_path = tmp_path / "tokenizer_config.json"
-    config = json.loads(config_path.read_text(encoding="utf-8"))
+    config = read_json(config_path)
     config["bos_token"] = {"content": "<s>", "lstrip": False, "special": True}
     config["eos_token"] = "</s>"
     config["pad_token"] = None
-    config_path.write_text(json.dumps(config), encoding="utf-8")
+    write_json(config_path, config)
     assert dict(Tokenizer.from_directory(tmp_path).special_tokens) == {
         "bos_token": "<s>",
         "eos_token": "</s>",

@@ -19,6 +19,7 @@ from slora.verify.verification import TOLERANCES, Verification, VerificationRequ
 from slora_api.cli.main import main
 from tests.support.coded_checkpoints import CodedForm, write_coded_checkpoint
 from tests.support.covering import soaked
+from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.peft_adapters import (
     ACTIVATED_KINDS,
@@ -28,7 +29,7 @@ from tests.support.peft_adapters import (
     ROW_KINDS,
     make_adapter,
 )
-from tests.support.tiny_models import LONGROPE, make_model, write_model
+from tests.support.tiny_models import LONGROPE, count_layers, make_model, write_model
 from tests.support.tiny_tokenizers import byte_level, write_tokenizer
 
 # Layers times adapted linears of each kind, in a model of three layers. The last kind adapts the embedding and the head
@@ -97,8 +98,8 @@ def test_adapters_of_every_kind_are_found_equal(
 )
 def test_models_of_other_families_are_compared(tmp_path: Path, model: str) -> None:
     """Covers fused linears, scaled embeddings, transposed weights, and transformers' own classes."""
-    write_model(tmp_path / "base", model)
-    make_adapter(tmp_path / "adapter", make_model(model), std=0.15, r=5, fan_in_fan_out=model == "gpt2")
+    base = write_model(tmp_path / "base", model, num_hidden_layers=count_layers(model))
+    make_adapter(tmp_path / "adapter", base, std=0.15, r=5, fan_in_fan_out=model == "gpt2")
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=8, device="cpu")
     )
@@ -123,8 +124,8 @@ def test_tokens_before_the_longrope_switch_are_verified_with_short_factors(
 ) -> None:
     """Born from a false alarm: the reference computes all tokens in one pass, and so gives the early ones the long
     factors."""
-    write_model(tmp_path / "base", model, **LONGROPES[model])
-    make_adapter(tmp_path / "adapter", make_model(model, **LONGROPES[model]), std=0.15, r=5)
+    base = write_model(tmp_path / "base", model, num_hidden_layers=count_layers(model), **LONGROPES[model])
+    make_adapter(tmp_path / "adapter", base, std=0.15, r=5)
     found = verify_adapter(
         VerificationRequest(tmp_path / "base", tmp_path / "adapter", max_tokens=40, device="cpu")
     )
@@ -209,9 +210,9 @@ def test_an_untrained_adapter_is_equal_with_a_warning(
     kit: ModelKit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_adapter(tmp_path, make_model("llama", vocab_size=400), std=0.0, r=4)
-    config = json.loads((tmp_path / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_json(tmp_path / "adapter_config.json")
     config["base_model_name_or_path"] = "somebody/Other-Model"
-    (tmp_path / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    write_json(tmp_path / "adapter_config.json", config)
     for name in ("optimizer.pt", "README.md"):
         (tmp_path / name).touch()
     assert main(["adapter", "verify", str(tmp_path), "--model", str(kit.directory), "--device", "cpu"]) == 0
@@ -237,9 +238,9 @@ def test_an_adapter_that_cannot_be_served_is_reported_with_all_reasons(
     page = verify(adapter, tmp_path / "wider")
     assert page.startswith("unusable:\n") and "shape_mismatch:" in page and "unknown_tensor:" in page
     shutil.copytree(adapter, tmp_path / "dora")
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    config = read_json(adapter / "adapter_config.json")
     changes = {"use_qalora": True, "modules_to_save": ["projector"]}
-    (tmp_path / "dora" / "adapter_config.json").write_text(json.dumps(config | changes), encoding="utf-8")
+    write_json(tmp_path / "dora" / "adapter_config.json", config | changes)
     (tmp_path / "dora" / "generation_config.json").write_text('{"num_beams": 2}', encoding="utf-8")
     found = json.loads(verify(tmp_path / "dora", model, "--json"))
     assert found["verdict"] == "unusable"
@@ -251,10 +252,8 @@ def test_an_adapter_that_peft_cannot_load_is_not_compared(
 ) -> None:
     """PEFT requires even ranks for this initialisation, even though trained weights replace the initial ones."""
     directory = shutil.copytree(kit.adapters["odd_rank"], tmp_path / "orthogonal")
-    config = json.loads((directory / "adapter_config.json").read_text(encoding="utf-8"))
-    (directory / "adapter_config.json").write_text(
-        json.dumps({**config, "init_lora_weights": "orthogonal"}), encoding="utf-8"
-    )
+    config = read_json(directory / "adapter_config.json")
+    write_json(directory / "adapter_config.json", {**config, "init_lora_weights": "orthogonal"})
     assert main(["adapter", "verify", str(directory), "--model", str(kit.directory), "--device", "cpu"]) == 2
     page = capsys.readouterr().out
     assert "not_comparable: transformers and peft can't load" in page and "rank to be even" in page

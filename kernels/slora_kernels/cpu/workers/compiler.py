@@ -17,6 +17,7 @@ from slora_kernels.cpu.machine_code import Worker
 from slora_kernels.cpu.workers import (
     argmax,
     attention,
+    chain,
     elementwise,
     lora,
     quantized,
@@ -35,6 +36,7 @@ _MODULES = {
     for module in (
         argmax,
         attention,
+        chain,
         elementwise,
         lora,
         quantized,

@@ -7,9 +7,10 @@ numba lacks some dtypes, so the element type of an array stands for a dtype. One
 K and V in fp8 are uint8. They are e4m3 without NaN, because NaN is stored in their bfloat16 scale. Weights in fp8 are
 uint8, too, and weights in int8 are int8.
 
-A job is an array of 64-bit words: the next item to take, the next thread's number, the number of items, and then the
-fields. A field has three words. They hold either one number, or the address, number of rows and pitch of a tensor with
-contiguous rows. The job pointer's element type is that of the model. All arithmetic is float32.
+A job is an array of 64-bit words: the next item to take, the next thread's number, the number of items, the number of
+finished items that others wait for, and then the fields. A field has three words. They hold either one number, or the
+address, number of rows and pitch of a tensor with contiguous rows. The job pointer's element type is that of the
+model. All arithmetic is float32.
 
 Slice a row before the loop that runs over it. Indexing a matrix inside the loop keeps LLVM from vectorising it (8 times
 slower, measured).
@@ -30,6 +31,7 @@ from slora_kernels.cpu.worker_sizes import (
     NEXT_ITEM,
     NEXT_WORKER,
     NUM_ITEMS,
+    NUM_PREPARED,
     NUM_WORDS,
 )
 from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa
@@ -84,18 +86,37 @@ def _add_one(typing: Any, job: Job, word: int) -> Any:
 
 
 @intrinsic
+def count_prepared(typing: Any, job: Job) -> Any:
+    """Counts an item that prepares others as done, for `await_prepared`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = _point(builder, args[0], _I64(NUM_PREPARED), _I64)
+        builder.atomic_rmw("add", place, _I64(1), "release")
+        return context.get_dummy_value()
+
+    return types.void(job), emit
+
+
+@intrinsic
+def _load_prepared(typing: Any, job: Job) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_point(builder, args[0], _I64(NUM_PREPARED), _I64), "acquire", 8)
+
+    return types.int64(job), emit
+
+
+@intrinsic
 def increment_count(typing: Any, counts: Array, index: int) -> Any:
-    """Atomically adds 1 to an element of an int64 array.
+    """Atomically adds 1 to an element of an int64 array. Returns the count before.
 
     A thread that sees the new count in `await_count` also sees all earlier writes of this thread.
     """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(counts)(context, builder, args[0]).data
-        builder.atomic_rmw("add", builder.gep(data, [args[1]]), _I64(1), "release")
-        return context.get_dummy_value()
+        return builder.atomic_rmw("add", builder.gep(data, [args[1]]), _I64(1), "acq_rel")
 
-    return types.void(counts, types.int64), emit
+    return types.int64(counts, types.int64), emit
 
 
 @intrinsic
@@ -114,6 +135,43 @@ def _yield_core(typing: Any) -> Any:
         return builder.call(cgutils.get_or_insert_function(builder.module, kind, "sched_yield"), [])
 
     return types.int32(), emit
+
+
+@intrinsic
+def call_worker(typing: Any, worker: int, job: int) -> Any:
+    """Runs a worker. worker, job: their addresses."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.VoidType(), [_BYTE_POINTER])
+        function = builder.inttoptr(args[0], kind.as_pointer())
+        builder.call(function, [builder.inttoptr(args[1], _BYTE_POINTER)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), emit
+
+
+@intrinsic
+def call_count(typing: Any, function: int) -> Any:
+    """Calls `int function(void)`. function: its address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I32, [])
+        return builder.sext(builder.call(builder.inttoptr(args[0], kind.as_pointer()), []), _I64)
+
+    return types.int64(types.int64), emit
+
+
+@intrinsic
+def reset_job(typing: Any, job: int) -> Any:
+    """Lets a job, of which all items are done, begin again. job: its address."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        words = builder.inttoptr(args[0], _I64.as_pointer())
+        for word in (NEXT_ITEM, NEXT_WORKER, NUM_PREPARED):
+            builder.store(_I64(0), builder.gep(words, [_I64(word)]))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), emit
 
 
 @intrinsic
@@ -275,6 +333,13 @@ def await_count(counts: Array, index: Int, count: Int) -> None:
     Deadlocks if an item that increments the count has not been taken yet. Call it only when all such items are taken.
     """
     while _load_acquire(counts, index) < count:
+        _yield_core()
+
+
+@compiled
+def await_prepared(job: Job, count: Int) -> None:
+    """Waits until `count` items that prepare others are done. See `await_count`."""
+    while _load_prepared(job) < count:
         _yield_core()
 
 

@@ -46,17 +46,16 @@ from slora_kernels.cpu.workers.intrinsics import (
     Float,
     Int,
     Job,
-    await_count,
+    await_prepared,
     compiled,
     count_items,
+    count_prepared,
     emit_prefetch,
     from_bits,
-    increment_count,
     intrinsic,
     read_byte_matrix,
     read_float_matrix,
     read_int,
-    read_int64_matrix,
     read_model_matrix,
     read_signed_byte_matrix,
     take_item,
@@ -983,8 +982,8 @@ def round_row(target: Array, x: Array, group: Int, num_bits: Int) -> None:
 (
     X, PANELS, OUT, BIAS, WIDTH, OUT_WIDTH, ITEM_SIZE,
     CODES, TABLE, SCALES, MINIMUMS, GROUP_SUMS, GROUP_STEPS, IS_HALF, HAS_MINIMUMS,
-    NUM_BITS, LOWEST, NUM_ROUNDED, ROUNDED, COUNTS,
-) = range(20)  # fmt: skip
+    NUM_BITS, LOWEST, NUM_ROUNDED, ROUNDED,
+) = range(19)  # fmt: skip
 TILED_ROWS = CODES
 
 
@@ -1042,12 +1041,11 @@ def coded_linear_worker(job: Job) -> None:
     item = take_item(job)
     num_rows, rounded = x.shape[0], read_model_matrix(job, ROUNDED)
     if num_rounded:
-        counts = read_int64_matrix(job, COUNTS)[0]
         while item < num_rounded:
             round_row(rounded[item], x[item], steps * TERMS, num_bits)
-            increment_count(counts, 0)
+            count_prepared(job)
             item = take_item(job)
-        await_count(counts, 0, num_rounded)
+        await_prepared(job, num_rounded)
         x = rounded
     elif num_bits and num_rows > FEW_ROWS:
         own = rounded[thread * num_rows : (thread + 1) * num_rows]

@@ -1,6 +1,5 @@
 """The engine with weights of 8 or 4 bits, compared with transformers on the dequantized weights."""
 
-import json
 import random
 from collections.abc import Callable
 from functools import cache
@@ -20,6 +19,7 @@ from slora_kernels.coded_weight import CodedWeight
 from slora_kernels.cpu.machine_code import find_worker
 from tests.support.covering import soaked
 from tests.support.cpu_kernels import CPU_KERNELS, ENGINE_KERNELS, KERNELS
+from tests.support.json_files import read_json, write_json
 from tests.support.model_kit import ModelKit, make_kit
 from tests.support.oracle import Oracle, Verdict
 from tests.support.peft_adapters import DORA_EMBEDDING_KINDS, DORA_KINDS, KINDS, ROW_KINDS
@@ -81,7 +81,7 @@ def drop_copies(kit: ModelKit) -> ModelKit:
 
 def set_config(directory: Path, **fields: Any) -> None:
     path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+    write_json(path, read_json(path) | fields)
 
 
 def round_groups(weight: Tensor) -> Tensor:

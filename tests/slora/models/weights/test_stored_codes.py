@@ -379,7 +379,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_unsupported_form_is_refused_by_name(kit: ModelKit, tmp_path: Path, name: str) -> None:
     config, said = REFUSED[name]
-    fields = json.loads((kit.directory / "config.json").read_text(encoding="utf-8"))
+    fields = read_json(kit.directory / "config.json")
     content = json.dumps(fields | {"quantization_config": config})
     (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ConfigError, match=rf"quantization_config.*{said}"):
