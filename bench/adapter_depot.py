@@ -5,6 +5,7 @@ linears is an adapter of 320 MB beside a base of 440 MB. What goes over HTTP whe
 put into the stores, and versions into the registry, as the last step of an upload does it.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,8 @@ import torch
 from bench.workload import ModelSize, make_adapter, write_model
 from slora.models.model_spec import read_model_spec
 from slora_adapters.database.database import Database
-from slora_adapters.peft.adapter import TENSORS_NAME, AdapterLimits
+from slora_adapters.peft.adapter import DIGEST_VERSION, TENSORS_NAME, AdapterLimits
+from slora_adapters.peft.peft_config import CONFIG_NAME, DIGEST_FIELD
 from slora_adapters.peft.peft_directory import parse_adapter
 from slora_adapters.registry.record import AdapterDetails
 from slora_adapters.registry.registry import Registry
@@ -91,6 +93,8 @@ class Depot:
             members = {**files, TENSORS_NAME: bytes(tensors)}
             views = {file: memoryview(content) for file, content in members.items()}
             adapter = parse_adapter(views, self._shape, limits)
+            config = json.loads(files[CONFIG_NAME]) | {DIGEST_FIELD: DIGEST_VERSION}
+            members[CONFIG_NAME] = json.dumps(config).encode()
             for store in self._stores:
                 store.put(adapter.digest, members)
             packed_bytes = lay_out_adapter(self._shape, adapter.ranks(self._shape)).num_bytes

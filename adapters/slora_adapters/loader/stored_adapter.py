@@ -9,6 +9,7 @@ result depends on this server are repeated. Shapes, ranks and scales are checked
 dtype is checked during conversion.
 """
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,6 +22,7 @@ import numpy.typing as npt
 
 from slora_adapters.errors import AdapterCorrupt, AdapterInvalid, Reason
 from slora_adapters.peft.adapter import (
+    DIGEST_VERSION,
     DIGEST_VERSIONS,
     TENSORS_NAME,
     AdapterHash,
@@ -28,7 +30,13 @@ from slora_adapters.peft.adapter import (
     AdapterTensors,
 )
 from slora_adapters.peft.packing import ByteArray, Packer
-from slora_adapters.peft.peft_config import CONFIG_NAME, MAX_CONFIG_BYTES, PeftConfig, parse_peft_config
+from slora_adapters.peft.peft_config import (
+    CONFIG_NAME,
+    DIGEST_FIELD,
+    MAX_CONFIG_BYTES,
+    PeftConfig,
+    parse_peft_config,
+)
 from slora_adapters.peft.targeting import resolve_targets
 from slora_adapters.peft.tensor_file import DTYPES, PREFIX_BYTES, TensorSpan, measure_header, parse_spans
 from slora_adapters.peft.validation import validate
@@ -91,8 +99,8 @@ class StoredAdapter:
             return Packer(self._parsed.tensors, self._partition, dtype, self.layout, region)
 
         found = []
-        # An adapter that an earlier release registered is read a second time, because another hash made its digest.
-        for version in DIGEST_VERSIONS:
+        # The stored config says which hash made the digest. It is not trusted, so the load tries the other one, too.
+        for version in self._parsed.digest_versions:
             digest = AdapterHash(self._parsed.config, version)
             try:
                 packer = self._read(digest, make_packer, list(buffers), on_read)
@@ -221,6 +229,7 @@ class _Parsed:
     lines: Mapping[str, bytes]  # for each tensor, the line that is hashed before its bytes
     tensors: AdapterTensors[TensorSpan]
     layout: AdapterLayout  # of each rank's part
+    digest_versions: tuple[int, ...]  # in the order in which they are tried
 
 
 def _parse(
@@ -239,7 +248,9 @@ def _parse(
     if reasons:
         raise ValueError(_describe(reasons))
     lines = {name: AdapterHash.describe(span) for name, span in spans.items()}
-    return _Parsed(config, spans, lines, tensors, tensors.lay_out(partition.rank_shape))
+    is_new = json.loads(config_json).get(DIGEST_FIELD) == DIGEST_VERSION
+    versions = DIGEST_VERSIONS if is_new else DIGEST_VERSIONS[::-1]
+    return _Parsed(config, spans, lines, tensors, tensors.lay_out(partition.rank_shape), versions)
 
 
 # Most adapters of a server come from a few training recipes, so their configs and headers are equal byte for byte. For

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from slora_adapters.peft.peft_config import CONFIG_NAME, PeftConfig
+from slora_adapters.peft.peft_config import CONFIG_NAME, DIGEST_FIELD, PeftConfig
 from slora_adapters.peft.tensor_file import Factor, StoredTensor, convert, tensor_file_parts
 from slora_kernels.layout import AdapterLayout, Affine, ModelShape, lay_out_adapter, name_module
 
@@ -233,7 +233,7 @@ class AdapterHash:
     """
 
     def __init__(self, config: PeftConfig, version: int = DIGEST_VERSION) -> None:
-        first = _line({"slora_digest": version, "config": _arithmetic_fields(config)})
+        first = _line({DIGEST_FIELD: version, "config": _arithmetic_fields(config)})
         self._hash = blake3(first) if version == DIGEST_VERSION else hashlib.sha256(first)
 
     @staticmethod
@@ -361,9 +361,10 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     """Returns the members to put into a store, for an adapter that `read_adapter` read from `directory`.
 
     A blob has two members: the config and the tensor file. The config is rewritten from the fields that change the
-    arithmetic. The uploaded tensor file is kept if its tensors are in name order and all of them are needed. Otherwise
-    it is rewritten in name order, without the tensors that PEFT copied into it from the base model. The digest hashes
-    tensors in name order too, so a loader can hash a blob while it reads the file sequentially.
+    arithmetic, and has the version of the digest. The uploaded tensor file is kept if its tensors are in name order and
+    all of them are needed. Otherwise it is rewritten in name order, without the tensors that PEFT copied into it from
+    the base model. The digest hashes tensors in name order too, so a loader can hash a blob while it reads the file
+    sequentially.
 
     The key of a blob is the digest of the arithmetic, not of the bytes. The reader of a blob
     (`stored_adapter.py`) recomputes that digest from the bytes that it has read. So exactly the weights that will be
@@ -373,7 +374,7 @@ def bundle(adapter: Adapter, directory: Path | str, scratch: Path) -> Members:
     scratch: another directory, for a tensor file that has to be rewritten.
     """
     # The JSON is not sorted, because the order of patterns decides which pattern wins.
-    config = json.dumps(adapter.config.to_json(), indent=1).encode()
+    config = json.dumps(adapter.config.to_json() | {DIGEST_FIELD: DIGEST_VERSION}, indent=1).encode()
     if adapter.has_unused or not adapter.is_sorted:
         with (scratch / TENSORS_NAME).open("xb") as file:
             file.writelines(tensor_file_parts(adapter.tensors.list_all()))

@@ -24,6 +24,8 @@ from slora_adapters.errors import Reason, abbreviate
 from slora_adapters.peft.strict_json import parse_object
 
 CONFIG_NAME = "adapter_config.json"
+# A field of stored configs: the version of the digest. Configs that were stored with digests of version 1 lack it.
+DIGEST_FIELD = "slora_digest"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PATTERNS = 2048
 MAX_PATTERN_CHARS = 8192
@@ -237,7 +239,7 @@ def _refuse_init(init: str) -> Reason:
 
 
 def _refuse_unknown(fields: Mapping[str, object]) -> Iterable[Reason]:
-    for key in fields.keys() - KNOWN_FIELDS:
+    for key in fields.keys() - KNOWN_FIELDS - {DIGEST_FIELD}:
         if fields[key]:
             yield Reason(
                 "config_unknown_key",

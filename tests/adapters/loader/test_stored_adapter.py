@@ -76,7 +76,7 @@ def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(batch_bytes: 
     for name in random.choice(list(tensors), seed, replace=False):
         tensors[name] = tensors[name].astype(np.float16)
     order = sorted(tensors) if seed == 0 else list(random.permutation(list(tensors)))
-    config = json.dumps(make_config(r=3, alpha_pattern={"q_proj": 5})).encode()
+    config = json.dumps(make_config(r=3, alpha_pattern={"q_proj": 5}, slora_digest=2)).encode()
     members = {CONFIG: config, TENSORS: _file(order, tensors, trained="by me")}
     adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
     expected = pack(adapter, SHAPE, "float32")
@@ -279,13 +279,22 @@ def test_an_adapter_that_was_registered_with_sha_256_loads_and_is_verified() -> 
     members = make_members(tensors=tensors)
     adapter = parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits())
     expected = pack(adapter, SHAPE, "float32")
-    for digest in (adapter.digest, _OLD_DIGEST):
-        region, scales = _pour(LocalBlob(members), digest, 700)
+    marked = members | {CONFIG: json.dumps(make_config(slora_digest=2)).encode()}
+    # A hint that is wrong makes the load read everything twice.
+    for stored, digest, num_passes in (
+        (members, _OLD_DIGEST, 1),
+        (marked, _OLD_DIGEST, 2),
+        (marked, adapter.digest, 1),
+        (members, adapter.digest, 2),
+    ):
+        blob = CountingBlob(stored)
+        region, scales = _pour(blob, digest, 700)
         assert np.array_equal(region, expected.buffer) and np.array_equal(scales, expected.scales)
+        assert blob.starts[1:].count(blob.starts[1]) == num_passes
         raw = bytearray(members[TENSORS])
         raw[-300] ^= 1
         with pytest.raises(AdapterCorrupt, match=f"stored adapter {digest[:12]} have the digest"):
-            _pour(LocalBlob({**members, TENSORS: bytes(raw)}), digest)
+            _pour(LocalBlob({**stored, TENSORS: bytes(raw)}), digest)
 
 
 def test_an_adapter_that_was_stored_with_its_patterns_loads() -> None:

@@ -126,6 +126,7 @@ def test_a_config_is_stored_with_the_modules_that_its_patterns_matched(
     assert again.digest == adapter.digest and again.config == adapter.config
     assert [pair.scale for pair in again.pairs.values()] == [2.5, 2.5, 2.0, 3.5]
     assert json.loads(config)["exclude_modules"] is None
+    assert json.loads(config)["slora_digest"] == 2, "so a load hashes with BLAKE3 first"
 
 
 def test_patterns_that_match_the_same_modules_give_the_same_digest() -> None:

@@ -56,6 +56,8 @@ def test_an_upload_shows_each_reason_for_refusal_and_then_the_certificate(
     expect(page.get_by_role("region", name="Modules of the adapter")).to_be_visible()
     page.get_by_role("region", name="Adapters").get_by_role("link", name="greeter").click()
     expect(page.get_by_role("region", name="Versions")).to_contain_text("latest 100 %")
+    digest = platform.api(key).get("/v1/adapters/greeter").json()["digest"]
+    expect(page.get_by_role("region", name="Versions")).to_contain_text(digest[:12])
     view.check_accessibility()
 
 
