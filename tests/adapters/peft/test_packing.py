@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterTensors, LoraPair, ModuleId, Vocabulary
-from slora_adapters.peft.packing import pack, pack_into
+from slora_adapters.peft.packing import PackedAdapter, Packer, pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
-from slora_adapters.peft.tensor_file import StoredTensor
+from slora_adapters.peft.tensor_file import StoredTensor, convert
 from slora_kernels.layout import ModelShape, lay_out_adapter, llama_shape
 from slora_kernels.partition import Partition
 from tests.adapters.unpacking import unpack
@@ -64,6 +64,23 @@ def test_unpacking_returns_every_row_for_any_shape_and_ranks(data: st.DataObject
         rows += sum(pair.rank * shape.row_segments(width) for width in widths)
     assert rows == layout.num_segments, "the buffer is exactly its rows, so nothing old can stay in it"
     assert np.count_nonzero(packed.scales) == len(ranks)
+
+
+@pytest.mark.parametrize("num_rows", [1, 37, 700, 1100])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_wide_b_is_packed_in_pieces_of_any_number_of_rows(num_rows: int, dtype: str) -> None:
+    shape = llama_shape(1, 1100, 2, 1, 40, 24, vocab_size=9, element_bytes=4 if dtype == "float32" else 2)
+    adapter = _adapter(shape, {6: 70}, seed=num_rows)
+    layout = lay_out_adapter(shape, adapter.ranks(shape))
+    buffer = np.full(layout.num_bytes, 0xA5, np.uint8)
+    packer = Packer(adapter.tensors, Partition(shape, 1), dtype, layout, buffer)
+    pair = adapter.pairs[6]
+    for tensor in (pair.a, pair.b):
+        for first in range(0, len(tensor.values), num_rows):
+            packer.write(tensor, first, tensor.values[first : first + num_rows])
+    a, b = unpack(PackedAdapter(layout, packer.scales, buffer), shape, dtype, 6)
+    assert np.array_equal(a, convert(pair.a.values, "F32", dtype))
+    assert np.array_equal(b, convert(pair.b.values, "F32", dtype)) and b.shape == (1100, 70)
 
 
 def test_packing_refuses_weights_that_overflow_in_the_served_dtype() -> None:
