@@ -39,7 +39,7 @@ serve: $(SERVE) ## the demo: one base model, several tenants, one key each; SLOR
 # Without files of bytecode, every server that a test starts would compile the sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
-test: $(COMPILED) ## the tests, about a quarter of an hour on two cores; PYTEST_ARGS are options of pytest
+test: $(COMPILED) ## the tests, about ten minutes on two cores; PYTEST_ARGS are options of pytest
 	@OMP_NUM_THREADS=1 $(BIN)/python -P tests/run.py $(PYTEST_ARGS)
 
 check: $(TEST) ## format, lint, types, import contracts, documentation, tests; changes nothing
