@@ -33,14 +33,15 @@ _GROUPS = (
     "tests/kernels",
     "tests/api --ignore=tests/api/adapters --ignore=tests/api/cli --ignore=tests/api/console --ignore=tests/api/fuzz"
     " --ignore=tests/api/generation --ignore=tests/api/server --ignore=tests/api/tenants",
-    # The server of the last folder wakes 200 times a second until its group ends.
-    "tests/adapters tests/api/fuzz",
-    "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters --ignore=tests/kernels",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/models --ignore=tests/slora/llm"
     " --ignore=tests/slora/scheduler --ignore=tests/slora/sampling",
-    "tests/slora/models",
     "tests/slora/scheduler",
-    "tests/slora/llm tests/slora/sampling",
+    # The server of the last folder wakes 200 times a second until its group ends.
+    "tests/adapters tests/api/fuzz",
+    "tests/slora/models",
+    "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters --ignore=tests/kernels",
+    "tests/slora/sampling",
+    "tests/slora/llm",
 )
 # `tests.conftest` is the first, because it sets variables that torch and Triton read when they are imported. None of
 # these may start a thread, because a forked process has only the thread that forked.
