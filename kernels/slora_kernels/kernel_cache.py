@@ -4,16 +4,21 @@ An installation may be read-only, and its user may have no home directory. The s
 own as the last place, in `FALLBACK_VARIABLE`.
 """
 
+import fcntl
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 _log = logging.getLogger("slora.kernels")
 
 FALLBACK_VARIABLE = "SLORA_KERNEL_CACHE"
+# Many times as long as a busy machine compiles one kernel. The process that compiles it may have been stopped.
+_MAX_WAIT_S = 600.0
 
 
 def choose_kernel_cache(preferred: str) -> Path | None:
@@ -56,6 +61,40 @@ def _can_write(directory: Path) -> bool:
     except OSError:
         return False
     return True
+
+
+@contextmanager
+def lock_kernel(directory: Path, name: str) -> Iterator[None]:
+    """Lets one process at a time compile a kernel that is kept in `directory`. The next one finds it there.
+
+    Engines that start together, and the ranks of one engine, need the same kernels. Raises OSError if the directory
+    cannot be written.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / f"{name}.lock").open("wb") as file:
+        _lock(file.fileno(), name)
+        try:
+            yield
+        finally:
+            # A forked process may have the same open file, whose lock would last until that process ends.
+            with suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _lock(descriptor: int, name: str) -> None:
+    limit_s, has_told = time.monotonic() + _MAX_WAIT_S, False
+    while time.monotonic() < limit_s:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not has_told:
+                _log.info("another process compiles the CPU kernel %s; waiting for its end", name)
+            has_told = True
+            time.sleep(0.05)
+        except OSError:  # Some network file systems have no locks.
+            return
+        else:
+            return
 
 
 def prepare_triton_cache() -> None:

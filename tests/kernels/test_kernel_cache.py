@@ -1,6 +1,9 @@
+import fcntl
 import logging
 import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -96,3 +99,36 @@ def test_compiling_a_worker_is_logged_and_loading_it_is_not(
         caplog.clear()
         assert compiler.compile_function(worker, numba.float32).address
         assert not caplog.messages
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_a_worker_that_another_process_compiles_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise, engines that start together would each compile the same workers for minutes."""
+    import numba  # noqa: PLC0415
+
+    from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
+
+    def worker(job: object) -> None:
+        pass
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    assert compiler.compile_function(worker, numba.float32).address
+    (lock,) = tmp_path.rglob("*.lock")
+    with (
+        caplog.at_level(logging.INFO, "slora.kernels"),
+        lock.open("wb") as file,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = pool.submit(compiler.compile_function, worker, numba.float32)
+        limit_s = time.monotonic() + 300
+        while not caplog.messages:
+            assert time.monotonic() < limit_s
+            time.sleep(0.01)
+        assert not waiting.done()
+        fcntl.flock(file, fcntl.LOCK_UN)
+        assert waiting.result(300).address
+    (message,) = caplog.messages
+    assert message.startswith("another process compiles the CPU kernel worker-float32; waiting")

@@ -28,7 +28,7 @@ from slora_kernels.cpu.workers import (
 )
 from slora_kernels.cpu.workers.intrinsics import OPTIONS, Job
 from slora_kernels.cpu_isa import CPU_ISAS, CpuIsa, find_cpu_isa
-from slora_kernels.kernel_cache import choose_kernel_cache
+from slora_kernels.kernel_cache import choose_kernel_cache, lock_kernel
 
 _log = logging.getLogger("slora.kernels")
 _MODULES = {
@@ -84,7 +84,8 @@ def compile_function(function: Callable[[Job], None], carrier: Any) -> Any:
         if directory is not None:
             config.CACHE_DIR = str(directory / _name_cache())
             try:
-                return cfunc(signature, cache=True, **OPTIONS)(function)
+                with lock_kernel(Path(config.CACHE_DIR), f"{function.__name__}-{carrier}"):
+                    return cfunc(signature, cache=True, **OPTIONS)(function)
             except (OSError, RuntimeError) as error:
                 # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError
                 # afterwards.
