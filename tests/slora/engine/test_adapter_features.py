@@ -230,11 +230,12 @@ def test_parity_holds_with_chunks_preemption_and_evicted_adapters(
     [
         ("norms", "qwen3"),
         ("dora", "qwen2"),
-        ("rows", "qwen2_tied"),
         ("experts", "qwen2_moe"),
         *(
             pytest.param(feature, model, marks=pytest.mark.soak)
             for feature, model in (
+                # In the quick run, test_added_tokens.py has rows and whole matrices of this model.
+                ("rows", "qwen2_tied"),
                 ("dora", "llama"),
                 ("dora", "gpt2"),
                 # In the quick run, test_tensor_parallel.py has an adapter of starcoder2 with DoRA and biases.
@@ -261,7 +262,9 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, feature: str, model: s
 @pytest.mark.parametrize(
     ("feature", "model", "kinds"),
     [
-        ("rows", "llama", ["tokens_of_both", "whole_head", "whole_embedding"]),
+        # The last kind adapts all linears, with several ranks.
+        ("rows", "llama", ["tokens_of_both", "whole_head", "plain"]),
+        pytest.param("rows", "llama", ["whole_embedding", "tokens", None], marks=pytest.mark.soak),
         ("experts", "mixtral", ["all_experts", "down_only", None]),
         # In the quick run, tests of kernels have these.
         pytest.param(
@@ -290,12 +293,17 @@ def test_a_norm_may_lie_in_two_pages(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("feature", "kind"), [("norms", "norms_of_layers"), ("rows", "tokens"), ("rows", "whole_head")]
+    ("feature", "model", "kind"),
+    [
+        ("norms", "qwen3", "norms_of_layers"),
+        ("rows", "qwen2_tied", "tokens"),
+        ("rows", "qwen2_tied", "whole_head"),
+    ],
 )
 def test_an_adapter_with_norms_or_rows_of_its_own_is_refused_in_a_sum(
-    kits: Kits, feature: str, kind: str
+    kits: Kits, feature: str, model: str, kind: str
 ) -> None:
-    kit = kits(feature, "llama")
+    kit = kits(feature, model)
     llm = LLM(kit.directory, kernels=KERNELS, pool_bytes=kit.pool_bytes(900))
     asked = [LoraAdapter(kit.adapters[kind]), LoraAdapter(kit.adapters["plain"])]
     with pytest.raises(RequestRefused, match="norms or rows of the embedding or the head of its own"):
@@ -381,7 +389,7 @@ def test_a_delta_that_cancels_most_of_a_row_is_not_served_with_a_wrong_norm(
     kits: Kits, tmp_path: Path, dtype: str, *, is_served: bool
 ) -> None:
     """In bfloat16, the rounded products leave nothing of the norm of the row that remains."""
-    kit = kits("dora", "llama")
+    kit = kits("dora", "qwen2")
     shutil.copytree(kit.adapters["dora"], tmp_path / "cancelling")
     path = tmp_path / "cancelling" / "adapter_model.safetensors"
     tensors, base = load_file(path), load_file(kit.directory / "model.safetensors")
@@ -412,7 +420,7 @@ def test_a_delta_that_cancels_most_of_a_row_is_not_served_with_a_wrong_norm(
 @pytest.mark.parametrize("feature", ["embeddings", "rows"])
 @pytest.mark.parametrize("kernels", CPU_KERNELS)
 def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, feature: str, kernels: str) -> None:
-    kit = kits(feature, "llama")
+    kit = kits(feature, "qwen2_tied")
     engine, versions = start_engine(kit, 900, kernels=kernels, max_num_seqs=20, max_num_batched_tokens=90)
     # The prompt has more rows than one block. Both choices sample from the same row of logits.
     params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, prompt_logprobs=2, n=2)
@@ -438,7 +446,7 @@ def test_prompts_are_scored_with_the_head_of_their_adapter(kits: Kits, feature: 
 def test_a_step_adapts_embedding_and_head_only_for_the_rows_that_need_it(
     kits: Kits, kinds: tuple[str | None, ...], *, adapts_embedding: bool, head_rows: int
 ) -> None:
-    kit = kits("embeddings", "llama")
+    kit = kits("embeddings", "qwen2_tied")
     engine, versions = start_engine(kit, 500)
     for name, kind in enumerate(kinds):
         version = versions[kind] if kind is not None else None

@@ -105,7 +105,7 @@ def test_logits_equal_those_of_transformers_and_peft_beside_answers(
 
 
 def test_two_ranks_classify_as_one_does(kits: Kits) -> None:
-    kit, prompt = kits("qwen3"), draw(30)
+    kit, prompt = kits("llama"), draw(30)
     with divided_engine(kit, 2) as (engine, _, versions):
         answers = drive(engine, [[ask(kind, prompt, versions[kind], CLASSIFY) for kind in NUM_LABELS]])
     for kind in NUM_LABELS:
