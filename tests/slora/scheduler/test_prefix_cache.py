@@ -538,15 +538,15 @@ def outlive(
 def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
     kits: Kits, plain_answers: Callable[[str], dict[str, Answer]], monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
-    """Three steps of a hundred fail, at random: a request may take more than fifty. Failed requests are sent again
-    until all have their answers.
+    """One step of fifty fails, at random: a request may take more than fifty. Failed requests are sent again until all
+    have their answers.
     """
     kit = kits(model)
     settings = in_bytes(kit, SWAP | SLICES | {"max_num_seqs": 12, "max_num_batched_tokens": 24})
     engine, versions = start_engine(kit, 60, **find_limits(model), **settings)
     poison(engine)
     chance = random.Random(model)
-    break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.03)
+    break_steps(engine, monkeypatch, lambda plan: chance.random() < 0.02)
     talks, expected, num_failed = make_talks(model, versions), plain_answers(model), 0
     said = {talk.name: find_opening(model) for talk in talks}
     for turn in range(NUM_TURNS):
@@ -560,7 +560,7 @@ def test_failed_steps_leave_no_wrong_blocks_in_the_cache(
         for talk in talks:
             request = talk.ask(turn, said[talk.name])
             said[talk.name] = [*request.prompt_token_ids, *expected[request.request_id].token_ids]
-    assert num_failed > 5 and engine.stats().prefix_hits > 0
+    assert num_failed > 3 and engine.stats().prefix_hits > 0
 
 
 @pytest.mark.parametrize("model", soaked(["llama", "mistral_window", "lfm2"], "mistral_window", "lfm2"))
