@@ -87,6 +87,7 @@ from slora_kernels.cpu.workers.vectors import (
     VECTOR,
     Memory,
     exp2_vector,
+    exp2_vector_512,
     max_vector,
     multiply_add,
     multiply_add_pairs,
@@ -111,8 +112,6 @@ _MAX_STRIPS = TILE_ROWS // STRIP
 # position, and the factor of the last step for the earlier sums.
 _STATE = 5 * STRIP
 _WHOLE_CONTEXT = 1 << 30
-# Weights are rounded to 8 bits. With this many terms, 2^x has an error of 2^-18.
-_NUM_EXP2_TERMS = 5
 # A row keeps its maximum until a score is greater by so much. Weights are then at most 2^8, and the sums are seldom
 # rescaled, which took as long as all products of a block.
 _GROWTH = 8.0
@@ -506,8 +505,8 @@ def _emit_weigh_keys(*, is_whole: bool) -> Any:
             end = builder.add(builder.sub(position, number_of_first), ir.Constant(_INTS, [1] * STRIP))
             first = builder.sub(end, splat(builder, builder.trunc(args[4], I32)))
             factor_of = splat(builder, args[5])
-            lowest, nothing, ones = (
-                ir.Constant(VECTOR, [number] * STRIP) for number in (float(INITIAL_MAX), 0.0, 1.0)
+            lowest, nothing, ones, minus_infinity = (
+                ir.Constant(VECTOR, [number] * STRIP) for number in (float(INITIAL_MAX), 0.0, 1.0, -np.inf)
             )
 
             def if_visible(key: Any, value: Any, otherwise: Any) -> Any:
@@ -521,31 +520,26 @@ def _emit_weigh_keys(*, is_whole: bool) -> Any:
                 exists = splat(builder, builder.icmp_signed("<", key, count))
                 return builder.select(builder.and_(sees, exists), value, otherwise)
 
-            def max_bits(known: Any, bits: Any) -> Any:
-                return builder.select(builder.icmp_unsigned(">", bits, known), bits, known)
+            def min_vector(a: Any, b: Any) -> Any:
+                return builder.select(builder.fcmp_ordered("<", a, b), a, b)
 
             before = kept.load(0, places[0])
             # Chain i has every fourth key, or every second pair of keys, from i on. A single one would be slower.
             starting = builder.and_(low, I64(-_NUM_CHAINS))
-            peaks = [cgutils.alloca_once_value(builder, before) for _ in range(_NUM_CHAINS)]
-            no_bits = ir.Constant(_INTS, [0] * STRIP)
-            largest = [cgutils.alloca_once_value(builder, no_bits) for _ in range(_NUM_CHAINS)]
+            peaks = [cgutils.alloca_once_value(builder, lowest) for _ in range(_NUM_CHAINS)]
+            least = [cgutils.alloca_once_value(builder, nothing) for _ in range(_NUM_CHAINS)]
             with cgutils.for_range_slice(builder, starting, count, I64(_NUM_CHAINS)) as (start, _):
-                for chain, (peak, most) in enumerate(zip(peaks, largest, strict=True)):
+                for chain, (peak, low_peak) in enumerate(zip(peaks, least, strict=True)):
                     number = builder.add(start, I64(chain))
-                    score = builder.fmul(
-                        source.load(0, builder.mul(number, I64(STRIP))), factor_of, flags=IN_ORDER
-                    )
-                    score = if_visible(number, score, lowest)
-                    bits = builder.and_(
-                        builder.bitcast(score, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * STRIP)
-                    )
-                    builder.store(max_bits(builder.load(most), bits), most)
+                    score = if_visible(number, source.load(0, builder.mul(number, I64(STRIP))), lowest)
+                    builder.store(min_vector(builder.load(low_peak), score), low_peak)
                     builder.store(max_vector(builder, builder.load(peak), score), peak)
             highest = reduce(partial(max_vector, builder), map(builder.load, peaks))
+            sees_any = builder.fcmp_ordered(">", highest, lowest)
+            highest = builder.fmul(highest, factor_of, flags=IN_ORDER)
             limit = builder.fadd(before, ir.Constant(VECTOR, [_GROWTH] * STRIP), flags=IN_ORDER)
-            now = builder.select(builder.fcmp_ordered(">", highest, limit), highest, before)
-            all_bits = reduce(max_bits, map(builder.load, largest))
+            is_greater = builder.and_(sees_any, builder.fcmp_ordered(">", highest, limit))
+            now = builder.select(is_greater, highest, before)
             below = builder.fneg(now)
             totals = [cgutils.alloca_once_value(builder, nothing) for _ in range(_NUM_CHAINS // 2)]
             order = [place for k in range(STRIP) for place in (k, k + STRIP)]
@@ -557,9 +551,7 @@ def _emit_weigh_keys(*, is_whole: bool) -> Any:
                     for k in range(2):
                         number = builder.add(pair, I64(k))
                         score = source.load(0, builder.mul(number, I64(STRIP)))
-                        weight = exp2_vector(
-                            builder, multiply_add(builder, score, factor_of, below), _NUM_EXP2_TERMS
-                        )
+                        weight = exp2_vector_512(builder, multiply_add(builder, score, factor_of, below))
                         # A row that sees no key of this block has the lowest maximum, too.
                         halves.append(target.narrow(if_visible(number, weight, nothing)))
                     both = shuffle(builder, halves[0], halves[1], order)
@@ -576,8 +568,14 @@ def _emit_weigh_keys(*, is_whole: bool) -> Any:
             earlier = builder.fmul(kept.load(0, places[1]), decay, flags=IN_ORDER)
             kept.store(0, places[0], now)
             kept.store(0, places[1], builder.fadd(earlier, total, flags=IN_ORDER))
+            # A score of NaN or infinity makes the sum of weights NaN, but one of minus infinity has the weight 0.
+            bits = builder.and_(builder.bitcast(total, _INTS), ir.Constant(_INTS, [0x7FFFFFFF] * STRIP))
             infinite = ir.Constant(_INTS, [INFINITY_BITS] * STRIP)
-            is_bad = builder.icmp_unsigned(">=", all_bits, infinite)
+            lowest_seen = reduce(min_vector, map(builder.load, least))
+            is_bad = builder.or_(
+                builder.icmp_unsigned(">=", bits, infinite),
+                builder.fcmp_ordered("==", lowest_seen, minus_infinity),
+            )
             kept.store(0, places[2], builder.select(is_bad, ones, kept.load(0, places[2])))
             kept.store(0, places[4], decay)
             changes = builder.bitcast(builder.fcmp_unordered("!=", decay, ones), ir.IntType(STRIP))

@@ -10,6 +10,7 @@ Rows of weights are of the model's dtype and lie `pitch` elements apart.
 """
 
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -199,6 +200,10 @@ def max_vector(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+# The immediate operand of an instruction that rounds down.
+_FLOOR = 9
+
+
 def exp2_vector(builder: Any, x: Any, num_terms: int = len(EXP2_TERMS)) -> Any:
     """2^x for lanes with x <= 0. See `intrinsics.exp2`. num_terms: fewer terms are faster and less exact."""
 
@@ -225,6 +230,30 @@ def exp2_vector(builder: Any, x: Any, num_terms: int = len(EXP2_TERMS)) -> Any:
     exponent = builder.add(builder.fptosi(whole, ints), ir.Constant(ints, [127] * LANES))
     power = builder.bitcast(builder.shl(exponent, ir.Constant(ints, [23] * LANES)), VECTOR)
     return builder.fmul(series, power, flags=IN_ORDER)
+
+
+# 2^x for x in [0, 1] as a polynomial whose greatest relative error is least, 2^-18, and that is 1 for 0.
+_UNIT_EXP2_TERMS = (0.6930448, 0.2412802, 0.05224248, 0.01342668)
+
+
+def exp2_vector_512(builder: Any, x: Any) -> Any:
+    """2^x with an error of 2^-18, in fewer instructions than `exp2_vector`. Only for vectors of AVX-512."""
+    reducing = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(VECTOR, [VECTOR, I32, VECTOR, _I16, I32]),
+        "llvm.x86.avx512.mask.reduce.ps.512",
+    )
+    scaling = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(VECTOR, [VECTOR, VECTOR, VECTOR, _I16, I32]),
+        "llvm.x86.avx512.mask.scalef.ps.512",
+    )
+    nothing, all_lanes, current_rounding = ir.Constant(VECTOR, None), _I16(-1), I32(4)
+    # x - floor(x). The scaling multiplies by 2^floor(x).
+    f = builder.call(reducing, [x, I32(_FLOOR), nothing, all_lanes, current_rounding])
+    highest, *others = (ir.Constant(VECTOR, [term] * LANES) for term in reversed((1.0, *_UNIT_EXP2_TERMS)))
+    series = reduce(lambda total, term: multiply_add(builder, f, total, term), others, highest)
+    return builder.call(scaling, [series, x, nothing, all_lanes, current_rounding])
 
 
 def shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
