@@ -106,12 +106,3 @@ def test_the_store_outlives_the_file_that_was_put(tmp_path: Path) -> None:
     store.put(DIGEST, {"a": source})
     source.write_bytes(b"changed")
     assert _content(store, DIGEST) == {"a": b"content"}
-
-
-def test_a_store_whose_folder_was_removed_is_unavailable(tmp_path: Path) -> None:
-    store = FileStore(tmp_path / "store")
-    (tmp_path / "store" / "tmp").rmdir()
-    with pytest.raises(StoreUnavailable):
-        store.check()
-    with pytest.raises(StoreUnavailable):
-        store.put(DIGEST, {"a": b""})

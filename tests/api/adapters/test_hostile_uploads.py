@@ -68,7 +68,7 @@ def every(kit: Kit) -> dict[str, HostileUpload]:
 
 @pytest.fixture(scope="module")
 def corpus(every: dict[str, HostileUpload], soak: bool) -> dict[str, HostileUpload]:
-    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 72
+    """The soak run sends every kind. The quick run sends the kinds that the API refuses, and one of 144
     inspected ones.
 
     `tests/adapters/inspection/test_inspection.py` covers all inspected kinds without a server.
@@ -76,7 +76,7 @@ def corpus(every: dict[str, HostileUpload], soak: bool) -> dict[str, HostileUplo
     return {
         name: one
         for at, (name, one) in enumerate(every.items())
-        if soak or not one.inspected or at % 72 == 12
+        if soak or not one.inspected or at % 144 == 12
     }
 
 
