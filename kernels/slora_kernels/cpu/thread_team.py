@@ -127,6 +127,7 @@ class JobList:
         # The tensors whose addresses are in the jobs.
         self._operands: list[tuple[object, ...]] = []
         self._calls, self._finished, self._chain = array("q"), array("q"), array("q")
+        self._can_link, self._num_threads = True, 1
         # What the jobs point to and `run_again` has to compute from new inputs.
         self.refresh: list[Callable[[], None]] = []
 
@@ -135,6 +136,7 @@ class JobList:
     ) -> None:
         """See `ThreadTeam.run`."""
         self._jobs.append((team, worker, job, threads))
+        self._can_link, self._num_threads = self._can_link and team.openmp, max(self._num_threads, threads)
         self._operands.append(operands)
 
     def run_again(self) -> None:
@@ -145,7 +147,7 @@ class JobList:
 
     def run(self) -> None:
         """Runs all jobs. Nothing may be appended afterwards."""
-        if not all(team.openmp for team, *_ in self._jobs):
+        if not self._can_link:
             for team, worker, job, threads in self._jobs:
                 team.run_now(worker, job, threads)
                 job[NEXT_ITEM] = job[NEXT_WORKER] = job[NUM_PREPARED] = 0
@@ -162,7 +164,7 @@ class JobList:
         address, count = self._finished.buffer_info()
         ctypes.memset(address, 0, 8 * count)
         self._chain[NEXT_WORKER] = 0
-        team.run_now(find_worker(CHAIN, "float32"), self._chain, max(self._calls[2::3]))
+        team.run_now(find_worker(CHAIN, "float32"), self._chain, self._num_threads)
 
 
 class _Queue(threading.local):
