@@ -63,7 +63,7 @@ class Kernels(Protocol):
         """Within it, kernels and weights in tiles may wait until its end. Nothing else may read what they return.
 
         Yields a function that computes all of it once more, from what the same tensors contain then; None if nothing
-        waits.
+        waits. Only the same thread may call it, because all that a thread computes shares scratch memory.
         """
 
     def prepare_attention(self, batch: AttentionBatch) -> AttentionStep:

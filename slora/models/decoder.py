@@ -5,6 +5,7 @@ are loaded. One forward pass computes prefill chunks and decode rows of many seq
 tokens of the step. Sequences, adapters and pages appear only as the batch's tables.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -418,7 +419,7 @@ class _KeptLayers:
 
     def __init__(self, batch: StepBatch, memory: DeviceMemory, kernels: Kernels, hidden: Tensor) -> None:
         """batch, hidden: those of a step of this shape."""
-        self._memory, self._kernels = memory, kernels
+        self._memory, self._kernels, self._thread = memory, kernels, threading.get_ident()
         attention = batch.attention
         longest = (1 << attention.max_context_len.bit_length()) - 1
         num_blocks = max(attention.block_tables.shape[1], -(-longest // memory.geometry.block_tokens))
@@ -444,8 +445,9 @@ class _KeptLayers:
         self._copy(batch, hidden)
 
     def reads(self, memory: DeviceMemory, kernels: Kernels) -> bool:
-        """Whether the jobs are those of these kernels, on the pages of this pool."""
-        return memory is self._memory and kernels is self._kernels
+        """Whether the jobs are those of these kernels, on the pages of this pool, and this thread may run them."""
+        is_own = self._thread == threading.get_ident()
+        return is_own and memory is self._memory and kernels is self._kernels
 
     def keep(self, run_again: Callable[[], None], output: Tensor) -> None:
         """run_again: see `Kernels.collecting_jobs`. output: of the last layer."""

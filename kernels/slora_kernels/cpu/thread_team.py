@@ -120,9 +120,12 @@ class ThreadTeam:
 
 
 class JobList:
-    """Jobs that run in order. Each may read what the jobs before it write. They can run more than once."""
+    """Jobs that run in order. Each may read what the jobs before it write. They can run more than once, on the thread
+    that made them: they point to scratch memory that its other jobs use, too.
+    """
 
     def __init__(self) -> None:
+        self._thread = threading.get_ident()
         self._jobs: list[tuple[ThreadTeam, int, array[int], int]] = []
         # The tensors whose addresses are in the jobs.
         self._operands: list[tuple[object, ...]] = []
@@ -141,6 +144,7 @@ class JobList:
 
     def run_again(self) -> None:
         """Runs all jobs after the content of tensors that they read has changed."""
+        assert self._thread == threading.get_ident(), "another thread made these jobs"
         for refresh in self.refresh:
             refresh()
         self.run()
@@ -149,8 +153,9 @@ class JobList:
         """Runs all jobs. Nothing may be appended afterwards."""
         if not self._can_link:
             for team, worker, job, threads in self._jobs:
-                team.run_now(worker, job, threads)
+                # Reset before and not after, because Ctrl-C may end the last run between two jobs.
                 job[NEXT_ITEM] = job[NEXT_WORKER] = job[NUM_PREPARED] = 0
+                team.run_now(worker, job, threads)
         elif self._jobs:
             self._run_chain()
 

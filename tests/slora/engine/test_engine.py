@@ -1,7 +1,9 @@
 """The engine's interface: which requests it refuses, what ends an answer, and which statistics it reports."""
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.runner.runner import Runner
 from tests.support.driving import COSTS, Answer, drive, make_engine, make_source, start_engine, step
-from tests.support.model_kit import ModelKit
+from tests.support.model_kit import ModelKit, make_kit
 from tests.support.tiny_models import MAX_POSITIONS, VOCAB_SIZE
 
 GREEDY = SamplingParams(max_tokens=10, temperature=0.0, ignore_eos=True)
@@ -233,3 +235,22 @@ def test_given_costs_are_not_changed(kit: ModelKit) -> None:
     engine, _ = start_engine(kit, 100, kernels="torch")
     drive(engine, [[ask([1])]])
     assert engine.stats().costs == COSTS
+
+
+def test_two_engines_that_one_thread_made_answer_on_two_threads_at_once(tmp_path: Path) -> None:
+    """Born from a review: both ran jobs that the first thread had kept, on the scratch memory of that thread."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64, "num_hidden_layers": 2}
+    kit = make_kit(tmp_path, "llama", {}, **sizes)
+    source, _ = make_source(kit, "bfloat16")
+    settings = {"dtype": "bfloat16", "quantization": "int4"}
+    engines = [make_engine(kit, source, 40, **settings) for _ in range(2)]
+    params = replace(GREEDY, max_tokens=60, logprobs=1)
+    prompts = [1, 2], [3, 4]
+
+    def answer(engine: Engine, prompt: list[int]) -> Answer:
+        return drive(engine, [[ask(prompt, params)]])["r"]
+
+    alone = [*map(answer, engines, prompts)]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            assert [*threads.map(answer, engines, prompts)] == alone
