@@ -71,7 +71,7 @@ class StoredAdapter:
         try:
             config = bytes(_read(blob, CONFIG_NAME, 0, _size(blob, CONFIG_NAME, MAX_CONFIG_BYTES)))
             self._body_start, header, body_bytes = _read_header(blob, limits)
-            parse = _parse_known if len(header) <= _KNOWN_HEADER_BYTES else _parse
+            parse = _parse_known if len(config) + len(header) <= _KNOWN_BYTES else _parse
             self._parsed = parse(config, header, body_bytes, self._partition, limits)
         except ValueError as error:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
@@ -256,8 +256,8 @@ def _parse(
 # Most adapters of a server come from a few training recipes, so their configs and headers are equal byte for byte. For
 # an adapter with 98 pairs, parsing and checking takes 12 ms, which is longer than reading and hashing 10 MB.
 _NUM_KNOWN = 16
-# Parsed, a header takes up to ten times its size in memory. Larger headers are not kept.
-_KNOWN_HEADER_BYTES = 256 << 10
+# Parsed, they take up to ten times their size in memory. Larger ones are not kept.
+_KNOWN_BYTES = 256 << 10
 _parse_known = lru_cache(_NUM_KNOWN)(_parse)
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import tracemalloc
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -159,6 +160,18 @@ def test_blobs_with_one_config_and_header_have_their_own_weights_and_the_limits_
         stored = StoredAdapter(LocalBlob(members), adapter.digest, SHAPE, AdapterLimits(), 2)
         stored.pour(both_ranks, "float32", make_buffers())
         assert np.array_equal(both_ranks, expected.buffer)
+
+
+def test_long_configs_do_not_stay_in_memory() -> None:
+    members, limits = make_members(), AdapterLimits()
+    digest = _digest(members)
+    tracemalloc.start()
+    for number in range(20):
+        config = members[CONFIG] + b" " * (900_000 + number)
+        StoredAdapter(LocalBlob({**members, CONFIG: config}), digest, SHAPE, limits)
+    num_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert num_bytes < 2 << 20
 
 
 def test_a_load_holds_a_few_batches_however_large_the_adapter() -> None:

@@ -254,3 +254,36 @@ def test_two_engines_that_one_thread_made_answer_on_two_threads_at_once(tmp_path
     with ThreadPoolExecutor(2) as threads:
         for _ in range(3):
             assert [*threads.map(answer, engines, prompts)] == alone
+
+
+def test_an_answer_does_not_depend_on_steps_that_the_engine_computed_before(tmp_path: Path) -> None:
+    """On a CPU with AMX, later steps run the jobs of earlier ones. Each pair of adapters differs in one thing that jobs
+    depend on: scales of the output columns, the linears that they change, their rank.
+    """
+    every = {"r": 4, "target_modules": ["q_proj", "k_proj", "v_proj", "down_proj"]}
+    kinds = {
+        "first": {"r": 12, "target_modules": ["q_proj"]},
+        "every": every,
+        "scaled": {**every, "use_dora": True},
+        "high": {**every, "r": 8},
+    }
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
+    kit = make_kit(tmp_path, "llama", kinds, **sizes)
+    source, versions = make_source(kit, "bfloat16")
+    # Contexts of 14 to 34 tokens, which have two bounds.
+    params = replace(GREEDY, max_tokens=20, logprobs=1)
+    requests = [
+        EngineRequest(kind, "t", list(range(14)), single_adapter(version), params)
+        for kind, version in versions.items()
+    ]
+    requests.append(replace(requests[1], request_id="half", adapters=single_adapter(versions["every"], 0.5)))
+
+    def start() -> Engine:
+        return make_engine(kit, source, 150, dtype="bfloat16")
+
+    alone = {request.request_id: drive(start(), [[request]])[request.request_id] for request in requests}
+    assert len({tuple(answer.token_ids) for answer in alone.values()}) == len(requests)
+    engine = start()
+    for request in (*requests, *reversed(requests)):
+        assert drive(engine, [[request]])[request.request_id].logprobs == alone[request.request_id].logprobs
+    assert drive(engine, [requests]) == alone
