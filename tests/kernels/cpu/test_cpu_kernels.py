@@ -99,6 +99,37 @@ def test_kept_jobs_compute_attention_and_lora_of_another_step() -> None:
     assert torch.equal(attended, expected[0]) and torch.equal(out, expected[1])
 
 
+def test_a_kept_lora_job_waits_for_the_shrink_of_its_own_run() -> None:
+    """Born from a review: a thread that does not wait adds what an earlier run has left of the other thread's rows."""
+    kernels, shape = CpuKernels(), llama_shape(1, 1 << 17, 6, 2, 16, 96, 300, 2)
+    # One thread shrinks, and the other one has nothing to do but to expand.
+    adapters = build_adapters(shape, torch.bfloat16, [[16, *[0] * (shape.num_modules - 1)]])
+    tiles, site, before = build_tiles([(0, 0, 1)], adapters.tables), shape.sites[0], torch.get_num_threads()
+    x, out = (
+        torch.randn(1, site.in_width).to(torch.bfloat16),
+        torch.zeros(1, sum(site.widths)).to(torch.bfloat16),
+    )
+
+    def compute(sums: torch.Tensor) -> None:
+        step = kernels.prepare_lora(tiles, adapters.tables)
+        shrunk = kernels.shrink(x, adapters.pages, site, step)
+        kernels.expand(sums, shrunk, adapters.pages, site, step)
+
+    torch.set_num_threads(2)
+    try:
+        with kernels.collecting_jobs() as run_again:
+            compute(out)
+        for _ in range(150):
+            x.copy_(torch.randn(x.shape))
+            expected = torch.zeros_like(out)
+            compute(expected)
+            out.zero_()
+            run_again()
+            assert torch.equal(out, expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_torchs_own_threads_are_found() -> None:
     assert ThreadTeam().openmp
 
