@@ -15,7 +15,7 @@ from slora.core.request import EngineRequest, single_adapter
 from slora.scheduler.sequence import find_last
 from slora_adapters.peft.adapter import AdapterLimits, summarise
 from slora_adapters.peft.peft_directory import read_adapter
-from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_engine
+from tests.slora.engine.test_parity import GREEDY, Work, answer, judge, judge_engine, judge_with_triton
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
 from tests.support.driving import drive, start_engine
 from tests.support.model_kit import Kits, ModelKit, make_kit
@@ -79,6 +79,15 @@ def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
     report(f"parity of {model} with activated adapters, {kernels} kernels: {verdict}")
     assert verdict.equal, verdict
     assert num_pages > 100 or stats.preemptions > 0
+
+
+@pytest.mark.soak
+def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
+    kinds = ("activated", "activated_elsewhere")
+    kit = make_kit(tmp_path, "llama", {kind: ACTIVATED_KINDS[kind] for kind in kinds}, num_hidden_layers=1)
+    work = Work([[12, 5, 6, 13], [3, 4, 3, 14], [15, 16, 17]], [*kinds, "activated"])
+    verdict = judge_with_triton(kit, work)
+    assert verdict.equal, verdict
 
 
 def test_blocks_before_the_invocation_are_computed_once_for_the_base_and_all_adapters(kits: Kits) -> None:

@@ -12,9 +12,9 @@ from slora import LLM, LoraAdapter, SamplingParams
 from slora.core.request import EngineRequest, WeightedAdapter, compose_adapters, single_adapter
 from slora.engine.engine import Engine
 from slora_adapters.version import AdapterVersion
-from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
+from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import Answer, drive, make_engine, make_source, start_engine
-from tests.support.model_kit import Kits, ModelKit, make_kit
+from tests.support.model_kit import Kits, ModelKit, kinds_for, make_kit
 from tests.support.oracle import Verdict
 from tests.support.peft_adapters import EMBEDDING_KINDS, KINDS
 from tests.support.tiny_models import VOCAB_SIZE, few_layers
@@ -104,6 +104,24 @@ def test_adapters_of_embedding_and_head_are_added_up_as_in_peft(tmp_path: Path) 
             expected = [row[token].item() for row, token in zip(scored, prompt[1:], strict=True)]
             given = [entry.logprob for entry in output.prompt_logprobs or () if entry is not None]
             assert given == pytest.approx(expected, abs=1e-4)
+
+
+# In the quick run, tests of kernels and of graphs have steps with sums.
+@pytest.mark.soak
+def test_triton_kernels_add_adapters_up_as_peft_does(tmp_path: Path) -> None:
+    kinds = {kind: kinds_for("llama")[kind] for kind in ("r8_on_q_and_v", "odd_rank")}
+    kit = make_kit(tmp_path, "llama", kinds, num_hidden_layers=1)
+    kit.oracle.add_sum("sum", {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
+    engine, versions = start_engine(kit, 100, kernels="triton", device=TRITON_DEVICE, max_model_len=128)
+    composed = compose(versions, {"r8_on_q_and_v": 0.8, "odd_rank": -0.6})
+    params = replace(GREEDY, max_tokens=1)
+    asked = {"sum": composed, "odd_rank": single_adapter(versions["odd_rank"]), None: ()}
+    prompts = {"sum": [5, 4], "odd_rank": [5], None: [9]}
+    requests = [EngineRequest(str(kind), "t", prompts[kind], asked[kind], params) for kind in asked]
+    answers = drive(engine, [requests])
+    for kind, prompt in prompts.items():
+        given = answers[str(kind)]
+        assert kit.oracle.judge(prompt, given.token_ids, kind, given.logprobs).equal
 
 
 def compose(versions: dict[str, AdapterVersion], weights: Weights) -> tuple[WeightedAdapter, ...]:

@@ -20,7 +20,7 @@ from slora.models.model_spec import ModelSpec, read_model_spec
 from slora.models.model_structure import find_auto_class
 from slora.models.transformers_decoder import TransformersDecoder
 from slora.planning.model_size import measure_model
-from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, mix
+from tests.slora.engine.test_parity import Work, answer, judge, judge_engine, judge_with_triton, mix
 from tests.support.coded_checkpoints import write_mxfp4
 from tests.support.covering import soaked
 from tests.support.cpu_kernels import KERNELS, MOSTLY_FASTEST
@@ -130,6 +130,15 @@ def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: P
         match=rf"max_model_len is {longest + 1}, .* up to {longest} tokens \({fields}\): .*; give at most that",
     ):
         start_engine(kit, 400, max_model_len=longest + 1)
+
+
+# In the quick run, `test_the_rows_of_latents_are_keys_and_values` runs them.
+@pytest.mark.soak
+def test_triton_kernels_read_latents(tmp_path: Path) -> None:
+    """The first prompt has more tokens than a page."""
+    kit = make_kit(tmp_path, "deepseek_v2", LATENT_DORA_KINDS, num_hidden_layers=1)
+    verdict = judge_with_triton(kit, Work([[3, 7, 4, 9] * 5, [2, 6, 5]], ["dora_on_latent", None]))
+    assert verdict.equal, verdict
 
 
 @pytest.mark.parametrize("model", soaked(["olmo2", "granite", "opt", "phi"], "opt", "phi"))
