@@ -111,7 +111,8 @@ class Decoder:
         hidden = self._embed(batch, deltas)
         if self._embedding_scale is not None:
             hidden = hidden * self._embedding_scale
-        can_collect = self._can_collect and not deltas.norm_runs
+        # Other kernels compute at once.
+        can_collect = self._can_collect and kernels.name == "cpu" and not deltas.norm_runs
         forward = self._begin(batch, memory, kernels, deltas)
         is_small = len(hidden) * self._row_bytes <= _KEPT_BYTES
         if can_collect and is_small and batch.attention.max_query_len == 1:
@@ -177,11 +178,11 @@ class Decoder:
             deltas = LoraDeltas(kept.batch.lora, memory, kernels)
             forward = self._begin(kept.batch, memory, kernels, deltas)
             output, _ = forward.run(self._layers, kept.residual, 0)
-        if run_again is not None:
-            if len(self._kept) >= _MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
-            kept.keep(run_again, output)
-            self._kept[shape] = kept
+        assert run_again is not None
+        if len(self._kept) >= _MAX_KEPT:
+            del self._kept[next(iter(self._kept))]
+        kept.keep(run_again, output)
+        self._kept[shape] = kept
         return output, kept.residual
 
     def _embed(self, batch: StepBatch, deltas: LoraDeltas) -> Tensor:
