@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,10 +81,9 @@ def test_a_worker_is_compiled_without_a_cache(
     assert compiler.compile_function(worker, numba.float32).address
 
 
-@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
-def test_compiling_a_worker_is_logged_and_loading_it_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def compile_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Any]:
+    """Compiles a worker that does nothing, and keeps it in `tmp_path`."""
     import numba  # noqa: PLC0415
 
     from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
@@ -92,29 +92,28 @@ def test_compiling_a_worker_is_logged_and_loading_it_is_not(
         pass
 
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    return lambda: compiler.compile_function(worker, numba.float32)
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_compiling_a_worker_is_logged_and_loading_it_is_not(
+    compile_worker: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "slora.kernels"):
-        assert compiler.compile_function(worker, numba.float32).address
+        assert compile_worker().address
         (message,) = caplog.messages
         assert message.startswith(f"compiling the CPU kernel worker, because it is not in {tmp_path} yet")
         caplog.clear()
-        assert compiler.compile_function(worker, numba.float32).address
+        assert compile_worker().address
         assert not caplog.messages
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_a_worker_that_another_process_compiles_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compile_worker: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Otherwise, engines that start together would each compile the same workers for minutes."""
-    import numba  # noqa: PLC0415
-
-    from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
-
-    def worker(job: object) -> None:
-        pass
-
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    assert compiler.compile_function(worker, numba.float32).address
+    assert compile_worker().address
     (lock,) = tmp_path.rglob("*.lock")
     with (
         caplog.at_level(logging.INFO, "slora.kernels"),
@@ -122,7 +121,7 @@ def test_a_worker_that_another_process_compiles_is_waited_for(
         ThreadPoolExecutor(1) as pool,
     ):
         fcntl.flock(file, fcntl.LOCK_EX)
-        waiting = pool.submit(compiler.compile_function, worker, numba.float32)
+        waiting = pool.submit(compile_worker)
         limit_s = time.monotonic() + 300
         while not caplog.messages:
             assert time.monotonic() < limit_s
