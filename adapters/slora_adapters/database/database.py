@@ -109,6 +109,7 @@ class Database:
         self._retrying = Lock()
         self._exclusive: Engine | None = None
         self._exclusive_lock = RLock()
+        self._closed = False
         try:
             self._prepare()
         except BaseException:
@@ -184,9 +185,12 @@ class Database:
                 connection.rollback()
 
     def close(self) -> None:
-        """Closes all idle connections. Later calls open new ones."""
+        """Closes all connections: idle ones now, and those that other threads use when they are done. A later call
+        opens a connection of its own.
+        """
+        self._closed = True
         self._close_exclusive()
-        self._engine.dispose()
+        self._engine.pool.dispose()
 
     @contextmanager
     def _waiting_in_line(self, locks: Sequence[str]) -> Iterator[None]:
@@ -216,6 +220,9 @@ class Database:
             raise
         except (exc.DBAPIError, exc.TimeoutError) as error:
             raise self._as_unavailable(error) from error
+        finally:
+            if self._closed:
+                self._engine.pool.dispose()
 
     def _connect(self) -> Connection:
         if self._path:

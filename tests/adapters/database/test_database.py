@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import event, insert, select, text, update
 from sqlalchemy.engine import Engine
 from sqlalchemy.exc import IntegrityError
+from sqlalchemy.pool import Pool
 
 from slora_adapters.database import schema
 from slora_adapters.database.database import CHANGES, Database, blob_lock
@@ -89,6 +90,30 @@ def test_inserts_of_any_number_of_rows_share_few_statements(tmp_path: Path) -> N
         finally:
             event.remove(Engine, "before_cursor_execute", record)
     assert len(seen) <= 17 and max(statement.count("?") for statement in seen) <= 16
+
+
+def test_a_connection_in_use_while_the_database_is_closed_is_closed_afterwards(database_place: str) -> None:
+    """Born from a bug: a server that stopped while a thread used its database left the connection to the collector."""
+    opened, closed = list[object](), list[object]()
+
+    def note_opened(connection: object, _record: object) -> None:
+        opened.append(connection)
+
+    def note_closed(connection: object, _record: object) -> None:
+        closed.append(connection)
+
+    event.listen(Pool, "connect", note_opened)
+    event.listen(Pool, "close", note_closed)
+    try:
+        database = Database(database_place)
+        with database.snapshot(), pytest.raises(KeyError), database.transaction(CHANGES):
+            database.close()
+            raise KeyError
+        assert names(database) == []
+    finally:
+        event.remove(Pool, "connect", note_opened)
+        event.remove(Pool, "close", note_closed)
+    assert len(opened) >= 2 and set(map(id, closed)) == set(map(id, opened))
 
 
 def test_names_are_sorted_in_byte_order(database: Database) -> None:
