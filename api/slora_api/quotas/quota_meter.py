@@ -186,6 +186,7 @@ class RequestMeter:
         for subject in self._subjects:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
+                self._quotas.refused("composed_adapters")
                 raise BadRequest(
                     f"`adapters` combines {count} adapters; the limit of {_owner(subject)} is {limit} in one request "
                     "(composed_adapters). Name fewer, or ask the operator for a higher quota.",
@@ -285,7 +286,10 @@ class RequestMeter:
     async def reserve(self, charge: Charge, param: str) -> Reservation:
         """See `hold`."""
         for subject in self._subjects:
-            _check_fits(subject, charge, param)
+            if (misfit := _find_misfit(subject, charge, param)) is not None:
+                field, error = misfit
+                self._quotas.refused(field)
+                raise error
         return await self._reserve(charge)
 
     def settle(self, reservation: Reservation, used_tokens: int, *, counts: bool) -> None:
@@ -453,8 +457,10 @@ def _end_of(budget: str, utc: float) -> datetime:
     return datetime(year, month + 1, 1, tzinfo=UTC)
 
 
-def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
-    """Raises RateLimited or BadRequest if the charge alone exceeds a limit, so that waiting would not help."""
+def _find_misfit(subject: Subject, charge: Charge, param: str) -> tuple[str, ApiError] | None:
+    """Returns the field of a limit that the charge alone exceeds, so that waiting would not help, and the error that
+    explains it to the client.
+    """
     quota = subject.quota
     parts, remedy = (
         ("its inputs", "Send fewer or shorter inputs")
@@ -467,16 +473,17 @@ def _check_fits(subject: Subject, charge: Charge, param: str) -> None:
     for name in ("tokens_per_minute", *_BUDGETS):
         limit = getattr(quota, name)
         if limit is not None and charge.tokens > limit:
-            raise RateLimited(
+            return name, RateLimited(
                 f"This request needs up to {charge.tokens} tokens ({parts}), and the limit of {_owner(subject)} is "
                 f"{limit} ({name}). {remedy}, or ask the operator for a higher quota.",
                 None,
             )
     limit = quota.concurrent_answers
     if limit is not None and charge.answers > limit:
-        raise BadRequest(
+        return "concurrent_answers", BadRequest(
             f"The request asks for {charge.answers} answers to all its prompts together; the limit of "
             f"{_owner(subject)} is {limit} at once (concurrent_answers). Send fewer prompts, or a smaller `n` and "
             "`best_of`.",
             param,
         )
+    return None

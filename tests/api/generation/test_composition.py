@@ -120,6 +120,7 @@ def test_a_quota_limits_the_adapters_of_one_request(platform: Platform) -> None:
     assert "combines 2 adapters; the limit of this API key is 1 in one request (composed_adapters)" in message
     refused = post(platform, key, "/v1/embeddings", {"model": "base", "input": "a", "adapters": two})
     assert error_of(refused)[:2] == (400, "adapters")
+    assert 'slora_quota_refusals_total{quota="composed_adapters"} 2.0' in admin.get("/metrics").text
     assert ask(platform, key, [two[0], two[1] | {"weight": 0}]).status_code == 200
     assert ask(platform, platform.key("acme"), two).status_code == 200
 

@@ -130,6 +130,24 @@ def test_a_refusal_names_the_limit_and_the_exact_wait(platform: Platform) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("limits", "fields"),
+    [
+        ({"tokens_per_minute": 9}, {}),
+        ({"tokens_per_day": 9}, {}),
+        ({"concurrent_answers": 1}, {"n": 2}),
+    ],
+)
+def test_a_request_that_can_never_fit_is_counted_once_as_refused(
+    platform: Platform, limits: dict[str, int], fields: dict[str, Any]
+) -> None:
+    key, (field, _) = platform.key("acme"), *limits.items()
+    set_quota(platform, "tenants/acme", **limits)
+    assert complete(platform, key, **fields).status_code in (400, 429)
+    metrics = platform.api(ADMIN_KEY).get("/metrics").text
+    assert f'slora_quota_refusals_total{{quota="{field}"}} 1.0' in metrics
+
+
 def test_a_request_that_can_never_fit_is_not_retried(platform: Platform) -> None:
     key = platform.key("acme")
     set_quota(platform, "tenants/acme", tokens_per_minute=9)
