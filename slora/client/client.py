@@ -158,7 +158,7 @@ class RemoteEngine:
         self._on_hello: Callable[[], None] = lambda: None
         self._on_change: Callable[[], None] = lambda: None
         self._is_leaving = False
-        self._versions: set[AdapterVersion] = set()
+        self._sent_versions: set[AdapterVersion] = set()
         self._on_usage: UsageListener = lambda request_id, usage, timing: None
         self._on_begin: Callable[[str], None] = lambda request_id: None
         self._on_service: Callable[[Served], None] = lambda service: None
@@ -167,9 +167,11 @@ class RemoteEngine:
         self._recorded: list[str] = []
 
     @property
-    def versions(self) -> Set[AdapterVersion]:
-        """The adapters that this engine may hold: those requested since its start and not removed afterwards."""
-        return self._versions
+    def sent_versions(self) -> Set[AdapterVersion]:
+        """The adapters that this engine may hold: those requested since its start and not removed afterwards.
+        `state` has those that it has reported.
+        """
+        return self._sent_versions
 
     @property
     def connected(self) -> bool:
@@ -236,7 +238,7 @@ class RemoteEngine:
             await asyncio.sleep(_RECONNECT_S)
 
     def generate(self, request: EngineRequest) -> OpenStream:
-        self._versions.update(request.versions)
+        self._sent_versions.update(request.versions)
         return self._streams.open(request, self._send_request, self._abort)
 
     def end_choice(self, request_id: str, index: int) -> None:
@@ -273,20 +275,20 @@ class RemoteEngine:
         return await self._call(Observe(None if watched is None else frozenset(watched)))
 
     async def prewarm(self, version: AdapterVersion, share: TenantShare) -> AdapterPlace:
-        self._versions.add(version)
+        self._sent_versions.add(version)
         return await self._call(Prewarm(version, share))
 
     async def remove_adapter(self, version: AdapterVersion) -> None:
-        self._versions.discard(version)
+        self._sent_versions.discard(version)
         if self._writer is not None:
             await self._send(RemoveAdapter(version))
 
     async def purge_tenant(self, tenant: str) -> TenantPurge:
-        self._versions -= {version for version in self._versions if version.tenant == tenant}
+        self._sent_versions -= {version for version in self._sent_versions if version.tenant == tenant}
         return await self._call(PurgeTenant(tenant))
 
     async def set_pins(self, pins: Sequence[Pin]) -> None:
-        self._versions.update(pin.version for pin in pins)
+        self._sent_versions.update(pin.version for pin in pins)
         await self._send(SetPins(list(pins)))
 
     def release(self) -> None:
@@ -397,7 +399,7 @@ class RemoteEngine:
         """Cleans up after the connection to the engine is lost. reason: what the open streams end with."""
         self._writer = None
         self._loader_connected = self._is_leaving = False
-        self._versions.clear()
+        self._sent_versions.clear()
         self.state.clear()
         for request_id in list(self._unreported):
             self._report_usage(request_id, None)

@@ -128,9 +128,9 @@ class ReplicaGroup:
         }
 
     @property
-    def versions(self) -> Set[AdapterVersion]:
-        """See `RemoteEngine.versions`."""
-        return {version for replica in self.replicas.values() for version in replica.client.versions}
+    def sent_versions(self) -> Set[AdapterVersion]:
+        """See `RemoteEngine.sent_versions`."""
+        return {version for replica in self.replicas.values() for version in replica.client.sent_versions}
 
     @property
     def info(self) -> EngineInfo:

@@ -329,7 +329,7 @@ class ScriptedEngine:
         self.lost[name] = "it stops, and is then started again"
 
     @property
-    def versions(self) -> set[AdapterVersion]:
+    def sent_versions(self) -> set[AdapterVersion]:
         asked = {version for request in self.requests for version in request.versions}
         return asked - set(self.forgotten)
 

@@ -68,7 +68,7 @@ class BatchRunner:
             FairSlots(num_lines, sys.maxsize, "lines of batches"),
             DelayedLines(num_lines),
             CpuBudget(BURST_S, REFILL, "batches"),
-            generator.metrics.answered_line,
+            generator.metrics.count_line,
         )
         self._runs: dict[asyncio.Task[None], str] = {}
 

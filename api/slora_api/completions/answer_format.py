@@ -20,7 +20,7 @@ from slora.text.tokenizer import Tokenizer
 from slora_api.chat.answer_reader import ReasoningCounter
 from slora_api.chat.chat_parts import ChatParts
 from slora_api.completions.answer_objects import TimingObject
-from slora_api.completions.schemas import GenerationFields
+from slora_api.completions.schemas import ChatRequest, CompletionRequest, GenerationFields
 from slora_api.core.errors import ErrorAnswer
 from slora_api.http.json_slices import LongList, encode_ascii
 from slora_api.http.sse import KEEP_ALIVE
@@ -279,7 +279,7 @@ class CompletionFormat:
     def __init__(
         self,
         model: str,
-        fields: GenerationFields,
+        fields: CompletionRequest,
         logprobs: LogprobsFormat,
         prompts: Sequence[Sequence[int]],
         num_choices: int = 1,
@@ -350,7 +350,7 @@ class ChatFormat:
     def __init__(
         self,
         model: str,
-        fields: GenerationFields,
+        fields: ChatRequest,
         logprobs: LogprobsFormat,
         prompt: Sequence[int],
         num_choices: int = 1,

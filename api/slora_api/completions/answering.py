@@ -252,12 +252,12 @@ async def compute_answers(call: InferenceCall) -> AsyncGenerator[list[Completion
                 async for arrived in deltas:
                     if not seen_first:
                         seen_first = True
-                        generator.metrics.first_token(time.perf_counter() - started_at)
+                        generator.metrics.observe_first_token(time.perf_counter() - started_at)
                     if not is_background:
                         for delta in arrived:
                             if delta.finish_reason is not None:
                                 seconds = time.perf_counter() - started_at
-                                generator.metrics.finished(delta.finish_reason, seconds)
+                                generator.metrics.count_finished(delta.finish_reason, seconds)
                     yield arrived
             await generator.usage.wait(list(sent.values()))
     for answer in answers:

@@ -234,7 +234,7 @@ async def compute_embeddings(
                     assert delta.embedding is not None, "the only delta has the embedding"
                     one.embedding = encode(delta.embedding)
         if not is_background:
-            generator.metrics.finished(FinishReason.STOP, time.perf_counter() - started_at)
+            generator.metrics.count_finished(FinishReason.STOP, time.perf_counter() - started_at)
 
     async with call.meter.hold(sum(map(len, inputs)), 0, num_lanes, param="input") as spending:
         with call.naming_adapters():

@@ -263,14 +263,14 @@ class Metrics:
             MultiProcessCollector(self._scraped, str(directory))  # type: ignore[no-untyped-call]
         self._scraped.register(self)
 
-    def first_token(self, seconds: float) -> None:
+    def observe_first_token(self, seconds: float) -> None:
         self._first_token.observe(seconds)
 
-    def finished(self, reason: FinishReason, seconds: float) -> None:
+    def count_finished(self, reason: FinishReason, seconds: float) -> None:
         self._finished.labels(self._model, ENGINE, reason.value).inc()
         self._whole_answer.observe(seconds)
 
-    def answered(self, route: str, status: int, seconds: float, tenant: str | None = None) -> None:
+    def count_answer(self, route: str, status: int, seconds: float, tenant: str | None = None) -> None:
         """Counts one answer. route: the route's pattern. A path would add a label value for each adapter name. tenant:
         the id of the tenant; None if the request had none.
         """
@@ -281,11 +281,11 @@ class Metrics:
                 self._failing.add(tenant)
             self._failures.labels(tenant if tenant in self._failing else OTHERS, str(status)).inc()
 
-    def quota_refused(self, quota: str) -> None:
-        """Counts a request or an upload that a quota refused. quota: the field with the exceeded limit."""
-        self._quota_refusals.labels(quota).inc()
+    def count_refusal(self, field: str) -> None:
+        """Counts a request or an upload that a quota refused. field: the field of the quota with the exceeded limit."""
+        self._quota_refusals.labels(field).inc()
 
-    def answered_line(self, outcome: str) -> None:
+    def count_line(self, outcome: str) -> None:
         """Counts the answer to a line of a batch."""
         self._batch_lines.labels(outcome).inc()
 

@@ -105,10 +105,9 @@ class NotSeeded:
 
 
 class QuotaCounters(Protocol):
-    """Counters that all processes with the same quotas share.
+    """Counters that all processes with the same quotas share: `HostCounters` or `RedisCounters`.
 
-    Runs on one event loop. Raises StoreUnavailable if the
-    counters cannot be reached.
+    Runs on one event loop. Raises StoreUnavailable if the counters cannot be reached.
     """
 
     async def reserve(

@@ -68,7 +68,7 @@ class QuotaMeter:
 
     quota_store: the quotas of tenants and keys.
     limiter: limits the answers in progress of the whole server.
-    refused: called at each refusal, with the field of the exceeded limit.
+    count_refusal: called at each refusal, with the field of the exceeded limit.
     utc: Unix time.
     """
 
@@ -78,13 +78,13 @@ class QuotaMeter:
         counters: QuotaCounters,
         history: UsageLedger,
         limiter: RequestLimiter,
-        refused: Callable[[str], None],
+        count_refusal: Callable[[str], None],
         utc: Callable[[], float] = time.time,
     ) -> None:
         self._quota_store = quota_store
         self.counters = counters
         self.limiter = limiter
-        self.refused = refused
+        self.count_refusal = count_refusal
         self.utc = utc
         self._history = history
         # Account -> its subject, for subjects with a budget that made a reservation since the last comparison with the
@@ -186,7 +186,7 @@ class RequestMeter:
         for subject in self._subjects:
             limit = subject.quota.composed_adapters
             if limit is not None and count > limit:
-                self._quotas.refused("composed_adapters")
+                self._quotas.count_refusal("composed_adapters")
                 raise BadRequest(
                     f"`adapters` combines {count} adapters; the limit of {_owner(subject)} is {limit} in one request "
                     "(composed_adapters). Name fewer, or ask the operator for a higher quota.",
@@ -288,7 +288,7 @@ class RequestMeter:
         for subject in self._subjects:
             if (misfit := _find_misfit(subject, charge, param)) is not None:
                 field, error = misfit
-                self._quotas.refused(field)
+                self._quotas.count_refusal(field)
                 raise error
         return await self._reserve(charge)
 
@@ -308,7 +308,7 @@ class RequestMeter:
     def _refuse(self, refusal: Refusal, charge: Charge) -> ApiError:
         """Counts the refusal. Returns the error for the client."""
         obstacle, error = self._explain(refusal, charge)
-        self._quotas.refused(obstacle.field)
+        self._quotas.count_refusal(obstacle.field)
         return error
 
     def _explain(self, refusal: Refusal, charge: Charge) -> tuple[Obstacle, ApiError]:

@@ -134,11 +134,11 @@ class QuotaStore:
 
 class AdapterQuota:
     """Checks new adapter versions against the quota of their tenant: the number of versions, and the bytes stored for
-    all of them. refused: called at each refusal, with the field of the exceeded limit."""
+    all of them. count_refusal: called at each refusal, with the field of the exceeded limit."""
 
-    def __init__(self, quota_store: QuotaStore, refused: Callable[[str], None]) -> None:
+    def __init__(self, quota_store: QuotaStore, count_refusal: Callable[[str], None]) -> None:
         self._quota_store = quota_store
-        self._refused = refused
+        self._count_refusal = count_refusal
 
     def check(self, tenant: str, usage: StorageUsage, name: str, adapter: CheckedAdapter) -> None:
         """Raises QuotaExceeded if a tenant with this usage may not have `adapter` as a new version of `name`.
@@ -148,7 +148,7 @@ class AdapterQuota:
         """
         quota = self._quota_store.find_tenant_quota(tenant)
         if quota.adapter_versions is not None and usage.num_versions >= quota.adapter_versions:
-            self._refused("adapter_versions")
+            self._count_refusal("adapter_versions")
             raise QuotaExceeded(
                 f"Your tenant has {usage.num_versions} adapter versions, and the limit is "
                 f"{quota.adapter_versions} (adapter_versions); remove one first."
@@ -158,7 +158,7 @@ class AdapterQuota:
         added += ExtrasSummary.of(adapter.extras).num_bytes
         wanted = usage.num_bytes + added
         if quota.stored_bytes is not None and wanted > quota.stored_bytes:
-            self._refused("stored_bytes")
+            self._count_refusal("stored_bytes")
             raise QuotaExceeded(
                 f"With the {added} bytes of `{name}`, your adapters would take {wanted} bytes, "
                 f"including chat templates and generation configs. The limit is {quota.stored_bytes} "

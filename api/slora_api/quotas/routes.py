@@ -197,9 +197,9 @@ def build_quotas(
     foundation: Foundation,
     ledger: UsageLedger,
     limiter: RequestLimiter,
-    refused: Callable[[str], None],
+    count_refusal: Callable[[str], None],
 ) -> Quotas:
-    """limiter, refused: see `QuotaMeter`."""
+    """limiter, count_refusal: see `QuotaMeter`."""
     settings, database = foundation.settings, foundation.database
     store = QuotaStore(database, default_quota(settings))
     counters = open_counters(foundation.data, settings.quota_redis, foundation.board.process)
@@ -209,8 +209,8 @@ def build_quotas(
             "--quota-redis (SLORA_QUOTA_REDIS)"
         )
     foundation.stack.push_async_callback(counters.close)
-    meter = QuotaMeter(store, counters, ledger, limiter, refused)
-    return Quotas(store, meter, AdapterQuota(store, refused))
+    meter = QuotaMeter(store, counters, ledger, limiter, count_refusal)
+    return Quotas(store, meter, AdapterQuota(store, count_refusal))
 
 
 def open_counters(data: DataDir, redis_url: str, process: int) -> QuotaCounters:

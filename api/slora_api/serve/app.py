@@ -152,4 +152,4 @@ def make_app(
         find_max_model_len=services.generator.find_max_model_len,
     )
     app = BodyLimitMiddleware(app, body_limits, board)
-    return RequestScopeMiddleware(app, services.generator.metrics.answered, _find_route, tracing)
+    return RequestScopeMiddleware(app, services.generator.metrics.count_answer, _find_route, tracing)

@@ -140,7 +140,7 @@ class ChangeFollower:
                 await self._engine.purge_tenant(tenant)
         suspects = {version for change in changes.changes for version in change.orphaned}
         if changes.resync:
-            suspects |= self._engine.versions
+            suspects |= self._engine.sent_versions
         if suspects:
             # A version may have been pushed again since the change.
             named = await control_thread(self._registry.named, suspects)

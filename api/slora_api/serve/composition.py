@@ -61,7 +61,7 @@ def build_services(
     tenant_store = TenantStore(foundation.database, keys.store)
     usage = build_usage(foundation, counted.requests.count)
     generator = Generator(client, model.tokenizer, limiter, counted, usage.recorder, obstacles)
-    quotas = build_quotas(foundation, usage.ledger, limiter, counted.quota_refused)
+    quotas = build_quotas(foundation, usage.ledger, limiter, counted.count_refusal)
     bounds = ServerBounds(settings, generator.engine_info, model.tokenizer.longest_token_chars)
     adapters = build_adapters(
         foundation, AdapterNeeds(model, tenant_store, templates, quotas.adapters.check, limiter, bounds)

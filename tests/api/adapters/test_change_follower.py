@@ -28,10 +28,10 @@ DETAILS = AdapterDetails(2, ("q_proj",), 100)
 
 
 class FakeEngine:
-    """versions: the versions that the engine holds. It receives no messages while `is_there` is False."""
+    """versions: the versions that were sent to the engine. It receives no messages while `is_there` is False."""
 
     def __init__(self, *versions: AdapterVersion) -> None:
-        self.versions = set(versions)
+        self.sent_versions = set(versions)
         self.is_there = True
         self.purged: list[str] = []
 
@@ -41,7 +41,7 @@ class FakeEngine:
     async def remove_adapter(self, version: AdapterVersion) -> None:
         if not self.is_there:
             raise EngineUnavailable("it is not there")
-        self.versions.discard(version)
+        self.sent_versions.discard(version)
 
 
 class FailingRegistry(Registry):
@@ -109,9 +109,9 @@ def test_deleted_adapters_are_removed_from_the_engine_despite_registry_errors(
             registry,
             engine,
             lambda: other.delete("t1", "a") and None,
-            lambda moved: len(engine.versions) < 2,
+            lambda moved: len(engine.sent_versions) < 2,
         )
-    assert engine.versions == {_v(D2)} and len(moved) == 1
+    assert engine.sent_versions == {_v(D2)} and len(moved) == 1
     assert registry.num_asked >= 2 and caplog.text.count("changes are not seen") >= 1
 
 
@@ -161,8 +161,8 @@ def test_an_adapter_that_was_deleted_and_pushed_again_is_kept(tmp_path: Path) ->
             registry.put("a", _v(D1), DETAILS)
             registry.delete("t1", "b")
 
-        follow(database, registry, engine, change, lambda moved: len(engine.versions) < 2)
-    assert engine.versions == {_v(D1)}
+        follow(database, registry, engine, change, lambda moved: len(engine.sent_versions) < 2)
+    assert engine.sent_versions == {_v(D1)}
 
 
 def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path) -> None:
@@ -171,9 +171,9 @@ def test_after_a_resync_every_adapter_of_the_engine_is_looked_up(tmp_path: Path)
         for digest in (D1, D2):
             registry.put("a", _v(digest), DETAILS)
         engine = FakeEngine(_v(D1), _v(D3))
-        follow(database, registry, engine, lambda: None, lambda moved: _v(D3) not in engine.versions)
-        assert engine.versions == {_v(D1)}
-        engine.versions.add(_v(D3))
+        follow(database, registry, engine, lambda: None, lambda moved: _v(D3) not in engine.sent_versions)
+        assert engine.sent_versions == {_v(D1)}
+        engine.sent_versions.add(_v(D3))
         engine.is_there = False
 
         def lose_history() -> None:

@@ -234,7 +234,7 @@ def test_a_scrape_of_many_counters_does_not_block_the_event_loop(
 ) -> None:
     """Born from a fuzzed server, whose /metrics held the event loop for 36 ms."""
     for at in range(400):
-        platform.services.generator.metrics.answered(f"/route/{at}", 200, 0.1)
+        platform.services.generator.metrics.count_answer(f"/route/{at}", 200, 0.1)
     operator = platform.api(ADMIN_KEY)
     assert "/route/399" in operator.get("/metrics").text
     assert operator.get("/healthz").status_code == 200
