@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from slora_kernels.cpu.worker_sizes import NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS
+from slora_kernels.cpu.worker_sizes import MAX_SHARES, NEXT_ITEM, NUM_ITEMS, NUM_SHARES, NUM_WORDS
 
 # FieldWords: the words of one field of a job. JobWords: the words of consecutive fields.
 FieldWords = tuple[int, int, int]
@@ -16,7 +16,10 @@ JobWords: TypeAlias = "array[int]"
 Field = FieldWords | Tensor | int | float
 # The field of an absent tensor.
 NO_TENSOR: FieldWords = (0, 1, 0)
-assert (NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS) == (0, 1, 2, 3, 4)
+assert (NUM_ITEMS, NUM_SHARES, NEXT_ITEM, NUM_WORDS) == (1, 3, 4, 4 + MAX_SHARES)
+_NONE_TAKEN = (0,) * MAX_SHARES
+# The fewest rows of a share. See `workers.intrinsics`.
+LEAST_SHARED_ROWS = 128
 
 
 def pack_field(field: Field) -> FieldWords:
@@ -67,8 +70,16 @@ def pack_fields(*fields: Field) -> JobWords:
 
 
 def begin_job(items: int, *words: int) -> JobWords:
-    """A new job with `items` items, none of which is taken. words: the words of its first fields."""
-    return array("q", (0, 0, items, 0, *words))
+    """A new job with `items` items in one share, none of which is taken. words: the words of its first fields."""
+    return array("q", (0, items, 0, 1, *_NONE_TAKEN, *words))
+
+
+def share_rows(job: JobWords, num_rows: int, num_threads: int) -> None:
+    """Divides the items of a job, which are in the order of the rows, into a share for each thread if there are many
+    rows.
+    """
+    if num_rows >= LEAST_SHARED_ROWS * num_threads:
+        job[NUM_SHARES] = min(num_threads, MAX_SHARES)
 
 
 def pack_pages(rows: Tensor, element_bytes: int) -> FieldWords:

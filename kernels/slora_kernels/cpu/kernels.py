@@ -38,6 +38,7 @@ from slora_kernels.cpu.job_fields import (
     pack_pages,
     pack_row,
     pack_rows,
+    share_rows,
 )
 from slora_kernels.cpu.lora_plan import DeferredShrink, LoraPlan
 from slora_kernels.cpu.machine_code import (
@@ -116,12 +117,19 @@ class CpuKernels:
         return collecting_jobs()
 
     def _run(
-        self, worker: Worker, dtype: torch.dtype, job: JobWords, *operands: object, num_elements: int
+        self,
+        worker: Worker,
+        dtype: torch.dtype,
+        job: JobWords,
+        *operands: object,
+        num_elements: int,
+        num_rows: int = 0,
     ) -> None:
-        """operands: see `ThreadTeam.run`."""
+        """operands: see `ThreadTeam.run`. num_rows: the number of rows if the items are in the order of rows."""
         items = job[NUM_ITEMS]
         if items:
             threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
+            share_rows(job, num_rows, threads)
             self._team.run(_find(worker, dtype), job, threads, *operands)
 
     def _reserve(self, num_elements: int) -> Tensor:
@@ -164,7 +172,7 @@ class CpuKernels:
             *(adds, 0, 0),
             *(weight.dtype is torch.float32, 0, 0),
         )
-        self._run(RMS_NORM, x.dtype, job, x, residual, weight, out, num_elements=x.numel())
+        self._run(RMS_NORM, x.dtype, job, x, residual, weight, out, num_elements=x.numel(), num_rows=len(x))
         return out
 
     def act_mul(self, gate_up: Tensor, activation: Activation, delta: Tensor | None = None) -> Tensor:
@@ -172,7 +180,7 @@ class CpuKernels:
         out = torch.empty(gate_up.shape[0], gate_up.shape[1] // 2, dtype=gate_up.dtype)
         kind = ACTIVATIONS.index(activation)
         job = begin_job(gate_up.shape[0], *pack_rows(gate_up), *pack_rows(out), *(kind, 0, 0))
-        self._run(ACT_MUL, gate_up.dtype, job, gate_up, out, num_elements=gate_up.numel())
+        self._run(ACT_MUL, gate_up.dtype, job, gate_up, out, num_elements=gate_up.numel(), num_rows=len(out))
         return out
 
     def quantized_linear(self, x: Tensor, values: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
@@ -242,7 +250,7 @@ class CpuKernels:
         assert isinstance(plan, AttentionPlan)
         job = plan.make_rotate_job(qkv, cos_sin, pages, geometry, layer, norms)
         worker = find_rotate_worker(geometry.kv_format)
-        self._run(worker, geometry.dtype, job, qkv, *plan.norms, num_elements=qkv.numel())
+        self._run(worker, geometry.dtype, job, qkv, *plan.norms, num_elements=qkv.numel(), num_rows=len(qkv))
         return qkv.view(qkv.shape[0], -1, geometry.head_dim)[:, : geometry.num_heads]
 
     def attend(

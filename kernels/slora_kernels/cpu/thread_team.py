@@ -25,11 +25,12 @@ from pathlib import Path
 from tqdm import tqdm
 
 from slora_kernels.cpu.machine_code import CHAIN, Worker, find_worker, is_shipped
-from slora_kernels.cpu.worker_sizes import NEXT_ITEM, NEXT_WORKER, NUM_PREPARED, NUM_WORDS
+from slora_kernels.cpu.worker_sizes import MAX_SHARES, NEXT_ITEM, NEXT_WORKER, NUM_PREPARED, NUM_WORDS
 
 _RUNTIME = re.compile(r"/lib(g|i)?omp[^/]*\.so[^/]*$")
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 Enter = Callable[[int, int, int], None]
+_NONE_TAKEN = array("q", bytes(8 * MAX_SHARES))
 
 
 def load_workers(workers: Iterable[tuple[Worker, str]]) -> None:
@@ -154,7 +155,8 @@ class JobList:
         if not self._can_link:
             for team, worker, job, threads in self._jobs:
                 # Reset before and not after, because Ctrl-C may end the last run between two jobs.
-                job[NEXT_ITEM] = job[NEXT_WORKER] = job[NUM_PREPARED] = 0
+                job[NEXT_WORKER] = job[NUM_PREPARED] = 0
+                job[NEXT_ITEM : NEXT_ITEM + MAX_SHARES] = _NONE_TAKEN
                 team.run_now(worker, job, threads)
         elif self._jobs:
             self._run_chain()

@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from slora_kernels.coded_weight import CodedWeight, unpack_codes
-from slora_kernels.cpu.job_fields import NO_TENSOR, JobWords, begin_job, pack_row, pack_rows
+from slora_kernels.cpu.job_fields import (
+    LEAST_SHARED_ROWS,
+    NO_TENSOR,
+    JobWords,
+    begin_job,
+    pack_row,
+    pack_rows,
+    share_rows,
+)
 from slora_kernels.cpu.machine_code import (
     CODED_LINEAR,
     FLOAT8_LINEAR,
@@ -208,11 +216,15 @@ class TileWeight(_TileLinear):
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
-        job = self._words[:]
-        job[NUM_ITEMS] = -(-x.shape[0] // self._item_rows) * self._num_panels
-        if x.shape[0] > PANEL_ROWS and self._item_rows >= _LEAST_TILED_ROWS:
-            threads = torch.get_num_threads()
-            most = -(-min(x.shape[0], self._item_rows) // PANEL_ROWS) * PANEL_ROWS
+        job, num_rows, item_rows = self._words[:], x.shape[0], self._item_rows
+        threads = torch.get_num_threads()
+        if num_rows >= LEAST_SHARED_ROWS * threads:
+            share = -(-num_rows // (threads * PANEL_ROWS)) * PANEL_ROWS
+            item_rows = job[_ITEM_SIZE] = min(item_rows, share)
+            share_rows(job, num_rows, threads)
+        job[NUM_ITEMS] = -(-num_rows // item_rows) * self._num_panels
+        if num_rows > PANEL_ROWS and item_rows >= _LEAST_TILED_ROWS:
+            most = -(-min(num_rows, item_rows) // PANEL_ROWS) * PANEL_ROWS
             job[_TILED_ROWS] = _scratch.reserve(2 * threads * most * self.shape[1])
             job[_TILED_ROWS + 1], job[_TILED_ROWS + 2] = threads, most * self.shape[1]
         return self._run(x, job, bias)

@@ -7,7 +7,9 @@ the workers' machine code and no compiler, and the machine that compiles them ne
 from slora_kernels.cpu_isa import find_cpu_isa
 
 # A job is an array of 64-bit words, see `workers.intrinsics`.
-NEXT_ITEM, NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_WORDS = 0, 1, 2, 3, 4
+NEXT_WORKER, NUM_ITEMS, NUM_PREPARED, NUM_SHARES, NEXT_ITEM = range(5)
+MAX_SHARES = 8
+NUM_WORDS = NEXT_ITEM + MAX_SHARES
 FIELD_WORDS = 3
 
 _ISA = find_cpu_isa()

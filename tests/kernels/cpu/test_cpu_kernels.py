@@ -130,6 +130,26 @@ def test_a_kept_lora_job_waits_for_the_shrink_of_its_own_run() -> None:
         torch.set_num_threads(before)
 
 
+def test_many_rows_that_the_threads_share_are_each_computed_once() -> None:
+    kernels, before = CpuKernels(), torch.get_num_threads()
+    rows, residual, weight = torch.randn(401, 256), torch.randn(401, 256), torch.randn(256)
+    results = []
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            sums = residual.clone()
+            # The second run also shows that all shares begin again.
+            with kernels.collecting_jobs() as run_again:
+                out = kernels.add_rms_norm(rows, sums, weight, 1e-5)
+            run_again()
+            results.append((sums, out))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0][0], residual + rows + rows)
+    for sums, out in results[1:]:
+        assert torch.equal(sums, results[0][0]) and torch.equal(out, results[0][1])
+
+
 def test_torchs_own_threads_are_found() -> None:
     assert ThreadTeam().openmp
 

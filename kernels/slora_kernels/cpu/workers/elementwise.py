@@ -1,7 +1,18 @@
-"""Norm, activation and rotation on a CPU: one pass over each row, read in the model's dtype, computed in float32."""
+"""Norm, activation and rotation on a CPU: one pass over each row, read in the model's dtype, computed in float32.
+
+The loops over a row are vector code, because LLVM does not vectorise a loop that writes what it reads, such as a
+rotation in place. Such loops took up to ten times as long.
+"""
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
 
+from slora_kernels.cpu.worker_sizes import LANES
 from slora_kernels.cpu.workers.intrinsics import (
     INFINITY_BITS,
     Array,
@@ -14,6 +25,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     fill,
     find_largest_magnitude,
     from_bits,
+    intrinsic,
     narrow,
     read_bfloat16_matrix,
     read_byte_matrix,
@@ -22,44 +34,140 @@ from slora_kernels.cpu.workers.intrinsics import (
     read_int,
     read_int64_matrix,
     read_model_matrix,
-    take_item,
+    take_shared_item,
+    take_thread_index,
     to_bits,
     widen,
 )
+from slora_kernels.cpu.workers.vectors import (
+    I32,
+    I64,
+    IN_ORDER,
+    VECTOR,
+    Memory,
+    exp2_vector,
+    mask_below,
+    max_vector,
+    multiply_add,
+    splat,
+    sum_lanes,
+)
 from slora_kernels.layout import LARGEST_E4M3
 
-_ZERO, _HALF, _ONE, _NAN = np.float32(0.0), np.float32(0.5), np.float32(1.0), np.float32(np.nan)
-_LOG2_E, _ROOT_HALF = np.float32(np.log2(np.e)), np.float32(np.sqrt(0.5))
+_ZERO, _ONE, _NAN = np.float32(0.0), np.float32(1.0), np.float32(np.nan)
+_LOG2_E, _ROOT_HALF, _LOWEST = np.float32(np.log2(np.e)), np.float32(np.sqrt(0.5)), np.float32(-126.0)
 _GELU_SCALE, _GELU_CUBE = np.float32(np.sqrt(8.0 / np.pi)), np.float32(0.044715)
-_E0, _E1, _E2, _E3, _E4 = (
-    np.float32(c) for c in (-1.26551223, 1.00002368, 0.37409196, 0.09678418, -0.18628806)
+# The Chebyshev fit of erfc from Numerical Recipes (2nd edition, section 6.2, erfcc), with a relative error below
+# 1.2e-7.
+_ERFC_TERMS = (
+    -1.26551223,
+    1.00002368,
+    0.37409196,
+    0.09678418,
+    -0.18628806,
+    0.27886807,
+    -1.13520398,
+    1.48851587,
+    -0.82215223,
+    0.17087277,
 )
-_E5, _E6, _E7, _E8, _E9 = (
-    np.float32(c) for c in (0.27886807, -1.13520398, 1.48851587, -0.82215223, 0.17087277)
-)
+# A mark for divisions, which `IN_ORDER` would make inexact. It only concerns the sign of a zero.
+_EXACT = ("nsz",)
+# Sums that a row adds side by side.
+_NUM_SUMS = 4
+
+
+def emit_columns(builder: Any, size: Any, emit: Callable[[int, Any, Any], None], num_chains: int = 1) -> None:
+    """Emits code for all columns of a row. size: the number of columns, an int64.
+
+    emit(chain, column, mask) emits the code for LANES columns. mask: the lanes before `size`; None if all are. The code
+    of neighbouring columns is emitted with different chains.
+    """
+    step = num_chains * LANES
+    done = I64(0)
+    if num_chains > 1:
+        done = builder.mul(builder.sdiv(size, I64(step)), I64(step))
+        with cgutils.for_range_slice(builder, I64(0), done, I64(step)) as (column, _):
+            for chain in range(num_chains):
+                emit(chain, builder.add(column, I64(chain * LANES)), None)
+    whole = builder.mul(builder.sdiv(size, I64(LANES)), I64(LANES))
+    with cgutils.for_range_slice(builder, done, whole, I64(LANES)) as (column, _):
+        emit(0, column, None)
+    with builder.if_then(builder.icmp_signed("<", whole, size)):
+        emit(0, whole, mask_below(builder, builder.sub(size, whole)))
+
+
+def _emit_squares(context: Any, builder: Any, size: Any, find: Callable[[Any, Any], Any]) -> Any:
+    """Emits the sum of the squares of a row. find(column, mask) emits LANES numbers of the row."""
+    sums = [cgutils.alloca_once_value(builder, ir.Constant(VECTOR, None)) for _ in range(_NUM_SUMS)]
+
+    def emit(chain: int, column: Any, mask: Any) -> None:
+        numbers = find(column, mask)
+        builder.store(multiply_add(builder, numbers, numbers, builder.load(sums[chain])), sums[chain])
+
+    emit_columns(builder, size, emit, _NUM_SUMS)
+    low, high, *rest = map(builder.load, sums)
+    total = builder.fadd(low, high, flags=IN_ORDER)
+    total = builder.fadd(total, builder.fadd(*rest, flags=IN_ORDER), flags=IN_ORDER)
+    return builder.extract_element(sum_lanes(builder, [total]), I32(0))
+
+
+@intrinsic
+def sum_squares(typing: Any, row: Array, size: Int) -> Any:
+    """The sum of the squares of the first `size` numbers."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source = Memory(context, builder, row, args[0], I64(0))
+        return _emit_squares(context, builder, args[1], lambda column, mask: source.load(0, column, mask))
+
+    return types.float32(row, types.int64), emit
+
+
+@intrinsic
+def add_row(typing: Any, residual: Array, x: Array, size: Int) -> Any:
+    """residual += x. Returns the sum of the squares of the result, which is rounded to the dtype of `residual`."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target = Memory(context, builder, residual, args[0], I64(0))
+        source = Memory(context, builder, x, args[1], I64(0))
+
+        def add(column: Any, mask: Any) -> Any:
+            numbers = target.load(0, column, mask), source.load(0, column, mask)
+            stored = target.narrow(builder.fadd(*numbers, flags=IN_ORDER))
+            target.store_stored(0, column, stored, mask)
+            return target.widen(stored)
+
+        return _emit_squares(context, builder, args[2], add)
+
+    return types.float32(residual, x, types.int64), emit
+
+
+@intrinsic
+def scale_row(typing: Any, out: Array, x: Array, weight: Array, scale: Float, size: Int) -> Any:
+    """out = x * scale * weight."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        target, source, gains = (
+            Memory(context, builder, kind, value, I64(0))
+            for kind, value in zip(signature.args[:3], args[:3], strict=True)
+        )
+        factor = splat(builder, args[3])
+
+        def multiply(_chain: int, column: Any, mask: Any) -> None:
+            scaled = builder.fmul(source.load(0, column, mask), factor, flags=IN_ORDER)
+            product = builder.fmul(scaled, gains.load(0, column, mask), flags=IN_ORDER)
+            target.store(0, column, product, mask)
+
+        emit_columns(builder, args[4], multiply)
+        return context.get_dummy_value()
+
+    return types.void(out, x, weight, types.float32, types.int64), emit
 
 
 @compiled
-def compute_inverse_rms(x: Array, eps: Float) -> Float:
-    """1 / sqrt(mean(x^2) + eps)."""
-    squares = _ZERO
-    for i in range(x.shape[0]):
-        value = widen(x[i])
-        squares += value * value
-    return _ONE / np.sqrt(squares / np.float32(x.shape[0]) + eps)
-
-
-@compiled
-def norm_row(out: Array, x: Array, weight: Array, eps: Float) -> None:
-    scale = compute_inverse_rms(x, eps)
-    for i in range(x.shape[0]):
-        out[i] = narrow(widen(x[i]) * scale * widen(weight[i]), out)
-
-
-@compiled
-def add_row(residual: Array, x: Array) -> None:
-    for i in range(x.shape[0]):
-        residual[i] = narrow(widen(residual[i]) + widen(x[i]), residual)
+def invert_rms(squares: Float, size: Int, eps: Float) -> Float:
+    """1 / sqrt(mean + eps), of the mean of `size` squares."""
+    return _ONE / np.sqrt(squares / np.float32(size) + eps)
 
 
 # Fields of a norm job. ADDS: whether X is added to RESIDUAL first. If not, X and RESIDUAL are the same tensor.
@@ -76,15 +184,16 @@ def rms_norm_worker(job: Job) -> None:
     )
     weight, wide_weight = read_model_matrix(job, WEIGHT)[0], read_float_matrix(job, WEIGHT)[0]
     eps, adds, is_wide, size = read_float(job, EPS), read_int(job, ADDS), read_int(job, WIDE), out.shape[1]
-    row = take_item(job)
+    row, share = take_shared_item(job, take_thread_index(job))
     while row < count_items(job):
-        if adds:
-            add_row(residual[row, :size], x[row, :size])
+        own = residual[row]
+        squares = add_row(own, x[row], size) if adds else sum_squares(own, size)
+        scale = invert_rms(squares, size, eps)
         if is_wide:
-            norm_row(out[row], residual[row, :size], wide_weight, eps)
+            scale_row(out[row], own, wide_weight, scale, size)
         else:
-            norm_row(out[row], residual[row, :size], weight, eps)
-        row = take_item(job)
+            scale_row(out[row], own, weight, scale, size)
+        row, share = take_shared_item(job, share)
 
 
 @compiled
@@ -93,42 +202,81 @@ def sigmoid(value: Float) -> Float:
     return (_ONE if value >= _ZERO else small) / (_ONE + small)
 
 
-@compiled
-def normal_cdf(value: Float) -> Float:
-    """The normal distribution's CDF at `value`: erfc(-value / sqrt(2)) / 2, with a relative error below 1.2e-7.
-
-    Chebyshev fit from Numerical Recipes (2nd edition, section 6.2, erfcc). It calls no other function, so a loop
-    that calls it can be vectorised.
-    """
-    z = abs(value) * _ROOT_HALF
-    t = _ONE / (_ONE + _HALF * z)
-    series = _E5 + t * (_E6 + t * (_E7 + t * (_E8 + t * _E9)))
-    series = _E0 + t * (_E1 + t * (_E2 + t * (_E3 + t * (_E4 + t * series))))
-    tail = _HALF * t * exp2((series - z * z) * _LOG2_E)
-    return _ONE - tail if value >= _ZERO else tail
+def _number(number: float | np.floating[Any]) -> Any:
+    return ir.Constant(VECTOR, [float(number)] * LANES)
 
 
-@compiled
-def silu_row(out: Array, gate: Array, up: Array) -> None:
-    for i in range(out.shape[0]):
-        value = widen(gate[i])
-        out[i] = narrow(value * sigmoid(value) * widen(up[i]), out)
+def _magnitude(builder: Any, value: Any) -> Any:
+    function = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(VECTOR, [VECTOR]), f"llvm.fabs.v{LANES}f32"
+    )
+    return builder.call(function, [value])
 
 
-@compiled
-def gelu_row(out: Array, gate: Array, up: Array) -> None:
-    for i in range(out.shape[0]):
-        value = widen(gate[i])
-        out[i] = narrow(value * normal_cdf(value) * widen(up[i]), out)
+def _emit_power(builder: Any, x: Any) -> Any:
+    """2^x for lanes with x <= 0, or 2^-126 for a lower x, which may be infinite."""
+    return exp2_vector(builder, max_vector(builder, _number(_LOWEST), x))
 
 
-@compiled
-def gelu_tanh_row(out: Array, gate: Array, up: Array) -> None:
-    """out = gelu_tanh(gate) * up, computed with (1 + tanh(y)) / 2 = sigmoid(2 y)."""
-    for i in range(out.shape[0]):
-        value = widen(gate[i])
-        factor = sigmoid(_GELU_SCALE * (value + _GELU_CUBE * value * value * value))
-        out[i] = narrow(value * factor * widen(up[i]), out)
+def _emit_sigmoid(builder: Any, value: Any) -> Any:
+    slope = builder.fmul(_magnitude(builder, value), _number(-_LOG2_E), flags=IN_ORDER)
+    small = _emit_power(builder, slope)
+    is_negative = builder.fcmp_ordered("<", value, _number(0.0))
+    numerator = builder.select(is_negative, small, _number(1.0))
+    return builder.fdiv(numerator, builder.fadd(_number(1.0), small, flags=IN_ORDER), flags=_EXACT)
+
+
+def _emit_normal_cdf(builder: Any, value: Any) -> Any:
+    """The normal distribution's CDF: erfc(-value / sqrt(2)) / 2."""
+    z = builder.fmul(_magnitude(builder, value), _number(_ROOT_HALF), flags=IN_ORDER)
+    halved = multiply_add(builder, z, _number(0.5), _number(1.0))
+    t = builder.fdiv(_number(1.0), halved, flags=_EXACT)
+    highest, *others = reversed(_ERFC_TERMS)
+    series = _number(highest)
+    for term in others:
+        series = multiply_add(builder, t, series, _number(term))
+    exponent = multiply_add(builder, builder.fneg(z), z, series)
+    power = _emit_power(builder, builder.fmul(exponent, _number(_LOG2_E), flags=IN_ORDER))
+    tail = builder.fmul(builder.fmul(t, _number(0.5), flags=IN_ORDER), power, flags=IN_ORDER)
+    is_negative = builder.fcmp_ordered("<", value, _number(0.0))
+    return builder.select(is_negative, tail, builder.fsub(_number(1.0), tail, flags=IN_ORDER))
+
+
+def _emit_tanh_factor(builder: Any, value: Any) -> Any:
+    """(1 + tanh(y)) / 2, which is sigmoid(2 y)."""
+    square = builder.fmul(value, value, flags=IN_ORDER)
+    slope = multiply_add(builder, square, _number(_GELU_CUBE * _GELU_SCALE), _number(_GELU_SCALE))
+    return _emit_sigmoid(builder, builder.fmul(value, slope, flags=IN_ORDER))
+
+
+def _emit_activation(emit_factor: Callable[[Any, Any], Any]) -> Any:
+    """Builds a function that computes out = gate * factor(gate) * up. emit_factor(builder, gate) emits the factor."""
+
+    @intrinsic
+    def activate(typing: Any, out: Array, gate: Array, up: Array, size: Int) -> Any:
+        def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            target, gates, ups = (
+                Memory(context, builder, kind, value, I64(0))
+                for kind, value in zip(signature.args[:3], args[:3], strict=True)
+            )
+
+            def multiply(_chain: int, column: Any, mask: Any) -> None:
+                value = gates.load(0, column, mask)
+                activated = builder.fmul(value, emit_factor(builder, value), flags=IN_ORDER)
+                product = builder.fmul(activated, ups.load(0, column, mask), flags=IN_ORDER)
+                target.store(0, column, product, mask)
+
+            emit_columns(builder, args[3], multiply)
+            return context.get_dummy_value()
+
+        return types.void(out, gate, up, types.int64), emit
+
+    return activate
+
+
+silu_row = _emit_activation(_emit_sigmoid)
+gelu_row = _emit_activation(_emit_normal_cdf)
+gelu_tanh_row = _emit_activation(_emit_tanh_factor)
 
 
 # Fields of an activation job. ACTIVATION is an index into ACTIVATIONS.
@@ -139,16 +287,16 @@ def act_mul_worker(job: Job) -> None:
     """Multiplies act(gate) by up in each row. Each item of the job is one row."""
     gate_up, out = read_model_matrix(job, GATE_UP), read_model_matrix(job, ACTIVATED)
     width, activation = out.shape[1], read_int(job, ACTIVATION)
-    row = take_item(job)
+    row, share = take_shared_item(job, take_thread_index(job))
     while row < count_items(job):
         gate, up = gate_up[row, :width], gate_up[row, width : 2 * width]
         if activation == 0:
-            silu_row(out[row], gate, up)
+            silu_row(out[row], gate, up, width)
         elif activation == 1:
-            gelu_row(out[row], gate, up)
+            gelu_row(out[row], gate, up, width)
         else:
-            gelu_tanh_row(out[row], gate, up)
-        row = take_item(job)
+            gelu_tanh_row(out[row], gate, up, width)
+        row, share = take_shared_item(job, share)
 
 
 @compiled
@@ -157,36 +305,85 @@ def copy_row(target: Array, source: Array) -> None:
         target[i] = source[i]
 
 
+@intrinsic
+def _rotate(typing: Any, target: Array, source: Array, angles: Array, half: Int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        to, numbers, turns = (
+            Memory(context, builder, kind, value, I64(0))
+            for kind, value in zip(signature.args[:3], args[:3], strict=True)
+        )
+
+        def turn(_chain: int, column: Any, mask: Any) -> None:
+            other = builder.add(column, args[3])
+            x, y = numbers.load(0, column, mask), numbers.load(0, other, mask)
+            emit_turn(builder, to, (x, y), turns, (column, other), mask)
+
+        emit_columns(builder, args[3], turn)
+        return context.get_dummy_value()
+
+    return types.void(target, source, angles, types.int64), emit
+
+
+def emit_turn(
+    builder: Any, to: Memory, numbers: tuple[Any, Any], turns: Memory, columns: tuple[Any, Any], mask: Any
+) -> None:
+    """Rotates pairs of numbers and stores them at `columns`, where `turns` has their cosines and sines."""
+    (x, y), (column, other) = numbers, columns
+    cos, sin = turns.load(0, column, mask), turns.load(0, other, mask)
+    low = builder.fneg(builder.fmul(y, sin, flags=IN_ORDER))
+    to.store(0, column, multiply_add(builder, x, cos, low), mask)
+    high = builder.fmul(x, sin, flags=IN_ORDER)
+    to.store(0, other, multiply_add(builder, y, cos, high), mask)
+
+
 @compiled
 def rotate_head(target: Array, source: Array, angles: Array) -> None:
     """Rotates the first len(angles) dimensions of a head and copies the others. `target` may be `source`.
 
     angles: cosines, then sines.
     """
-    half = angles.shape[0] // 2
-    a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
-    low, high = target[:half], target[half : 2 * half]
-    for i in range(half):
-        x, y = widen(a[i]), widen(b[i])
-        low[i] = narrow(x * cos[i] - y * sin[i], target)
-        high[i] = narrow(y * cos[i] + x * sin[i], target)
-    if 2 * half < source.shape[0]:
-        copy_row(target[2 * half :], source[2 * half :])
+    turned = angles.shape[0]
+    _rotate(target, source, angles, turned // 2)
+    if turned < source.shape[0]:
+        copy_row(target[turned:], source[turned:])
+
+
+@intrinsic
+def _scale_and_rotate(typing: Any, head: Array, angles: Array, weight: Array, scale: Float, half: Int) -> Any:
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        numbers, turns, gains = (
+            Memory(context, builder, kind, value, I64(0))
+            for kind, value in zip(signature.args[:3], args[:3], strict=True)
+        )
+        factor = splat(builder, args[3])
+
+        def turn(_chain: int, column: Any, mask: Any) -> None:
+            columns = column, builder.add(column, args[4])
+            scaled = [
+                builder.fmul(
+                    builder.fmul(numbers.load(0, at, mask), factor, flags=IN_ORDER),
+                    gains.load(0, at, mask),
+                    flags=IN_ORDER,
+                )
+                for at in columns
+            ]
+            emit_turn(builder, numbers, (scaled[0], scaled[1]), turns, columns, mask)
+
+        emit_columns(builder, args[4], turn)
+        return context.get_dummy_value()
+
+    return types.void(head, angles, weight, types.float32, types.int64), emit
 
 
 @compiled
-def norm_and_rotate_head(target: Array, source: Array, angles: Array, weight: Array, eps: Float) -> None:
-    """Normalises and rotates a head with a single rounding. `target` may be `source`."""
-    scale, half = compute_inverse_rms(source, eps), angles.shape[0] // 2
-    a, b, cos, sin = source[:half], source[half : 2 * half], angles[:half], angles[half:]
-    low, high, v, w = target[:half], target[half : 2 * half], weight[:half], weight[half : 2 * half]
-    for i in range(half):
-        x, y = widen(a[i]) * scale * v[i], widen(b[i]) * scale * w[i]
-        low[i] = narrow(x * cos[i] - y * sin[i], target)
-        high[i] = narrow(y * cos[i] + x * sin[i], target)
-    still, rest, gain = target[2 * half :], source[2 * half :], weight[2 * half :]
-    for i in range(rest.shape[0]):
-        still[i] = narrow(widen(rest[i]) * scale * gain[i], target)
+def norm_and_rotate_head(head: Array, angles: Array, weight: Array, eps: Float) -> None:
+    """Normalises and rotates a head in place, with a single rounding."""
+    size, turned = head.shape[0], angles.shape[0]
+    scale = invert_rms(sum_squares(head, size), size, eps)
+    _scale_and_rotate(head, angles, weight, scale, turned // 2)
+    if turned < size:
+        rest = head[turned:]
+        scale_row(rest, rest, weight[turned:], scale, size - turned)
 
 
 # Fields of a rotation job: the fields of the call come first, then the step.
@@ -242,7 +439,7 @@ def norm_and_rotate_heads(heads: Array, angles: Array, weight: Array, eps: Float
     size = weight.shape[0]
     for start in range(0, heads.shape[0], size):
         head = heads[start : start + size]
-        norm_and_rotate_head(head, head, angles, weight, eps)
+        norm_and_rotate_head(head, angles, weight, eps)
 
 
 def rotate_and_write_kv_worker(job: Job) -> None:
@@ -288,7 +485,7 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
     heads, kv_heads, size = read_int(job, HEADS), read_int(job, KV_HEADS), read_int(job, HEAD_DIM)
     block_tokens, layer_start = read_int(job, BLOCK_TOKENS), read_int(job, LAYER_START)
     turning, side, has_values = heads + kv_heads, kv_heads * block_tokens, read_int(job, SIDES) > 1
-    token = take_item(job)
+    token, share = take_shared_item(job, take_thread_index(job))
     while token < count_items(job):
         row, angles = qkv[token], cos_sin[positions[token]]
         if normed:
@@ -346,4 +543,4 @@ def rotate_and_write_items(job: Job, pages: Array, scales: Array | None) -> None
                     fill(value_target, _ZERO)
                 else:
                     copy_row(value_target, value)
-        token = take_item(job)
+        token, share = take_shared_item(job, share)

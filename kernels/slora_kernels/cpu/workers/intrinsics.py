@@ -7,10 +7,14 @@ numba lacks some dtypes, so the element type of an array stands for a dtype. One
 K and V in fp8 are uint8. They are e4m3 without NaN, because NaN is stored in their bfloat16 scale. Weights in fp8 are
 uint8, too, and weights in int8 are int8.
 
-A job is an array of 64-bit words: the next item to take, the next thread's number, the number of items, the number of
-finished items that others wait for, and then the fields. A field has three words. They hold either one number, or the
-address, number of rows and pitch of a tensor with contiguous rows. The job pointer's element type is that of the
-model. All arithmetic is float32.
+A job is an array of 64-bit words: the next thread's number, the number of items, the number of finished items that
+others wait for, the number of shares, the number of taken items of each share, and then the fields. A field has three
+words. They hold either one number, or the address, number of rows and pitch of a tensor with contiguous rows. The job
+pointer's element type is that of the model. All arithmetic is float32.
+
+A thread takes items in order. With shares, each thread begins with a part of the items of its own, and helps with the
+others afterwards. Its rows are then still in its core's cache from the job before: a prompt of 1,024 tokens took 0.80
+of the time.
 
 Slice a row before the loop that runs over it. Indexing a matrix inside the loop keeps LLVM from vectorising it (8 times
 slower, measured).
@@ -28,10 +32,12 @@ from numba.np.arrayobj import populate_array
 
 from slora_kernels.cpu.worker_sizes import (
     FIELD_WORDS,
+    MAX_SHARES,
     NEXT_ITEM,
     NEXT_WORKER,
     NUM_ITEMS,
     NUM_PREPARED,
+    NUM_SHARES,
     NUM_WORDS,
 )
 from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa
@@ -167,7 +173,7 @@ def reset_job(typing: Any, job: int) -> Any:
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         words = builder.inttoptr(args[0], _I64.as_pointer())
-        for word in (NEXT_ITEM, NEXT_WORKER, NUM_PREPARED):
+        for word in (NEXT_WORKER, NUM_PREPARED, *range(NEXT_ITEM, NEXT_ITEM + MAX_SHARES)):
             builder.store(_I64(0), builder.gep(words, [_I64(word)]))
         return context.get_dummy_value()
 
@@ -324,6 +330,22 @@ def count_between(typing: Any, origin: Array, array: Array) -> Any:
 def take_item(job: Job) -> Int:
     """Takes the next item of the job. The result is NUM_ITEMS or more if all items are taken."""
     return _add_one(job, NEXT_ITEM)
+
+
+@compiled
+def take_shared_item(job: Job, share: Int) -> tuple[Int, Int]:
+    """Takes the next item of a share, or of the next share that has one. Returns the item and its share.
+
+    The item is NUM_ITEMS if all items are taken.
+    """
+    num_items, num_shares = count_items(job), _read_word(job, NUM_SHARES)
+    for _ in range(num_shares):
+        share %= num_shares
+        item = share * num_items // num_shares + _add_one(job, NEXT_ITEM + share)
+        if item < (share + 1) * num_items // num_shares:
+            return item, share
+        share += 1
+    return num_items, share
 
 
 @compiled

@@ -59,6 +59,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     read_model_matrix,
     read_signed_byte_matrix,
     take_item,
+    take_shared_item,
     take_thread_index,
 )
 from slora_kernels.cpu.workers.tile_attention import (
@@ -992,9 +993,9 @@ def linear_worker(job: Job) -> None:
     mode = configure_tiles()
     x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
     bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    size, item = read_int(job, ITEM_SIZE), take_item(job)
-    scratch, thread, ordered = read_model_matrix(job, TILED_ROWS), take_thread_index(job), -1
-    num_threads = scratch.shape[0]
+    size, scratch, ordered = read_int(job, ITEM_SIZE), read_model_matrix(job, TILED_ROWS), -1
+    thread, num_threads = take_thread_index(job), scratch.shape[0]
+    item, share = take_shared_item(job, thread)
     while item < count_items(job):
         # Adjacent items have the same rows, which stay in the cache.
         first, panel = item // panels.shape[0] * size, item % panels.shape[0]
@@ -1011,7 +1012,7 @@ def linear_worker(job: Job) -> None:
             )
         else:
             multiply_panel(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
-        item = take_item(job)
+        item, share = take_shared_item(job, share)
     release_tiles(mode)
 
 
