@@ -24,8 +24,8 @@ from slora_kernels.cpu.job_fields import (
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
 from slora_kernels.cpu.machine_code import find_lora_worker
 from slora_kernels.cpu.worker_sizes import (
+    NUM_SUMS,
     PACKED_PITCH,
-    SUM_COLUMNS,
     TILE_TOKENS,
     count_lora_scratch,
     pad_rank,
@@ -147,7 +147,7 @@ class LoraPlan:
         # sums come first, because they are used together with the others.
         if _uses_tiles(dtype):
             rank = pad_rank(rank)
-            num_elements, start = count_lora_scratch(rank), 4 * TILE_TOKENS * SUM_COLUMNS
+            num_elements, start = count_lora_scratch(rank), 4 * NUM_SUMS
         else:
             num_elements, start = max(TILE_TOKENS * rows, rank * (2 + PACKED_PITCH)), 0
         self._scratch = self._reserve(num_elements)

@@ -41,9 +41,12 @@ NO_WINDOW = 1 << 40
 PACKED_COLUMNS = 256
 PACKED_PITCH = PACKED_COLUMNS + 2 * LANES
 # The most tokens of a LoRA tile, whose data fit a core's own cache.
-TILE_TOKENS = 64
-# Columns of sums in `workers.tile_lora` that are computed before they are added to the output.
-SUM_COLUMNS = 64
+TILE_TOKENS = 128
+# Rows and columns of sums in `workers.tile_lora` that are computed before they are added to the output. They take a
+# third of the smallest cache, and as much memory as the sums of two tiles of ranks for all tokens.
+SUM_ROWS, SUM_COLUMNS = 32, 128
+NUM_SUMS = SUM_ROWS * SUM_COLUMNS
+assert NUM_SUMS == TILE_TOKENS * 2 * ROWS
 # Rows of an adapter's head that one item multiplies.
 LOGIT_ROWS = 64
 # Elements of the last segment of a row of A, if the row is no whole number of terms.
@@ -97,4 +100,4 @@ def count_lora_scratch(rank: int) -> int:
     rank: see `pad_rank`.
     """
     elements = rank * (PACKED_PITCH + PACKED_COLUMNS + TILE_TOKENS) + TILE_TOKENS * TAIL_COLUMNS
-    return TILE_TOKENS * SUM_COLUMNS + 2 * rank + elements // 2
+    return NUM_SUMS + 2 * rank + elements // 2

@@ -20,10 +20,12 @@ from numba.core import cgutils
 
 from slora_kernels.cpu.worker_sizes import (
     LANES,
+    NUM_SUMS,
     PACKED_COLUMNS,
     PACKED_PITCH,
     ROWS,
     SUM_COLUMNS,
+    SUM_ROWS,
     TAIL_COLUMNS,
     TERMS,
     TILE_TOKENS,
@@ -39,6 +41,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     await_count,
     clear,
     compiled,
+    count_between,
     count_items,
     emit_prefetch,
     increment_count,
@@ -105,15 +108,17 @@ from slora_kernels.cpu.workers.vectors import (
 )
 
 _TILE_ELEMENTS = ROWS * TERMS
-_MAX_STRIPS = TILE_TOKENS // ROWS
+_MAX_STRIPS = 4
 # Up to this many tokens, A is the first factor.
 FEW_TOKENS, PART_TOKENS = 4, 2
-# Columns of A that are packed before they are multiplied. The packed rows take as much scratch as 32 rows of B.
-_SHRINK_COLUMNS = 512
+# Elements of A that are packed before they are multiplied: columns of one tile of rows, or half as many of two.
+_SHRINK_ELEMENTS = 512 * ROWS
 # A is prefetched this many tiles before it is read.
 _PREFETCH_TILES = 8
 # Tiles: sums of four strips, of which the last may have fewer rows; the second factor; rows of the first factor.
 _LAST_SUMS, _SHARED, _STRIPS, _LAST_STRIP = 3, 4, (5, 6), 7
+# The same for two strips and two second factors.
+_PAIR_SUMS, _SECOND, _PAIR = ((0, 1), (2, 3)), (4, 5), (6, 7)
 _I8 = ir.IntType(8)
 _BYTES = _I8.as_pointer()
 
@@ -143,6 +148,7 @@ def _emit_shapes(first: tuple[int, ...], second: tuple[int, ...], narrow: tuple[
 
 
 _shape_strips = _emit_shapes((_LAST_SUMS, _LAST_STRIP), (), ())
+_shape_pairs = _emit_shapes((*_PAIR_SUMS[1], _PAIR[1]), (), ())
 _shape_rows = _emit_shapes((0, 1, 2, 3, 4), (), (0, 1, 2, 3, 5, 6, 7))
 _shape_parts = _emit_shapes((0, 1, 4), (2, 3, 5), (0, 1, 2, 3, 6, 7))
 
@@ -209,6 +215,59 @@ def multiply_strips(
         return context.get_dummy_value()
 
     return types.void(sums, first, second, types.int64, types.int64, types.boolean), emit
+
+
+@intrinsic
+def multiply_pairs(
+    typing: Any, sums: Array, first: Array, second: Array, distance: Int, beside: Int, steps: Int, adds: bool
+) -> Any:
+    """Like `multiply_strips`, for sums [t, 32] of at most 32 rows. beside: elements between the second factors of the
+    two tiles of columns. `_shape_pairs` was called with the rows of the last strip.
+    """
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tiles = Tiles(builder)
+        target, target_pitch, num_rows = _find(context, builder, sums, args[0])
+        rows, pitch, _ = _find(context, builder, first, args[1])
+        columns, *_ = _find(context, builder, second, args[2])
+        step_bytes, beside = builder.mul(args[3], I64(2)), builder.mul(args[4], I64(2))
+        target_bytes, strip_bytes = builder.mul(target_pitch, I64(ROWS)), builder.mul(pitch, I64(ROWS))
+
+        def compute(first_strip: int) -> None:
+            own = range(first_strip, 2)
+            places = [
+                (tile, builder.add(start, I64(64 * column)))
+                for strip, start in zip(own, (target, builder.add(target, target_bytes)), strict=False)
+                for column, tile in enumerate(_PAIR_SUMS[strip])
+            ]
+            with builder.if_else(args[6]) as (more, none):
+                with more:
+                    for tile, place in places:
+                        tiles.load(tile, place, target_pitch)
+                with none:
+                    for tile, _ in places:
+                        tiles.clear(tile)
+            with cgutils.for_range(builder, args[5]) as loop:
+                packed = builder.add(columns, builder.mul(loop.index, step_bytes))
+                for tile, place in zip(_SECOND, (packed, builder.add(packed, beside)), strict=True):
+                    tiles.load(tile, place, I64(64))
+                terms = builder.add(rows, builder.mul(loop.index, I64(2 * TERMS)))
+                for strip, place in zip(own, (terms, builder.add(terms, strip_bytes)), strict=False):
+                    tiles.load(_PAIR[strip], place, pitch)
+                    for tile, factor in zip(_PAIR_SUMS[strip], _SECOND, strict=True):
+                        tiles.multiply(tile, _PAIR[strip], factor)
+            for tile, place in places:
+                tiles.store(tile, place, target_pitch)
+
+        with builder.if_else(builder.icmp_signed(">", num_rows, I64(ROWS))) as (two, one):
+            with two:
+                compute(0)
+            with one:
+                compute(1)
+        return context.get_dummy_value()
+
+    numbers = (types.int64, types.int64, types.int64, types.boolean)
+    return types.void(sums, first, second, *numbers), emit
 
 
 def _emit_multiply_rows(num_parts: int) -> Any:
@@ -331,8 +390,11 @@ def interleave_rows(
 
 
 @intrinsic
-def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int) -> Any:
-    """out [t, size] += scale * sums [t, size]. size is at most SUM_COLUMNS."""
+def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int, ahead: Int) -> Any:
+    """out [t, size] += scale * sums [t, size]. size is at most SUM_COLUMNS.
+
+    ahead: elements from a row of `out` to the row that the next call begins with, which is prefetched.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         _, out_pitch, num_rows = _find(context, builder, out, args[0])
@@ -345,6 +407,9 @@ def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int) ->
         def add(masks: list[Any]) -> None:
             with cgutils.for_range(builder, num_rows) as loop:
                 row = builder.mul(loop.index, out_pitch)
+                for column in results.lines(columns):
+                    following = builder.add(builder.add(row, args[4]), column)
+                    emit_prefetch(builder, results.pointer(0, following, _I8), FIRST_CACHE)
                 for column, mask in zip(columns, masks, strict=True):
                     place = builder.add(row, column)
                     total = totals.load(0, builder.add(builder.mul(loop.index, sum_pitch), column))
@@ -358,7 +423,7 @@ def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int) ->
                 add([mask_below(builder, builder.sub(args[3], column)) for column in columns])
         return context.get_dummy_value()
 
-    return types.void(out, sums, types.float32, types.int64), emit
+    return types.void(out, sums, types.float32, types.int64, types.int64), emit
 
 
 @compiled
@@ -432,7 +497,8 @@ def shrink_rows(
     packed: Array,
     tails: Array,
 ) -> None:
-    """sums [t, rows] = x [t, width] times `rows` consecutive rows of A, at most 16. The first row begins at `segment`.
+    """sums [t, rows] = x [t, width] times `rows` consecutive rows of A. The first row begins at `segment`. There are at
+    most 16 rows if there are at most FEW_TOKENS tokens, and at most 32 otherwise.
 
     Rows are read where they are if one page holds them all, or two pages if there are few tokens. Otherwise they are
     copied to copies [rows, PACKED_PITCH], PACKED_COLUMNS at a time. If `width` is no multiple of 32, the last segment
@@ -444,18 +510,16 @@ def shrink_rows(
         width if width % TERMS == 0 else width // segment_size * segment_size,
         row_segments * segment_size,
     )
-    is_few, column = tokens <= FEW_TOKENS, 0
+    is_few, column, num_tiles = tokens <= FEW_TOKENS, 0, (rows + ROWS - 1) // ROWS
     page, start = find_segment(pages, table, segment, segment_size)
     # A packed tile always has 16 rows. Sums of other rows are not used.
-    is_direct = not is_few and start + ROWS * pitch <= pages.shape[1]
+    is_direct = not is_few and start + num_tiles * ROWS * pitch <= pages.shape[1]
     if is_few and shrink_tokens(sums, x[:, :whole], pages, table, segment, segment_size, pitch, rows):
         column = whole
     if column == width:
         return
     if is_few:
         _shape_rows(rows, 0)
-    else:
-        _shape_strips((tokens - 1) % ROWS + 1, 0)
     copy_padded(tails[:tokens], x[:, whole:width])
     while column < width:
         if is_direct and column < whole:
@@ -472,14 +536,41 @@ def shrink_rows(
         if is_few:
             _multiply_rows(sums, own, weights, weights, distance, rows, steps, column > 0)
         else:
-            for first in range(0, steps * TERMS, _SHRINK_COLUMNS):
-                end = min(first + _SHRINK_COLUMNS, steps * TERMS)
-                for k in range(first, end, TERMS):
-                    transpose_words(packed[(k - first) * ROWS :], weights[k:], TERMS, distance)
-                multiply_strips(
-                    sums, own[:, first:], packed, _TILE_ELEMENTS, (end - first) // TERMS, column + first > 0
+            part = _SHRINK_ELEMENTS // (num_tiles * ROWS)
+            for first in range(0, steps * TERMS, part):
+                end = min(first + part, steps * TERMS)
+                for tile in range(num_tiles):
+                    target, below = packed[tile * part * ROWS :], weights[tile * ROWS * distance :]
+                    for k in range(first, end, TERMS):
+                        transpose_words(target[(k - first) * ROWS :], below[k:], TERMS, distance)
+                multiply_packed(
+                    sums, own[:, first:], packed, num_tiles, part, (end - first) // TERMS, column + first > 0
                 )
         column += size
+
+
+@compiled
+def multiply_packed(
+    sums: Array, own: Array, packed: Array, num_tiles: Int, part: Int, steps: Int, adds: bool
+) -> None:
+    """sums [t, 16 * num_tiles] = own [t, 32 * steps] times packed rows of A, added to `sums` if `adds`.
+
+    There are one or two tiles of rows, in packed [num_tiles, part / 32, 16, 32].
+    """
+    tokens = sums.shape[0]
+    block = _MAX_STRIPS // num_tiles * ROWS
+    for t in range(0, tokens, block):
+        count = min(block, tokens - t)
+        # The shape of the block before is that of a whole block.
+        changes, last_rows = t == 0 or count < block, (count - 1) % ROWS + 1
+        if num_tiles > 1:
+            if changes:
+                _shape_pairs(last_rows, 0)
+            multiply_pairs(sums[t : t + count], own[t:], packed, _TILE_ELEMENTS, part * ROWS, steps, adds)
+        else:
+            if changes:
+                _shape_strips(last_rows, 0)
+            multiply_strips(sums[t : t + count], own[t:], packed, _TILE_ELEMENTS, steps, adds)
 
 
 def _emit_token_columns(tokens: int, groups: int) -> Callable[..., None]:
@@ -619,14 +710,17 @@ def expand_columns(
     # Tiles of the second factor: [steps, block_tiles, 16 pairs, 32].
     block_tiles = PACKED_COLUMNS // ROWS
     pitch = block_tiles * _TILE_ELEMENTS
-    padded = as_matrix(factors[: tokens * steps * TERMS], steps * TERMS)
+    strips = (tokens + ROWS - 1) // ROWS
+    # Rows behind the last token have any content. Their sums are not used.
+    padded = as_matrix(factors[: strips * ROWS * steps * TERMS], steps * TERMS)
+    out_pitch = count_between(out, out[1:])
     if not is_few:
-        copy_padded(padded, shrunk)
+        copy_padded(padded[:tokens], shrunk)
         used_pairs = (rank + 1) // 2 - (steps - 1) * ROWS
         for tile in range(block_tiles):
             first = (steps - 1) * pitch + tile * _TILE_ELEMENTS
             clear(packed[first + used_pairs * TERMS : first + _TILE_ELEMENTS])
-        _shape_strips((tokens - 1) % ROWS + 1, 0)
+        _shape_pairs(ROWS, 0)
     for block in range(0, size, PACKED_COLUMNS):
         width, at = min(PACKED_COLUMNS, size - block), segment + block // segment_size
         find_rows(starts, copies, pages, table, at, row_segments, segment_size, width, False)
@@ -639,10 +733,16 @@ def expand_columns(
             interleave_rows(target, numbers, starts[r], second, r + 1 < rank, width)
         for column in range(0, width, SUM_COLUMNS):
             count = min(SUM_COLUMNS, width - column)
-            for start in range(0, count, ROWS):
-                own = packed[(column + start) * TERMS :]
-                multiply_strips(sums[:tokens, start:], padded, own, pitch, steps, False)
-            add_scaled(out[:, block + column :], sums, scale, count)
+            for t in range(0, tokens, SUM_ROWS):
+                rows, following = padded[t : t + SUM_ROWS], SUM_ROWS * out_pitch
+                if t + SUM_ROWS >= tokens:
+                    following = SUM_COLUMNS - t * out_pitch
+                for start in range(0, count, 2 * ROWS):
+                    own = packed[(column + start) * TERMS :]
+                    multiply_pairs(
+                        sums[: rows.shape[0], start:], rows, own, pitch, _TILE_ELEMENTS, steps, False
+                    )
+                add_scaled(out[t : t + SUM_ROWS, block + column :], sums, scale, count, following)
 
 
 def lora_tiles_worker(job: Job) -> None:
@@ -666,7 +766,8 @@ def run_tile_items(job: Job) -> None:
     done, awaited = read_int64_matrix(job, DONE)[0], read_int(job, COUNT_BEFORE) + blocks
     worker, is_whole = take_thread_index(job), read_int(job, IS_WHOLE)
     row_segments = (width + segment_size - 1) // segment_size
-    sums = as_matrix(read_float_matrix(job, SUMS)[worker, : TILE_TOKENS * SUM_COLUMNS], SUM_COLUMNS)
+    numbers = read_float_matrix(job, SUMS)[worker, :NUM_SUMS]
+    shrink_sums, sums = as_matrix(numbers, 2 * ROWS), as_matrix(numbers, SUM_COLUMNS)
     starts, scratch = read_int64_matrix(job, STARTS)[worker], read_model_matrix(job, PACKED)[worker]
     tails, rest = scratch[: TILE_TOKENS * TAIL_COLUMNS], scratch[TILE_TOKENS * TAIL_COLUMNS :]
     tail_rows = as_matrix(tails, TAIL_COLUMNS)
@@ -679,10 +780,11 @@ def run_tile_items(job: Job) -> None:
         rank, segment = groups[slot, 2 * group], groups[slot, 2 * group + 1]
         if tokens == 0:
             end_row, first_block = 0, end_block
-        for row in range(first_row, min(end_row, rank), block_rows):
-            rows, at = min(block_rows, rank - row), segment + row * row_segments
+        end_row, most = min(end_row, rank), ROWS if tokens <= FEW_TOKENS else 2 * ROWS
+        for row in range(first_row, end_row, most):
+            rows, at = min(most, end_row - row), segment + row * row_segments
             shrink_rows(
-                sums[:tokens],
+                shrink_sums[:tokens],
                 x[first : first + tokens],
                 pages,
                 page_table[slot],
@@ -690,12 +792,12 @@ def run_tile_items(job: Job) -> None:
                 segment_size,
                 width,
                 rows,
-                as_matrix(rest[: ROWS * PACKED_PITCH], PACKED_PITCH),
-                rest[ROWS * PACKED_PITCH :],
+                as_matrix(rest[: 2 * ROWS * PACKED_PITCH], PACKED_PITCH),
+                rest[2 * ROWS * PACKED_PITCH :],
                 tail_rows,
             )
             for t in range(tokens):
-                copy_narrowed(shrunk[first + t, row : row + rows], sums[t, :rows])
+                copy_narrowed(shrunk[first + t, row : row + rows], shrink_sums[t, :rows])
         if end_block == 0:
             increment_count(done, tile)
         for block in range(first_block, end_block):
