@@ -222,12 +222,16 @@ DIGEST_VERSION = 2
 DIGEST_VERSIONS = (DIGEST_VERSION, 1)
 
 
+# Copying longer pieces to join them would take longer than hashing each of them on its own.
+_LONG_PIECE_BYTES = 64 << 10
+
+
 class AdapterHash:
     """Computes the digest incrementally. Call it with the tensors in name order: `describe(tensor)`, then the tensor's
     bytes, in pieces of any size.
 
-    Pass several pieces to one `update`. Each call releases the GIL, and the resulting thread switch takes as long as
-    hashing tens of KB.
+    Pass several pieces to one `update`, which joins them if they are short. Hashing a piece on its own takes as long as
+    hashing tens of KB more, because it cannot be hashed as one tree with the pieces around it.
 
     version: one of `DIGEST_VERSIONS`.
     """
@@ -242,7 +246,10 @@ class AdapterHash:
         return _line([tensor.name, tensor.dtype, list(tensor.shape)])
 
     def update(self, *pieces: bytes | memoryview) -> None:
-        self._hash.update(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+        if sum(map(len, pieces)) < len(pieces) * _LONG_PIECE_BYTES:
+            pieces = (b"".join(pieces),)
+        for piece in pieces:
+            self._hash.update(piece)
 
     def hexdigest(self) -> str:
         return self._hash.hexdigest()

@@ -70,6 +70,10 @@ CODED_ITEM_ROWS = 16
 # `coded_weight.BLOCK_COLUMNS`.
 CODE_COLUMNS = 32
 
+# Transposition.
+# Bytes of a row of a block. 32 registers of AVX-512 or NEON hold it, and those of AVX2 hold half of it.
+TRANSPOSED_BYTES = 32
+
 
 def count_float_scratch(head_dim: int) -> int:
     """Number of float32 scratch values that a thread needs for attention."""

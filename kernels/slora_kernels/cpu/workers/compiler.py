@@ -25,6 +25,7 @@ from slora_kernels.cpu.workers import (
     tile_attention,
     tile_linear,
     tile_lora,
+    transposition,
 )
 from slora_kernels.cpu.workers.intrinsics import OPTIONS, Job
 from slora_kernels.cpu_isa import CPU_ISAS, CpuIsa, find_cpu_isa
@@ -44,6 +45,7 @@ _MODULES = {
         tile_attention,
         tile_linear,
         tile_lora,
+        transposition,
     )
 }
 # The element type that stands for a dtype, see `intrinsics`.
