@@ -101,6 +101,7 @@ from slora_kernels.cpu.workers.vectors import (
     IN_ORDER,
     VECTOR,
     Memory,
+    join_bfloat16,
     mask_below,
     multiply_add,
     shuffle,
@@ -359,7 +360,8 @@ _multiply_rows, _multiply_parts = _emit_multiply_rows(1), _emit_multiply_rows(2)
 def interleave_rows(
     typing: Any, target: Array, numbers: Array, first: Int, second: Int, is_pair: bool, size: Int
 ) -> Any:
-    """Writes the pairs of two rows of `size` elements to the same row of adjacent tiles, 16 columns to each tile.
+    """Writes the pairs of two rows of `size` elements to the same row of adjacent tiles. Of each 32 columns, the even
+    ones are in one tile and the odd ones in the next.
 
     first, second: where the rows begin in `numbers`. The second row counts as 0 unless `is_pair`. The rows are read in
     whole vectors of 32 elements.
@@ -370,8 +372,7 @@ def interleave_rows(
         rows = Memory(context, builder, numbers, args[1], I64(0))
         zeros = ir.Constant(ir.VectorType(ir.IntType(16), 2 * LANES), None)
         halves = [
-            [place for k in range(start, start + LANES) for place in (k, k + 2 * LANES)]
-            for start in (0, LANES)
+            [place for k in range(start, 2 * LANES, 2) for place in (k, k + 2 * LANES)] for start in (0, 1)
         ]
         with cgutils.for_range_slice(builder, I64(0), args[5], I64(2 * LANES)) as (column, _):
             places = [builder.add(row, column) for row in args[2:4]]
@@ -391,7 +392,8 @@ def interleave_rows(
 
 @intrinsic
 def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int, ahead: Int) -> Any:
-    """out [t, size] += scale * sums [t, size]. size is at most SUM_COLUMNS.
+    """out [t, size] += scale * sums [t, size]. size is at most SUM_COLUMNS. Of each 32 columns of `out`, `sums` has the
+    even ones first.
 
     ahead: elements from a row of `out` to the row that the next call begins with, which is prefetched.
     """
@@ -402,38 +404,66 @@ def add_scaled(typing: Any, out: Array, sums: Array, scale: Float, size: Int, ah
         results, totals = Memory(context, builder, out, args[0]), Memory(context, builder, sums, args[1])
         out_pitch, sum_pitch = builder.udiv(out_pitch, I64(2)), builder.udiv(sum_pitch, I64(4))
         factor = splat(builder, args[2])
-        columns = [I64(start) for start in range(0, SUM_COLUMNS, LANES)]
+        columns = [I64(start) for start in range(0, SUM_COLUMNS, 2 * LANES)]
+        ints, words = ir.VectorType(I32, LANES), ir.VectorType(ir.IntType(16), 2 * LANES)
+        in_order = [place for k in range(LANES) for place in (k, k + LANES)]
 
         def add(masks: list[Any]) -> None:
             with cgutils.for_range(builder, num_rows) as loop:
                 row = builder.mul(loop.index, out_pitch)
-                for column in results.lines(columns):
+                for column in columns:
                     following = builder.add(builder.add(row, args[4]), column)
                     emit_prefetch(builder, results.pointer(0, following, _I8), FIRST_CACHE)
                 for column, mask in zip(columns, masks, strict=True):
                     place = builder.add(row, column)
-                    total = totals.load(0, builder.add(builder.mul(loop.index, sum_pitch), column))
-                    before = results.load(0, place, mask)
-                    results.store(0, place, multiply_add(builder, factor, total, before), mask)
+                    own = builder.add(builder.mul(loop.index, sum_pitch), column)
+                    pairs = builder.bitcast(results.load_stored(0, place, 2 * LANES, mask), ints)
+                    even = builder.shl(pairs, ir.Constant(ints, [16] * LANES))
+                    odd = builder.and_(pairs, ir.Constant(ints, [0xFFFF0000] * LANES))
+                    both = [
+                        multiply_add(builder, factor, totals.load(0, start), builder.bitcast(before, VECTOR))
+                        for start, before in ((own, even), (builder.add(own, I64(LANES)), odd))
+                    ]
+                    joined = builder.bitcast(join_bfloat16(builder, *both), words)
+                    results.store_stored(0, place, shuffle(builder, joined, joined, in_order), mask)
 
         with builder.if_else(builder.icmp_signed("==", args[3], I64(SUM_COLUMNS))) as (whole, part):
             with whole:
                 add([None] * len(columns))
             with part:
-                add([mask_below(builder, builder.sub(args[3], column)) for column in columns])
+                add([mask_below(builder, builder.sub(args[3], column), 2 * LANES) for column in columns])
         return context.get_dummy_value()
 
     return types.void(out, sums, types.float32, types.int64, types.int64), emit
 
 
-@compiled
-def copy_padded(target: Array, source: Array) -> None:
-    """Copies rows to target [t, n], and fills the other columns with 0."""
-    for t in range(source.shape[0]):
-        row, own = target[t], source[t]
-        for k in range(own.shape[0]):
-            row[k] = own[k]
-        clear(row[own.shape[0] :])
+@intrinsic
+def copy_padded(typing: Any, target: Array, source: Array) -> Any:
+    """Copies rows of bfloat16 to target [t, n], and fills the other columns with 0. n is a multiple of 32."""
+
+    def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made, given = (
+            context.make_array(kind)(context, builder, value)
+            for kind, value in zip(signature.args, args, strict=True)
+        )
+        num_rows, width = cgutils.unpack_tuple(builder, given.shape)
+        _, padded_width = cgutils.unpack_tuple(builder, made.shape)
+        pitches = [
+            builder.udiv(cgutils.unpack_tuple(builder, array.strides)[0], I64(2)) for array in (made, given)
+        ]
+        results, rows = (
+            Memory(context, builder, kind, value, I64(0))
+            for kind, value in zip(signature.args, args, strict=True)
+        )
+        with cgutils.for_range_slice(builder, I64(0), padded_width, I64(TERMS)) as (column, _):
+            mask = mask_below(builder, builder.sub(width, column), TERMS)
+            with cgutils.for_range(builder, num_rows) as loop:
+                places = [builder.add(builder.mul(loop.index, pitch), column) for pitch in pitches]
+                found = rows.load_stored(0, places[1], TERMS, mask)
+                results.store_stored(0, places[0], found)
+        return context.get_dummy_value()
+
+    return types.void(target, source), emit
 
 
 @compiled
@@ -520,7 +550,8 @@ def shrink_rows(
         return
     if is_few:
         _shape_rows(rows, 0)
-    copy_padded(tails[:tokens], x[:, whole:width])
+    if whole < width:
+        copy_padded(tails[:tokens], x[:, whole:width])
     while column < width:
         if is_direct and column < whole:
             size, distance, weights = whole, pitch, pages[page, start:]
