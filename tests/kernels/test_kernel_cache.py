@@ -1,3 +1,4 @@
+import ctypes
 import fcntl
 import logging
 import os
@@ -106,6 +107,45 @@ def test_compiling_a_worker_is_logged_and_loading_it_is_not(
         caplog.clear()
         assert compile_worker().address
         assert not caplog.messages
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_machine_code_is_emitted_for_a_worker_and_not_for_what_is_inlined_into_it(
+    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numba  # noqa: PLC0415
+    from numba.core.codegen import JITCodeLibrary  # noqa: PLC0415
+
+    from slora_kernels.cpu.workers import compiler, intrinsics  # noqa: PLC0415
+
+    @intrinsics.compiled
+    def add(x: float, y: float) -> float:
+        return x + y
+
+    @intrinsics.compiled
+    def add_three(x: float, y: float, z: float) -> float:
+        return add(add(x, y), z)
+
+    def worker(job: Any) -> None:
+        job[3] = add_three(job[0], job[1], job[2])
+
+    emitted, emit = list[str](), JITCodeLibrary._finalize_specific
+
+    def note(library: Any) -> None:
+        emitted.append(library.name)
+        emit(library)
+
+    monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", note)
+    keep(None, None)
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    kept = [compiler.compile_function(worker, numba.float32) for _ in range(2)]
+    assert [name.rpartition(".")[2] for name in emitted] == ["worker", "worker"]
+    for function in kept:
+        job = (ctypes.c_float * 4)(1, 2, 4)
+        ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)(job)
+        assert job[3] == 7
+    # Functions of other users of numba are compiled as always.
+    assert numba.njit(lambda x: x + 1)(1) == 2
 
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")

@@ -9,7 +9,8 @@ from typing import Any
 
 import llvmlite.binding as llvm
 from numba import cfunc, config, types
-from numba.core.codegen import AOTCodeLibrary, AOTCPUCodegen
+from numba.core.codegen import AOTCodeLibrary, AOTCPUCodegen, JITCodeLibrary, JITCPUCodegen
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.event import Listener, install_listener
 from numba.core.registry import cpu_target
 
@@ -87,14 +88,25 @@ def compile_function(function: Callable[[Job], None], carrier: Any) -> Any:
             config.CACHE_DIR = str(directory / _name_cache())
             try:
                 with lock_kernel(Path(config.CACHE_DIR), f"{function.__name__}-{carrier}"):
-                    return cfunc(signature, cache=True, **OPTIONS)(function)
+                    return _compile(function, signature, cache=True)
             except (OSError, RuntimeError) as error:
                 # The directory can no longer be written. numba raises RuntimeError before it compiles, OSError
                 # afterwards.
                 _warn_once(config.CACHE_DIR, type(error).__name__)
             finally:
                 config.CACHE_DIR = user_choice
-        return cfunc(signature, **OPTIONS)(function)
+        return _compile(function, signature, cache=False)
+
+
+def _compile(function: Callable[[Job], None], signature: Any, *, cache: bool) -> Any:
+    # What else uses numba in this process, such as a program that imports slora, keeps numba's own code generator.
+    context = cpu_target.target_context
+    with global_compiler_lock:
+        codegen, context._internal_codegen = context._internal_codegen, _make_codegen()
+        try:
+            return cfunc(signature, cache=cache, **OPTIONS)(function)
+        finally:
+            context._internal_codegen = codegen
 
 
 class _LogCompilation(Listener):  # type: ignore[misc]
@@ -115,6 +127,53 @@ class _LogCompilation(Listener):  # type: ignore[misc]
 
     def on_end(self, event: object) -> None:
         pass
+
+
+class _WorkerLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """Emits machine code only for a worker. numba also emits it for each function that is inlined into a worker, which
+    takes a third of the time."""
+
+    _has_code = False
+
+    def _finalize_specific(self) -> None:
+        """numba calls this for each function after it has optimized it."""
+
+    def get_pointer_to_function(self, name: str) -> int:
+        if not name.startswith("cfunc."):
+            return 0
+        self._emit()
+        address: int = super().get_pointer_to_function(name)
+        return address
+
+    def _get_compiled_object(self) -> bytes:
+        self._emit()
+        code: bytes = super()._get_compiled_object()
+        return code
+
+    def _emit(self) -> None:
+        self._ensure_finalized()
+        if not self._has_code:
+            self._has_code = True
+            self._codegen.emit(self._final_module)
+            super()._finalize_specific()
+
+
+class _WorkerCodegen(JITCPUCodegen):  # type: ignore[misc]
+    _library_class = _WorkerLibrary
+
+    def _add_module(self, module: Any) -> None:
+        """The machine code of all modules that are added would be emitted."""
+
+    def emit(self, module: Any) -> None:
+        super()._add_module(module)
+
+    def set_env(self, env_name: str, env: Any) -> None:
+        """Only code that raises an exception needs the environment."""
+
+
+@cache
+def _make_codegen() -> _WorkerCodegen:
+    return _WorkerCodegen("slora.workers")
 
 
 class _ObjectLibrary(AOTCodeLibrary):  # type: ignore[misc]

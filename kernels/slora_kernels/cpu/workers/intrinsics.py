@@ -70,8 +70,9 @@ OPTIONS: dict[str, Any] = {"fastmath": True, "error_model": "numpy", "_nrt": Fal
 
 
 def compiled(function: Function) -> Function:
-    """numba's njit with the options that all kernels share."""
-    return cast(Function, njit(nogil=True, forceinline=True, **OPTIONS)(function))
+    """numba's njit with the options that all kernels share. Only workers can call the function, and Python cannot."""
+    njit_ = njit(nogil=True, forceinline=True, no_cpython_wrapper=True, no_cfunc_wrapper=True, **OPTIONS)
+    return cast(Function, njit_(function))
 
 
 def intrinsic(function: Callable[..., Any]) -> Callable[..., Any]:
