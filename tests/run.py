@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-from hypothesis import strategies
 
 _ROOT = Path(__file__).parents[1]
 _NUM_AT_ONCE = 4
@@ -88,8 +87,6 @@ def _import_packages() -> None:
     importlib.import_module("tests.support.engine_zygote").start_zygote(stack.SOURCES)
     for name in _IMPORTED_ONCE[1:]:
         importlib.import_module(name)
-    # In a fresh checkout, hypothesis computes for seconds which characters a text may have.
-    strategies.text().validate()
     # A process that collects an object copies its page of memory.
     gc.freeze()
 
