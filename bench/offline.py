@@ -10,6 +10,8 @@ throughput  tokens per second of the bare base and with adapters of ranks 8/16/3
 overhead    what a decode step consists of, part by part, and the share of it that is no arithmetic.
 process     how soon the engine's process serves, and its memory beside weights and pool.
 
+`SLORA_CPU_ISA=avx512_bf16` (or another set) holds all contenders to the instructions of another kind of CPU.
+
 Absolute numbers mean little on a shared machine: contenders run in turn in every round, and the bars are ratios.
 """
 
@@ -21,6 +23,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import slora_kernels  # noqa: F401  # It applies SLORA_CPU_ISA, before torch is loaded.
+
+# isort: split
 import torch
 
 from bench.bars import verdict_rows
@@ -33,6 +38,7 @@ from bench.stepped_engine import SteppedEngine
 from bench.table import Row, print_table, write_json
 from bench.throughput import SHAPES, Fleet, Plan, throughput_rows
 from bench.workload import write_adapter, write_model
+from slora_kernels.cpu_isa import find_cpu_isa
 
 DTYPES = ("bfloat16", "float32")
 # What more than these many adapters are copies of; each is packed, cached and loaded on its own.
@@ -104,6 +110,7 @@ def describe(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "machine": platform.machine(),
+        "instructions": find_cpu_isa() or "unknown",
         "cores": os.cpu_count() or 0,
         "tcmalloc of vllm": str(find_tcmalloc() or "none"),
         **rates,

@@ -1,5 +1,14 @@
 """vLLM on a CPU: compiled, its threads bound, and as many adapter slots as one batch can use."""
 
+import os
+
+import torch
+
+if "AMX" not in os.environ.get("ONEDNN_MAX_CPU_ISA", "AMX"):
+    # What vLLM multiplies without oneDNN asks torch, which says what the CPU has.
+    torch.cpu._is_amx_tile_supported = lambda: False
+
+# isort: split
 import vllm
 from vllm.lora.request import LoRARequest
 
