@@ -111,7 +111,7 @@ def test_compiling_a_worker_is_logged_and_loading_it_is_not(
 
 @pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
 def test_machine_code_is_emitted_for_a_worker_and_not_for_what_is_inlined_into_it(
-    keep: Keep, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    keep: Keep, barred: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import numba  # noqa: PLC0415
     from numba.core.codegen import JITCodeLibrary  # noqa: PLC0415
@@ -137,13 +137,14 @@ def test_machine_code_is_emitted_for_a_worker_and_not_for_what_is_inlined_into_i
 
     monkeypatch.setattr(JITCodeLibrary, "_finalize_specific", note)
     keep(None, None)
-    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
-    kept = [compiler.compile_function(worker, numba.float32) for _ in range(2)]
-    assert [name.rpartition(".")[2] for name in emitted] == ["worker", "worker"]
-    for function in kept:
+    # Compiled and kept, loaded, and compiled without a cache.
+    for place in (tmp_path / "cache", tmp_path / "cache", barred):
+        monkeypatch.setattr(numba.config, "CACHE_DIR", str(place))
+        function = compiler.compile_function(worker, numba.float32)
         job = (ctypes.c_float * 4)(1, 2, 4)
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function.address)(job)
         assert job[3] == 7
+    assert [name.rpartition(".")[2] for name in emitted] == ["worker"] * 3
     # Functions of other users of numba are compiled as always.
     assert numba.njit(lambda x: x + 1)(1) == 2
 
