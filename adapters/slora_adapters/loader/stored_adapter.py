@@ -97,15 +97,17 @@ class StoredAdapter:
         error, no thread writes to `region` any more.
         """
 
+        def read(start: int, content: memoryview) -> None:
+            self._blob.read_into(TENSORS_NAME, self._body_start + start, content)
+            on_read()
+
         found = []
         # The stored config says which hash made the digest. It is not trusted, so the load tries the other one, too.
         for version in self._parsed.digest_versions:
             digest = AdapterHash(self._parsed.config, version)
             packer = Packer(self._parsed.tensors, self._partition, dtype, self.layout, region)
             batches = _list_batches(self._parsed.spans, len(buffers[0]))
-            pouring = _Pouring(
-                self._blob, self._body_start, batches, digest, self._parsed.lines, packer, on_read
-            )
+            pouring = _Pouring(read, batches, digest, self._parsed.lines, packer)
             try:
                 pouring.run(buffers)
             except AdapterInvalid as error:
@@ -170,26 +172,23 @@ def _list_batches(spans: Mapping[str, TensorSpan], batch_bytes: int) -> Generato
 class _Pouring:
     """Reads, hashes and packs the batches of a blob, each on one of several threads.
 
+    read: reads the bytes of the body from a place on.
     lines: for each tensor, the line that is hashed before its bytes.
     """
 
     def __init__(
         self,
-        blob: Blob,
-        body_start: int,
+        read: Callable[[int, memoryview], None],
         batches: Generator[_Batch],
         digest: AdapterHash,
         lines: Mapping[str, bytes],
         packer: Packer,
-        on_read: Callable[[], None],
     ) -> None:
-        self._blob = blob
-        self._body_start = body_start
+        self._read = read
         self._batches = batches
         self._digest = digest
         self._lines = lines
         self._packer = packer
-        self._on_read = on_read
         # A thread that has read a batch holds the first lock until it has the second one. So batches are hashed in the
         # order in which they were read.
         self._reading, self._hashing = Lock(), Lock()
@@ -227,8 +226,7 @@ class _Pouring:
                 if len(buffer) < batch.num_bytes:
                     buffer = bytearray(batch.num_bytes)  # the batch is a row that is longer
                 content = memoryview(buffer)[: batch.num_bytes]
-                self._blob.read_into(TENSORS_NAME, self._body_start + batch.start, content)
-                self._on_read()
+                self._read(batch.start, content)
             except BaseException:
                 self._batches.close()
                 raise
