@@ -95,7 +95,7 @@ $(TEST): KERNELS := $(WORKERS)
 $(SERVE): pyproject.toml | $(VENV)/bin/python
 	@echo "Installing into $(VENV): $(TORCH)$(if $(TORCH_INDEX), from $(TORCH_INDEX)) and what pyproject.toml lists"
 	@$(DOWNLOAD) & downloading=$$!; \
-	$(PIP) numba || { kill $$downloading; exit 1; }; \
+	$(PIP) 'numba>=0.68,<0.69' || { kill $$downloading; exit 1; }; \
 	PYTHONPATH=$(CURDIR)/kernels $(BIN)/python -P -m slora_kernels.cpu.precompile $(KERNELS) & compiling=$$!; \
 	$(PIP) "$(TORCH)" -e ".[$(EXTRAS)]" $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
 		|| { kill $$compiling $$downloading; exit 1; }; wait $$compiling || exit 1; wait $$downloading || true

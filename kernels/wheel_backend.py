@@ -28,7 +28,7 @@ _WANTED = "SLORA_WHEEL_ISAS"
 
 def get_requires_for_build_wheel(config_settings: Mapping[str, Any] | None = None) -> list[str]:
     required = build_meta.get_requires_for_build_wheel(config_settings)
-    return [*required, "numba>=0.61"] if _list_isas() else required
+    return [*required, "numba>=0.68,<0.69"] if _list_isas() else required
 
 
 def build_wheel(
