@@ -40,6 +40,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     widen,
 )
 from slora_kernels.cpu.workers.vectors import (
+    EXACT,
     I32,
     I64,
     IN_ORDER,
@@ -71,8 +72,6 @@ _ERFC_TERMS = (
     -0.82215223,
     0.17087277,
 )
-# A mark for divisions, which `IN_ORDER` would make inexact. It only concerns the sign of a zero.
-_EXACT = ("nsz",)
 # Sums that a row adds side by side.
 _NUM_SUMS = 4
 
@@ -95,6 +94,15 @@ def emit_columns(builder: Any, size: Any, emit: Callable[[int, Any, Any], None],
         emit(0, column, None)
     with builder.if_then(builder.icmp_signed("<", whole, size)):
         emit(0, whole, mask_below(builder, builder.sub(size, whole)))
+
+
+def _access_rows(context: Any, builder: Any, signature: Any, args: Any) -> tuple[Memory, Memory, Memory]:
+    """Returns the first three arrays of an intrinsic, which are single rows, as `Memory`."""
+    first, second, third = (
+        Memory(context, builder, kind, value, I64(0))
+        for kind, value in zip(signature.args[:3], args[:3], strict=True)
+    )
+    return first, second, third
 
 
 def _emit_squares(context: Any, builder: Any, size: Any, find: Callable[[Any, Any], Any]) -> Any:
@@ -147,10 +155,7 @@ def scale_row(typing: Any, out: Array, x: Array, weight: Array, scale: Float, si
     """out = x * scale * weight."""
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, source, gains = (
-            Memory(context, builder, kind, value, I64(0))
-            for kind, value in zip(signature.args[:3], args[:3], strict=True)
-        )
+        target, source, gains = _access_rows(context, builder, signature, args)
         factor = splat(builder, args[3])
 
         def multiply(_chain: int, column: Any, mask: Any) -> None:
@@ -223,14 +228,14 @@ def _emit_sigmoid(builder: Any, value: Any) -> Any:
     small = _emit_power(builder, slope)
     is_negative = builder.fcmp_ordered("<", value, _number(0.0))
     numerator = builder.select(is_negative, small, _number(1.0))
-    return builder.fdiv(numerator, builder.fadd(_number(1.0), small, flags=IN_ORDER), flags=_EXACT)
+    return builder.fdiv(numerator, builder.fadd(_number(1.0), small, flags=IN_ORDER), flags=EXACT)
 
 
 def _emit_normal_cdf(builder: Any, value: Any) -> Any:
     """The normal distribution's CDF: erfc(-value / sqrt(2)) / 2."""
     z = builder.fmul(_magnitude(builder, value), _number(_ROOT_HALF), flags=IN_ORDER)
     halved = multiply_add(builder, z, _number(0.5), _number(1.0))
-    t = builder.fdiv(_number(1.0), halved, flags=_EXACT)
+    t = builder.fdiv(_number(1.0), halved, flags=EXACT)
     highest, *others = reversed(_ERFC_TERMS)
     series = _number(highest)
     for term in others:
@@ -255,10 +260,7 @@ def _emit_activation(emit_factor: Callable[[Any, Any], Any]) -> Any:
     @intrinsic
     def activate(typing: Any, out: Array, gate: Array, up: Array, size: Int) -> Any:
         def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            target, gates, ups = (
-                Memory(context, builder, kind, value, I64(0))
-                for kind, value in zip(signature.args[:3], args[:3], strict=True)
-            )
+            target, gates, ups = _access_rows(context, builder, signature, args)
 
             def multiply(_chain: int, column: Any, mask: Any) -> None:
                 value = gates.load(0, column, mask)
@@ -308,10 +310,7 @@ def copy_row(target: Array, source: Array) -> None:
 @intrinsic
 def _rotate(typing: Any, target: Array, source: Array, angles: Array, half: Int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, numbers, turns = (
-            Memory(context, builder, kind, value, I64(0))
-            for kind, value in zip(signature.args[:3], args[:3], strict=True)
-        )
+        to, numbers, turns = _access_rows(context, builder, signature, args)
 
         def turn(_chain: int, column: Any, mask: Any) -> None:
             other = builder.add(column, args[3])
@@ -351,10 +350,7 @@ def rotate_head(target: Array, source: Array, angles: Array) -> None:
 @intrinsic
 def _scale_and_rotate(typing: Any, head: Array, angles: Array, weight: Array, scale: Float, half: Int) -> Any:
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        numbers, turns, gains = (
-            Memory(context, builder, kind, value, I64(0))
-            for kind, value in zip(signature.args[:3], args[:3], strict=True)
-        )
+        numbers, turns, gains = _access_rows(context, builder, signature, args)
         factor = splat(builder, args[3])
 
         def turn(_chain: int, column: Any, mask: Any) -> None:

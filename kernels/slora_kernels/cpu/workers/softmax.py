@@ -28,6 +28,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     intrinsic,
 )
 from slora_kernels.cpu.workers.vectors import (
+    EXACT,
     I32,
     I64,
     IN_ORDER,
@@ -41,8 +42,6 @@ from slora_kernels.cpu.workers.vectors import (
 )
 
 _ZERO, _ONE, _MINUS_TWO, _LOWEST = (np.float32(number) for number in (0.0, 1.0, -2.0, -126.0))
-# A mark for divisions, which `IN_ORDER` would make inexact. It only concerns the sign of a zero.
-_EXACT = ("nsz",)
 LOG2_E = np.float32(np.log2(np.e))
 # Initial value of a running maximum: lower than any score.
 INITIAL_MAX = np.float32(-1e30)
@@ -69,12 +68,12 @@ def _cap_vector(typing: Any, scores: Array, column: Int, cap: Float) -> Any:
 
         target, limit = Memory(context, builder, scores, args[0], I64(0)), splat(builder, args[2])
         numbers = target.load(0, args[1])
-        slope = builder.fdiv(constant(_MINUS_TWO * LOG2_E), limit, flags=_EXACT)
+        slope = builder.fdiv(constant(_MINUS_TWO * LOG2_E), limit, flags=EXACT)
         x = builder.fmul(call("fabs", numbers), slope, flags=IN_ORDER)
         # Below, 2^x changes nothing. The lower bound is for infinite scores.
         small = exp2_vector(builder, max_vector(builder, constant(_LOWEST), x))
         size = builder.fmul(limit, builder.fsub(constant(1.0), small, flags=IN_ORDER), flags=IN_ORDER)
-        size = builder.fdiv(size, builder.fadd(constant(1.0), small, flags=IN_ORDER), flags=_EXACT)
+        size = builder.fdiv(size, builder.fadd(constant(1.0), small, flags=IN_ORDER), flags=EXACT)
         target.store(0, args[1], call("copysign", size, numbers))
         return context.get_dummy_value()
 

@@ -52,6 +52,8 @@ _I16, I32, I64, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatTy
 VECTOR = ir.VectorType(F32, LANES)
 # A mark of LLVM that only concerns divisions.
 IN_ORDER = ("arcp",)
+# A mark for divisions, which `IN_ORDER` would make inexact. It only concerns the sign of a zero.
+EXACT = ("nsz",)
 
 
 class Memory:
