@@ -204,7 +204,8 @@ class TileWeight(_TileLinear):
         self._panels = _store_panels(weight)
         width = weight.shape[1]
         self._item_rows = max(PANEL_ROWS, _CACHED_ELEMENTS // width // PANEL_ROWS * PANEL_ROWS)
-        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0, *NO_TENSOR)
+        # The last field is TILED_ROWS. It has no rows if the rows of x are multiplied where they are.
+        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0, 0, 0, 0)
         self._words[_PANELS : _PANELS + FIELD_WORDS] = array("q", pack_rows(self._panels))
 
     @staticmethod

@@ -27,6 +27,14 @@ def test_a_packed_weight_multiplies_like_the_plain_one(
         torch.testing.assert_close(multiply(x, packed, bias).double(), expected, rtol=unit, atol=8 * unit)
 
 
+@pytest.mark.parametrize("width", (5632, 8192))
+def test_many_rows_that_are_too_wide_to_be_copied_are_multiplied(width: int) -> None:
+    """Born from a crash of the products in tiles."""
+    weight, x = torch.randn(40, width).bfloat16(), torch.randn(300, width).bfloat16()
+    expected = F.linear(x.double(), weight.double())
+    torch.testing.assert_close(multiply(x, pack_weight(weight)).double(), expected, rtol=2**-7, atol=2**-4)
+
+
 @pytest.mark.invariance
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @pytest.mark.parametrize("width", (768, 2048))
