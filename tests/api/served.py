@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -27,6 +27,7 @@ from tests.support.engine_stack import SOURCES
 from tests.support.engine_zygote import ForkedModule
 from tests.support.forked_program import ForkedProgram
 from tests.support.peft_adapters import make_adapter
+from tests.support.slow_engine import VARIABLE, slowed
 from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
@@ -86,6 +87,10 @@ class Served:
     data_dir: Path
     lines: list[str] = field(default_factory=list)
     sdk_clients: ExitStack = field(default_factory=ExitStack)
+
+    def slowed(self) -> AbstractContextManager[None]:
+        """Slows the engines down, so that a long stream that begins in the context does not end in it."""
+        return slowed(_find_slow_file(self.data_dir))
 
     @property
     def url(self) -> str:
@@ -192,21 +197,25 @@ def serving(
     data_dir: Path,
     *flags: str,
     env: Mapping[str, str] | None = None,
-    kernels: str = "torch",
+    kernels: str = "auto",
     command: Sequence[str] = SLORA,
     forks: bool = True,
 ) -> Iterator[Served]:
     """Starts `slora serve` on the tiny model. At the end, stops it with SIGTERM if it still runs.
 
-    kernels: the torch kernels need no compilation, so a start takes a second or two.
     command: the command line of `slora`.
     forks: see `running`.
     """
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]
     variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
+    variables = {**variables, VARIABLE: str(_find_slow_file(data_dir))}
     with running([*command, "serve", *chosen, *flags], variables, data_dir, forks=forks) as served:
         yield served
+
+
+def _find_slow_file(data_dir: Path) -> Path:
+    return data_dir.with_name(f"{data_dir.name}-slow")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import aclosing, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,12 @@ from slora_adapters.store.file_store import FileStore
 from slora_adapters.version import AdapterVersion
 from tests.support.engine_zygote import ForkedModule
 from tests.support.model_kit import ModelKit
+from tests.support.slow_engine import VARIABLE, slowed
 
 # The longest that a test waits for an expected event. A busy machine needs a minute to start an engine.
 WAIT_S = 300.0
 _ROOT = Path(__file__).parents[2]
+_SLOW_FILE = "slow"
 SOURCES = os.pathsep.join(str(_ROOT / folder) for folder in (".", "kernels", "adapters", "api"))
 
 
@@ -43,6 +45,7 @@ class ChildProcess:
     def __init__(self, module: str, config: str, log: Path) -> None:
         self._log = log
         environment = {**os.environ, "PYTHONPATH": SOURCES, "OMP_NUM_THREADS": "1"}
+        environment[VARIABLE] = str(log.with_name(_SLOW_FILE))
         with log.open("ab") as errors:
             self._process = ForkedModule(
                 module, "--config", config, environment=environment, errors=errors.fileno(), sources=SOURCES
@@ -89,7 +92,7 @@ class EngineStack:
         self._kit = kit
         self._loader_socket = root / "loader.sock"
         pool_bytes = kit.pool_bytes(num_pages)
-        self._settings = {"device": "cpu", "kernels": "torch", "dtype": "float32", "pool_bytes": pool_bytes}
+        self._settings = {"device": "cpu", "dtype": "float32", "pool_bytes": pool_bytes}
         self._settings |= settings
         self._shape = kit.spec.shape("float32")
         self.store = FileStore(root / "store")
@@ -131,6 +134,10 @@ class EngineStack:
             "usage_directory": str(self.usage_directory),
         }
         return self._start(module, json.dumps({**paths, "engine": engine}))
+
+    def slowed(self) -> AbstractContextManager[None]:
+        """Slows the engines down, so that a long stream that begins in the context does not end in it."""
+        return slowed(self._root / _SLOW_FILE)
 
     def stop(self) -> None:
         for process in (self.engine, self.loader):

@@ -29,6 +29,7 @@ from slora.models.model import load_model
 from slora.models.model_spec import read_model_spec
 from slora.runner.model_part import ModelPart
 from tests.support.forked_main import run_main
+from tests.support.slow_engine import heed_slowness
 
 __all__ = ["ForkedModule", "start_zygote"]
 
@@ -135,8 +136,8 @@ def _serve(control: socket.socket) -> None:
         if module not in imported:
             _import_main(module)
             imported.add(module)
-        if (model := _find_model(arguments)) is not None:
-            _load_model(model)
+        if (engine := _find_engine(arguments)) is not None:
+            _load_model(*engine)
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             control.close()
@@ -173,6 +174,7 @@ def _run(module: str, arguments: list[str], environment: dict[str, str], *descri
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = arguments
+    heed_slowness(environment)
     run_main(module)
 
 
@@ -183,23 +185,28 @@ def _import_main(module: str) -> None:
     gc.freeze()
 
 
-def _find_model(arguments: list[str]) -> str | None:
-    """The model of a server or of an engine."""
+def _find_engine(arguments: list[str]) -> tuple[str, str, str] | None:
+    """The model, the dtype and the kernels of a server or of an engine."""
     value = dict(pairwise(arguments))
     if "--config" in value:
-        model: str | None = json.loads(value["--config"]).get("engine", {}).get("model")
-        return model
-    return value.get("--model")
+        engine = json.loads(value["--config"]).get("engine", {})
+        chosen = [engine.get(name) for name in ("model", "dtype", "kernels")]
+    else:
+        chosen = [value.get(name) for name in ("--model", "--dtype", "--kernels")]
+    model, dtype, kernels = chosen
+    return None if model is None else (model, dtype or "auto", kernels or "auto")
 
 
 @cache
-def _load_model(directory: str) -> None:
+def _load_model(directory: str, dtype: str, kernels: str) -> None:
     """For each shape of a weight, an engine tries which blocks of rows it multiplies. A process does so once, and those
-    that are forked from it inherit the result."""
+    that are forked from it inherit the result. They also inherit the CPU kernels that are loaded here."""
     tqdm.monitor_interval = 0  # Its thread would not be forked.
     with suppress(Exception):  # The engine reports what is wrong.
-        config = EngineConfig(Path(directory), device="cpu", kernels="torch")
-        ModelPart(config, read_model_spec(config.model), load_model, ALONE)
+        config = EngineConfig(Path(directory), device="cpu", dtype=dtype, kernels=kernels)
+        part = ModelPart(config, read_model_spec(config.model), load_model, ALONE)
+        part.kernels.warm_up(part.geometry)
+        part.model.warm_up(part.kernels)
     assert threading.active_count() == 1
 
 

@@ -17,6 +17,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tests.support.forked_main import ForkedChild, become_subreaper, run_main, set_command_line
+from tests.support.slow_engine import heed_slowness
 
 _MODULES = ("slora.engine.process", "slora_adapters.loader.loader_process", "slora_api.serve.api_process")
 _IMPORTED_ONCE = (
@@ -98,6 +99,7 @@ def _run_child(
     for number, descriptor in zip(numbers, moved, strict=True):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    heed_slowness(os.environ)
     os.environ.clear()
     os.environ.update(environment)
     set_command_line(sys.executable, "-P", "-m", *command)

@@ -184,7 +184,7 @@ def test_workers_show_the_same_models_and_one_sum_of_metrics(two: Served) -> Non
 
 def test_a_tenants_limit_counts_its_answers_in_all_workers(two: Served) -> None:
     hostile, honest = two.make_key("hostile"), two.make_key("honest")
-    with ExitStack() as stack:
+    with two.slowed(), ExitStack() as stack:
         pairs = [stack.enter_context(connect_to_both(two)) for _ in range(3)]
         for one, other in pairs[:2]:
             assert one.stream(hostile, 4000).status == other.stream(hostile, 4000).status == 200
@@ -242,14 +242,17 @@ def test_a_killed_worker_breaks_only_its_own_streams_and_leaves_nothing_reserved
         doomed, other = stack.enter_context(connect_to_both(two))
         extra = stack.enter_context(connect_to_both(two))
         before = read_metric(other, "vllm:request_success_total")
-        survivors = [one.stream(other_key, 150) for one in (other, *extra) if one.worker == other.worker]
-        victims = [one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker]
-        assert len(survivors) == len(victims) == 2
-        assert read_quota(two, "doomed")["tokens_per_day"] > 7000
         left, needed = ((folder_of(two, one) / "upload") for one in (doomed, other))
         for upload_folder in (left, needed):
             upload_folder.mkdir()
-        doomed.worker.kill()
+        with two.slowed():
+            survivors = [one.stream(other_key, 150) for one in (other, *extra) if one.worker == other.worker]
+            victims = [
+                one.stream(doomed_key, 4000) for one in (doomed, *extra) if one.worker == doomed.worker
+            ]
+            assert len(survivors) == len(victims) == 2
+            assert read_quota(two, "doomed")["tokens_per_day"] > 7000
+            doomed.worker.kill()
         assert [read_stream(one) for one in victims] == ["broken"] * 2
         # New connections are answered by the other worker, until there is a new one.
         fresh = stack.enter_context(connect_to_both(two))
@@ -317,7 +320,7 @@ def test_a_worker_that_cannot_start_tells_the_supervisor_why() -> None:
 def test_a_killed_engine_leaves_nothing_reserved_in_a_quota(two: Served) -> None:
     key = two.make_key("metered")
     set_quota(two, "metered", tokens_per_minute=20_000, tokens_per_day=20_000)
-    with connect_to_both(two) as both:
+    with two.slowed(), connect_to_both(two) as both:
         for connection in both:
             connection.stream(key, 3990)
         assert read_quota(two, "metered")["tokens_per_day"] > 7000
@@ -333,12 +336,13 @@ def test_sigterm_lets_the_streams_of_all_workers_finish(two: Served) -> None:
     """Ends the server of this module, so it is the last test that uses it."""
     key = two.make_key("last")
     with connect_to_both(two) as both:
-        streams = [connection.stream(key, 100) for connection in both]
-        processes = workers(two)
-        two.process.send_signal(signal.SIGTERM)
+        with two.slowed():
+            streams = [connection.stream(key, 100) for connection in both]
+            processes = workers(two)
+            two.process.send_signal(signal.SIGTERM)
+            two.wait_for_line("stopping; 2 answers in progress")
         assert [read_stream(stream) for stream in streams] == ["done"] * 2
     assert two.process.wait(READY_S) == 0
-    wait_for(lambda: any("stopping; 2 answers in progress" in line for line in two.lines) or None)
     assert not any(process.is_running() for process in processes)
 
 
@@ -348,7 +352,7 @@ def test_killing_everything_leaves_nothing_reserved_in_a_quota(kit: Kit, tmp_pat
         server.wait_until_ready()
         key = server.make_key("metered")
         set_quota(server, "metered", tokens_per_minute=9000, tokens_per_day=9000)
-        with connect_to_both(server) as both:
+        with server.slowed(), connect_to_both(server) as both:
             assert [connection.stream(key, 3990).status for connection in both] == [200, 200]
             server.kill_everything()
     with serving(tmp_path / "base", tmp_path / "data", "--api-workers", "2") as server:

@@ -39,12 +39,13 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
             assert (blobs / digest[:2] / digest).is_dir() and not list(data.rglob("*.safetensors"))
             client.put("/v1/adapters/voice/aliases/prod", json={"versions": {"1": 100}}).raise_for_status()
             reader = LongRequest(served, key, long | {"stream": True})
-            reader.start()
-            assert reader.begun.wait(READY_S)
-            assert client.delete("/v1/adapters/voice").status_code == 409
-            assert client.delete("/v1/adapters/voice?force=true").status_code == 200
-            assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 404
-            assert reader.is_alive() and served.metric("slora_adapter_pages") == adapter_pages
+            with served.slowed():
+                reader.start()
+                assert reader.begun.wait(READY_S)
+                assert client.delete("/v1/adapters/voice").status_code == 409
+                assert client.delete("/v1/adapters/voice?force=true").status_code == 200
+                assert client.post("/v1/completions", json=SHORT | {"model": "voice"}).status_code == 404
+                assert reader.is_alive() and served.metric("slora_adapter_pages") == adapter_pages
             reader.join(READY_S)
             events = [line[6:] for line in reader.text.splitlines() if line.startswith("data: ")]
             assert events[-1] == "[DONE]"
@@ -54,13 +55,14 @@ def test_a_deleted_adapter_drains_and_leaves_no_copy_in_any_tier_and_requests_th
         wait_for(lambda: not chunks.keys("*") or None, served.alive)
         assert not [path for path in blobs.rglob("*") if path.is_file()]
         streaming, waiting = LongRequest(served, key, LONG | {"stream": True}), LongRequest(served, key, LONG)
-        waiting.start()
-        streaming.start()
-        assert streaming.begun.wait(READY_S)
-        wait_until_running(served, 2)
-        served.process.send_signal(signal.SIGTERM)
-        streaming.join(READY_S)
-        waiting.join(READY_S)
+        with served.slowed():
+            waiting.start()
+            streaming.start()
+            assert streaming.begun.wait(READY_S)
+            wait_until_running(served, 2)
+            served.process.send_signal(signal.SIGTERM)
+            streaming.join(READY_S)
+            waiting.join(READY_S)
         assert streaming.text.rstrip().endswith("}}") and '"code":"server_stopping"' in streaming.text
         assert waiting.status == 503 and "server_stopping" in waiting.text
         assert served.process.wait(READY_S) == 0

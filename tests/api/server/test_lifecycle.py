@@ -22,7 +22,7 @@ from tests.api.served import ADMIN_KEY, READY_S, Served, environment, serving, w
 from tests.api.server.test_server import upload
 
 ENGINE, LOADER = "slora.engine.process", "slora_adapters.loader.loader_process"
-# A second or two of work for the tiny model.
+# In a server that is slowed down, it runs until the test has acted.
 LONG = {"model": "base", "prompt": "hello", "max_tokens": 250, "temperature": 0, "ignore_eos": True}
 SHORT = LONG | {"max_tokens": 8}
 
@@ -78,11 +78,12 @@ def test_requests_in_flight_continue_after_their_engine_was_killed_and_its_succe
         answer = client.post("/v1/completions", json=SHORT | {"model": "mine"}).json()
         before = [choice["text"] for choice in answer["choices"]]
         streaming, waiting = LongRequest(mortal, key, LONG | {"stream": True}), LongRequest(mortal, key, LONG)
-        streaming.start()
-        waiting.start()
-        assert streaming.begun.wait(READY_S)
-        wait_until_running(mortal, 2)
-        kill(mortal, ENGINE)
+        with mortal.slowed():
+            streaming.start()
+            waiting.start()
+            assert streaming.begun.wait(READY_S)
+            wait_until_running(mortal, 2)
+            kill(mortal, ENGINE)
         wait_for(lambda: not is_ready(mortal) or None)
         refused = client.post("/v1/completions", json=SHORT)
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) > 0
@@ -182,14 +183,15 @@ def test_requests_finish_on_their_version_while_its_alias_moves_and_it_is_delete
         whole = client.post("/v1/completions", json=LONG | {"model": "voice"})
         assert whole.headers["x-slora-adapter"] == "voice@1"
         reader = LongRequest(mortal, key, LONG | {"model": "voice", "stream": True})
-        reader.start()
-        assert reader.begun.wait(READY_S)
-        point("2")
-        newer = client.post("/v1/completions", json=SHORT | {"model": "voice", "stream": True})
-        assert newer.headers["x-slora-adapter"] == "voice@2"
-        assert newer.headers["x-slora-adapter-digest"] == digest
-        removed = client.delete("/v1/adapters/voice@1")
-        assert removed.status_code == 200 and reader.is_alive(), "it was to be deleted while it runs"
+        with mortal.slowed():
+            reader.start()
+            assert reader.begun.wait(READY_S)
+            point("2")
+            newer = client.post("/v1/completions", json=SHORT | {"model": "voice", "stream": True})
+            assert newer.headers["x-slora-adapter"] == "voice@2"
+            assert newer.headers["x-slora-adapter-digest"] == digest
+            removed = client.delete("/v1/adapters/voice@1")
+            assert removed.status_code == 200 and reader.is_alive(), "it was to be deleted while it runs"
         reader.join(READY_S)
         assert reader.text.endswith("data: [DONE]\n\n")
         chunks = [json.loads(line[6:]) for line in reader.text.splitlines() if line.startswith("data: {")]
@@ -306,9 +308,11 @@ def test_the_first_server_prints_its_admin_key_kill_9_loses_no_adapter_and_sigte
             answer = client.post("/v1/completions", json=SHORT | {"model": "default"})
             assert answer.status_code == 200 and answer.headers["x-slora-adapter"] == "mine@1"
         reader = LongRequest(served, key, LONG | {"stream": True})
-        reader.start()
-        assert reader.begun.wait(READY_S)
-        served.process.send_signal(signal.SIGTERM)
+        with served.slowed():
+            reader.start()
+            assert reader.begun.wait(READY_S)
+            served.process.send_signal(signal.SIGTERM)
+            served.wait_for_line("stopping; 1 answer")
         reader.join(READY_S)
         assert reader.text.endswith("data: [DONE]\n\n") and "error" not in reader.text
         assert served.process.wait(READY_S) == 0

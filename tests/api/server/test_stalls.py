@@ -3,7 +3,7 @@
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import httpx
 import psutil
@@ -65,8 +65,10 @@ def test_a_hung_engine_fails_readiness_and_requests_in_flight_continue_after_its
     """Born from a fault: requests hung for ever, and /readyz still returned 200."""
     engine, key = mortal.child(ENGINE), mortal.make_key("hung-engine")
     with mortal.client(key) as client:
-        with streaming(client) as lines:
-            engine.send_signal(signal.SIGSTOP)
+        with ExitStack() as stack:
+            with mortal.slowed():
+                lines = stack.enter_context(streaming(client))
+                engine.send_signal(signal.SIGSTOP)
             stopped_at = time.monotonic()
             assert "the engine makes no progress" in wait_until_not_ready(mortal)
             report(f"/readyz failed {time.monotonic() - stopped_at:.1f} s after the engine hung")
@@ -90,7 +92,9 @@ def test_a_hung_loader_fails_readiness_and_is_restarted(mortal: Served) -> None:
 def divided(kit: Kit, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of two tensor-parallel ranks. Each test leaves it ready."""
     data = tmp_path_factory.mktemp("divided") / "data"
-    with serving(kit.base, data, "--tensor-parallel-size", "2", "--stall-seconds", "9") as served:
+    flags = ("--tensor-parallel-size", "2", "--stall-seconds", "9")
+    # Each rank would load the CPU kernels itself.
+    with serving(kit.base, data, *flags, kernels="torch") as served:
         served.wait_until_ready()
         yield served
 

@@ -141,15 +141,16 @@ def test_streams_of_killed_engines_equal_undisturbed_streams(
             log = Log(group)
             expected = await collect_all(group, stack, "before")
             started = {case: asyncio.Event() for case in CASES}
-            streams = {
-                case: asyncio.create_task(collect(group, ask(stack, case, case), started[case]))
-                for case in CASES
-            }
-            for case in ("sampled", "choices")[:num_replicas]:
-                await started[case].wait()
-                replicas.kill(find_owner(group, case) or replicas.sockets[0].stem)
-                replicas.start()
-                await wait_until(lambda: all(group.health.values()))
+            with stack.slowed():
+                streams = {
+                    case: asyncio.create_task(collect(group, ask(stack, case, case), started[case]))
+                    for case in CASES
+                }
+                for case in ("sampled", "choices")[:num_replicas]:
+                    await started[case].wait()
+                    replicas.kill(find_owner(group, case) or replicas.sockets[0].stem)
+                    replicas.start()
+                    await wait_until(lambda: all(group.health.values()))
             for case, stream in streams.items():
                 for index, choice in (await stream).items():
                     before = expected[case][index]

@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -77,6 +77,16 @@ def ask(name: str, adapter: AdapterVersion | None = None, params: SamplingParams
     return EngineRequest(name, "tenant", [1, 2, 3], single_adapter(adapter), params, account="key")
 
 
+@asynccontextmanager
+async def stream_slowly(
+    stack: EngineStack, client: RemoteEngine, request: EngineRequest
+) -> AsyncIterator[AsyncGenerator[list[TokenDelta], None]]:
+    """A long stream that does not end while the test acts."""
+    with stack.slowed():
+        async with aclosing(client.generate(request)) as stream:
+            yield stream
+
+
 async def collect(stream: AsyncGenerator[list[TokenDelta], None]) -> Answer:
     answer = Answer()
     async for delta in one_by_one(stream):
@@ -103,7 +113,7 @@ def test_answers_over_the_socket_are_those_of_an_engine_in_process(
     run: Run, kit: ModelKit, stack: EngineStack
 ) -> None:
     params = SamplingParams(max_tokens=20, temperature=0.8, seed=5, ignore_eos=True, logprobs=2)
-    engine, versions = start_engine(kit, 400, kernels="torch")
+    engine, versions = start_engine(kit, 400)
     expected = drive(engine, [[ask(kind, version, params) for kind, version in versions.items()]])
 
     async def body(client: RemoteEngine) -> None:
@@ -154,11 +164,11 @@ def test_each_request_has_its_usage_once_however_it_ends(run: Run, stack: Engine
             too_long = replace(ask("refused"), prompt_token_ids=[1] * 10_000)
             await collect(client.generate(too_long))
         assert log.usage["refused"] == RequestUsage()
-        async with aclosing(client.generate(ask("closed", version, LONG))) as stream:
+        async with stream_slowly(stack, client, ask("closed", version, LONG)) as stream:
             await anext(stream)
         await wait_until(lambda: "closed" in log.usage)
         two = replace(LONG, n=2, max_tokens=200)
-        async with aclosing(client.generate(ask("choices", params=two))) as stream:
+        async with stream_slowly(stack, client, ask("choices", params=two)) as stream:
             while all(delta.index == 0 for delta in await anext(stream)):
                 pass
             client.end_choice("choices", 0)
@@ -189,10 +199,11 @@ def test_the_usage_of_a_client_that_died_is_recorded_by_the_engine(run: Run, sta
         return log, stream
 
     async def surviving(client: RemoteEngine) -> None:
-        async with connect(stack) as other:
-            log, stream = await dying(other)
-        await stream.aclose()
-        await wait_for_stats(client, idle)
+        with stack.slowed():
+            async with connect(stack) as other:
+                log, stream = await dying(other)
+            await stream.aclose()
+            await wait_for_stats(client, idle)
         records: dict[str, UsageRecord] = {}
 
         def are_recorded() -> bool:
@@ -229,10 +240,11 @@ def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -
     async def body(client: RemoteEngine) -> None:
         before = (await wait_for_stats(client, idle)).generated_tokens
         streams = [client.generate(request) for request in ask_many(stack.versions["odd_rank"])]
-        await asyncio.gather(*(anext(stream) for stream in streams))
-        for stream in streams:
-            await stream.aclose()
-        await check_cut_short(client, before)
+        with stack.slowed():
+            await asyncio.gather(*(anext(stream) for stream in streams))
+            for stream in streams:
+                await stream.aclose()
+            await check_cut_short(client, before)
 
     run(body)
 
@@ -240,10 +252,11 @@ def test_closing_an_answer_early_frees_its_pages(run: Run, stack: EngineStack) -
 def test_the_requests_of_a_disconnected_client_are_aborted(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
         before = (await wait_for_stats(client, idle)).generated_tokens
-        async with connect(stack) as other:
-            readers = [asyncio.create_task(collect(other.generate(request))) for request in ask_many()]
-            await wait_for_stats(client, lambda stats: stats.running > 0)
-        await check_cut_short(client, before)
+        with stack.slowed():
+            async with connect(stack) as other:
+                readers = [asyncio.create_task(collect(other.generate(request))) for request in ask_many()]
+                await wait_for_stats(client, lambda stats: stats.running > 0)
+            await check_cut_short(client, before)
         for outcome in await asyncio.gather(*readers, return_exceptions=True):
             assert isinstance(outcome, EngineUnavailable)
 
@@ -253,7 +266,7 @@ def test_the_requests_of_a_disconnected_client_are_aborted(run: Run, stack: Engi
 def test_a_choice_is_ended_alone_and_the_others_go_on(run: Run, kit: ModelKit) -> None:
     # One list has at most 64 deltas, so choice 1 is ended before it is complete.
     params = replace(GREEDY, n=3, max_tokens=100, temperature=1.0, seed=5)
-    expected = drive(start_engine(kit, 400, kernels="torch")[0], [[ask("r", None, params)]])
+    expected = drive(start_engine(kit, 400)[0], [[ask("r", None, params)]])
 
     async def body(client: RemoteEngine) -> None:
         tokens: dict[int, list[int]] = defaultdict(list)
@@ -356,7 +369,7 @@ def test_a_killed_engine_fails_requests_in_flight_and_its_successor_serves(
 ) -> None:
     async def body(client: RemoteEngine) -> None:
         log = UsageLog(client)
-        async with aclosing(client.generate(ask("a", params=LONG))) as stream:
+        async with stream_slowly(stack, client, ask("a", params=LONG)) as stream:
             await anext(stream)
             assert stack.engine is not None
             stack.engine.send(signal.SIGKILL)
@@ -422,7 +435,7 @@ def test_without_an_engine_a_client_raises_engine_unavailable(tmp_path: Path) ->
 
 def test_an_engine_exits_cleanly_on_sigterm_with_connected_clients(run: Run, stack: EngineStack) -> None:
     async def body(client: RemoteEngine) -> None:
-        async with aclosing(client.generate(ask("released", params=LONG))) as stream:
+        async with stream_slowly(stack, client, ask("released", params=LONG)) as stream:
             await anext(stream)
             assert stack.engine is not None
             # A terminal's Ctrl-C; the engine must ignore it, because the supervisor decides.
@@ -448,7 +461,7 @@ def test_an_engine_whose_parent_closes_the_pipe_releases_its_requests_and_exits(
     engine = stack.engine
 
     async def main() -> None:
-        async with connect(stack) as client, aclosing(client.generate(ask("a", params=LONG))) as stream:
+        async with connect(stack) as client, stream_slowly(stack, client, ask("a", params=LONG)) as stream:
             await anext(stream)
             engine.close_stdin()
             with pytest.raises(EngineUnavailable):
@@ -469,9 +482,10 @@ def test_an_engine_whose_parent_and_clients_are_gone_records_usage_and_exits(sta
         async with connect(stack) as client, aclosing(client.generate(ask("a", params=LONG))) as stream:
             await anext(stream)
 
-    asyncio.run(main())
-    engine.close_stdin()
-    assert engine.wait() == 0
+    with stack.slowed():
+        asyncio.run(main())
+        engine.close_stdin()
+        assert engine.wait() == 0
     assert 1 <= read_journal(stack)["a"].usage.generated_tokens < 500
 
 

@@ -358,7 +358,8 @@ def test_models_that_cannot_be_divided_are_refused(
 
 @pytest.fixture(scope="module")
 def stack(kits: Kits) -> Iterator[EngineStack]:
-    with open_stack(kits("llama"), 400, tensor_parallel_size=2) as stack:
+    # A rank is started as always. Loading the CPU kernels would take it seconds.
+    with open_stack(kits("llama"), 400, tensor_parallel_size=2, kernels="torch") as stack:
         yield stack
 
 
