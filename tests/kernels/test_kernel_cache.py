@@ -172,3 +172,38 @@ def test_a_worker_that_another_process_compiles_is_waited_for(
         assert waiting.result(300).address
     (message,) = caplog.messages
     assert message.startswith("another process compiles the CPU kernel worker-float32; waiting")
+
+
+@pytest.mark.skipif(find_spec("numba") is None, reason="numba is not installed")
+def test_threads_that_compile_at_once_use_one_cache(
+    tmp_path: Path, keep: Keep, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a review: the second thread took the directory of the first one for the user's choice."""
+    import numba  # noqa: PLC0415
+
+    from slora_kernels.cpu.workers import compiler  # noqa: PLC0415
+
+    preferred, found = list[str](), list[str]()
+
+    def choose(place: str) -> Path:
+        preferred.append(place)
+        return tmp_path
+
+    def compile_slowly(*_: object, cache: bool) -> None:
+        if len(preferred) == 1:
+            others.append(pool.submit(compiler.compile_function, worker, numba.float32))
+            time.sleep(0.5)
+        found.append(numba.config.CACHE_DIR)
+
+    def worker(job: object) -> None:
+        pass
+
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "choose_kernel_cache", choose)
+    monkeypatch.setattr(compiler, "_compile", compile_slowly)
+    others: list[Any] = []
+    with ThreadPoolExecutor(1) as pool:
+        compiler.compile_function(worker, numba.float32)
+        others[0].result()
+    assert preferred == [str(tmp_path)] * 2 and found == [found[0]] * 2
+    assert str(tmp_path) == numba.config.CACHE_DIR

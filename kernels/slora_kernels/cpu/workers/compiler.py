@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -77,8 +78,17 @@ def compile_worker(worker: Worker, dtype: str) -> int:
 _compiled: list[Any] = []
 
 
+# Held while numba's configuration names the cache of the workers.
+_compiling = Lock()
+
+
 def compile_function(function: Callable[[Job], None], carrier: Any) -> Any:
     """Compiles a function of a job, cached on disk. carrier: the element type of the model."""
+    with _compiling:
+        return _compile_in_cache(function, carrier)
+
+
+def _compile_in_cache(function: Callable[[Job], None], carrier: Any) -> Any:
     signature = types.void(types.CPointer(carrier))
     user_choice = config.CACHE_DIR
     directory = choose_kernel_cache(user_choice or str(Path(__file__).parent / "__pycache__"))
