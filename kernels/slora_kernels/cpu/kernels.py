@@ -161,7 +161,7 @@ class CpuKernels:
     def _norm(self, rows: tuple[Tensor, Tensor], weight: Tensor, eps: float, *, adds: bool) -> Tensor:
         x, residual = rows
         # When the CPU caches are cold, empty_like takes half the time of torch.empty.
-        out = torch.empty_like(x)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
         job = begin_job(
             x.shape[0],
             *pack_rows(x),

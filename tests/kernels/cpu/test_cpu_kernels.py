@@ -9,7 +9,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
     torch_recurrent_gated_delta_rule,
 )
 
-from slora_kernels.batch import AttentionBatch, AttentionRule, KVGeometry, LoraTiles
+from slora_kernels.batch import Activation, AttentionBatch, AttentionRule, KVGeometry, LoraTiles
 from slora_kernels.cpu import token_recurrence
 from slora_kernels.cpu.kernels import CpuKernels
 from slora_kernels.cpu.machine_code import find_worker, has_workers
@@ -26,6 +26,27 @@ def test_without_openmp_python_threads_give_the_same_bits() -> None:
     x, weight = torch.randn(300, 512), torch.randn(512)
     plain, fallback = CpuKernels(), CpuKernels(ThreadTeam(allow_openmp=False))
     assert torch.equal(plain.rms_norm(x, weight, 1e-5), fallback.rms_norm(x, weight, 1e-5))
+
+
+def test_a_row_of_a_wider_tensor_is_normalized() -> None:
+    """Born from a review: torch takes a single row for contiguous, whatever its stride is. The kernel took the stride
+    for the width of the result, and wrote behind its end.
+    """
+    wide, weight = torch.randn(1, 160), torch.randn(130)
+    x, residual = wide[:, :130], wide.clone()[:, :130]
+    check_close(CpuKernels().rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), units=1)
+    expected_residual = residual.clone()
+    expected = reference.add_rms_norm(x, expected_residual, weight, 1e-5)
+    check_close(CpuKernels().add_rms_norm(x, residual, weight, 1e-5), expected, units=2)
+    check_close(residual, expected_residual, units=1)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_largest_negative_gates_give_what_torch_gives(activation: Activation) -> None:
+    """Born from a review: the sigmoid of such a gate was 2^-126, so its product was -3.5 instead of 0."""
+    gate_up = torch.tensor([[-3.3e38, -1e38, -1e30, -torch.inf, -torch.nan, *[1.0] * 5]])
+    expected = reference.act_mul(gate_up, activation)
+    torch.testing.assert_close(CpuKernels().act_mul(gate_up, activation), expected, equal_nan=True)
 
 
 @pytest.mark.parametrize("allow_openmp", (True, False))

@@ -219,8 +219,12 @@ def _magnitude(builder: Any, value: Any) -> Any:
 
 
 def _emit_power(builder: Any, x: Any) -> Any:
-    """2^x for lanes with x <= 0, or 2^-126 for a lower x, which may be infinite."""
-    return exp2_vector(builder, max_vector(builder, _number(_LOWEST), x))
+    """2^x for lanes with x <= 0, which may be infinite, and 0 below -126: products with smaller powers take ten times
+    as long.
+    """
+    power = exp2_vector(builder, max_vector(builder, _number(_LOWEST), x))
+    is_lower = builder.fcmp_ordered("<", x, _number(_LOWEST))
+    return builder.select(is_lower, _number(0.0), power)
 
 
 def _emit_sigmoid(builder: Any, value: Any) -> Any:
