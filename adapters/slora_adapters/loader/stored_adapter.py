@@ -11,9 +11,9 @@ dtype is checked during conversion.
 """
 
 import json
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from threading import Lock
 from typing import Any
@@ -30,7 +30,7 @@ from slora_adapters.peft.adapter import (
     AdapterLimits,
     AdapterTensors,
 )
-from slora_adapters.peft.packing import ByteArray, Packer
+from slora_adapters.peft.packing import ByteArray, Packer, PackingPlan, Piece, PlannedPieces
 from slora_adapters.peft.peft_config import (
     CONFIG_NAME,
     DIGEST_FIELD,
@@ -69,12 +69,11 @@ class StoredAdapter:
     ) -> None:
         self._blob = blob
         self._digest = digest
-        self._partition = Partition(shape, num_ranks)
         try:
             config = bytes(_read(blob, CONFIG_NAME, 0, _size(blob, CONFIG_NAME, MAX_CONFIG_BYTES)))
             self._body_start, header, body_bytes = _read_header(blob, limits)
             parse = _parse_known if len(config) + len(header) <= _KNOWN_BYTES else _parse
-            self._parsed = parse(config, header, body_bytes, self._partition, limits)
+            self._parsed = parse(config, header, body_bytes, Partition(shape, num_ranks), limits)
         except ValueError as error:
             raise AdapterCorrupt(f"stored adapter {digest[:12]} cannot be served here: {error}") from error
         self.layout: AdapterLayout = self._parsed.layout
@@ -102,12 +101,11 @@ class StoredAdapter:
             on_read()
 
         found = []
+        plan, batches = self._parsed.plan(dtype, len(buffers[0]))
         # The stored config says which hash made the digest. It is not trusted, so the load tries the other one, too.
         for version in self._parsed.digest_versions:
             digest = AdapterHash(self._parsed.config, version)
-            packer = Packer(self._parsed.tensors, self._partition, dtype, self.layout, region)
-            batches = _list_batches(self._parsed.spans, len(buffers[0]))
-            pouring = _Pouring(read, batches, digest, self._parsed.lines, packer)
+            pouring = _Pouring(read, batches, digest, self._parsed.lines, plan, region)
             try:
                 pouring.run(buffers)
             except AdapterInvalid as error:
@@ -116,57 +114,51 @@ class StoredAdapter:
                 ) from error
             found.append(digest.hexdigest())
             if found[-1] == self._digest:
-                return packer.scales
+                return plan.scales
         raise AdapterCorrupt(
             f"the bytes of stored adapter {self._digest[:12]} have the digest {found[0][:12]} instead"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Consecutive rows of one tensor."""
-
-    tensor: TensorSpan
-    first_row: int
-    num_rows: int
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Batch:
-    """Rows that are adjacent in the body of the file, starting at byte `start`."""
+    """Rows that are adjacent in the body of the file, starting at byte `start`, of tensors of one dtype."""
 
     start: int
-    rows: list[_Rows]
-    num_bytes: int
+    pieces: list[Piece]
+    # Made when a load first needs it.
+    planned: PlannedPieces | None = None
+
+    @property
+    def dtype(self) -> "np.dtype[Any]":
+        return DTYPES[self.pieces[0].tensor.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        last = self.pieces[-1]
+        return (last.start + last.num_rows * last.row_elements) * self.dtype.itemsize
 
 
-def _list_batches(spans: Mapping[str, TensorSpan], batch_bytes: int) -> Generator[_Batch]:
-    """Yields all rows in the order of their tensors' names. A row longer than a batch has its own batch."""
-    rows: list[_Rows] = []
-    start = end = num_bytes = 0
+def _list_batches(spans: Mapping[str, TensorSpan], batch_bytes: int) -> list[_Batch]:
+    """Returns all rows in the order of their tensors' names. A row longer than a batch has its own batch."""
+    batches: list[_Batch] = []
+    end, num_left = -1, 0  # where the last batch ends, and the bytes that it may still hold
     for name in sorted(spans):
         tensor = spans[name]
-        row_bytes = tensor.num_bytes // tensor.shape[0]
-        if rows and tensor.start != end:
-            yield _Batch(start, rows, num_bytes)
-            rows, num_bytes = [], 0
-        first_row = 0
+        row_bytes, first_row = tensor.num_bytes // tensor.shape[0], 0
         while first_row < tensor.shape[0]:
-            fitting = (batch_bytes - num_bytes) // row_bytes
-            if fitting <= 0 and rows:
-                yield _Batch(start, rows, num_bytes)
-                rows, num_bytes = [], 0
-                continue
-            count = min(max(1, fitting), tensor.shape[0] - first_row)
-            if not rows:
-                start = tensor.start + first_row * row_bytes
-            rows.append(_Rows(tensor, first_row, count, count * row_bytes))
-            num_bytes += count * row_bytes
+            start = tensor.start + first_row * row_bytes
+            continues = start == end and batches[-1].pieces[0].tensor.dtype == tensor.dtype
+            if not continues or num_left < row_bytes:
+                batches.append(_Batch(start, []))
+                num_left = batch_bytes
+            count = min(max(1, num_left // row_bytes), tensor.shape[0] - first_row)
+            place = (start - batches[-1].start) // DTYPES[tensor.dtype].itemsize
+            batches[-1].pieces.append(Piece(tensor, first_row, count, place))
             first_row += count
-        end = tensor.end
-    if rows:
-        yield _Batch(start, rows, num_bytes)
+            num_left -= count * row_bytes
+            end = start + count * row_bytes
+    return batches
 
 
 class _Pouring:
@@ -179,16 +171,18 @@ class _Pouring:
     def __init__(
         self,
         read: Callable[[int, memoryview], None],
-        batches: Generator[_Batch],
+        batches: Iterable[_Batch],
         digest: AdapterHash,
         lines: Mapping[str, bytes],
-        packer: Packer,
+        plan: PackingPlan,
+        region: ByteArray,
     ) -> None:
         self._read = read
-        self._batches = batches
+        self._batches = iter(batches)
         self._digest = digest
         self._lines = lines
-        self._packer = packer
+        self._plan = plan
+        self._packer = Packer(plan, region)
         # A thread that has read a batch holds the first lock until it has the second one. So batches are hashed in the
         # order in which they were read.
         self._reading, self._hashing = Lock(), Lock()
@@ -213,7 +207,7 @@ class _Pouring:
                 self._pack(*found)
             except BaseException:
                 with self._reading:
-                    self._batches.close()  # so that the other threads end, too
+                    self._batches = iter(())  # so that the other threads end, too
                 raise
 
     def _read_next(self, buffer: bytearray) -> tuple[_Batch, memoryview] | None:
@@ -228,41 +222,49 @@ class _Pouring:
                 content = memoryview(buffer)[: batch.num_bytes]
                 self._read(batch.start, content)
             except BaseException:
-                self._batches.close()
+                self._batches = iter(())
                 raise
             self._hashing.acquire()
             return batch, content
 
     def _hash(self, batch: _Batch, content: memoryview) -> None:
         pieces: list[bytes | memoryview] = []
-        at = 0
-        for rows in batch.rows:
-            if rows.first_row == 0:
-                pieces.append(self._lines[rows.tensor.name])
-            pieces.append(content[at : at + rows.num_bytes])
-            at += rows.num_bytes
+        size, end = batch.dtype.itemsize, 0
+        for piece in batch.pieces:
+            if piece.first_row == 0:
+                pieces.append(self._lines[piece.tensor.name])
+            start, end = end, end + piece.num_rows * piece.row_elements * size
+            pieces.append(content[start:end])
         self._digest.update(*pieces)
 
     def _pack(self, batch: _Batch, content: memoryview) -> None:
-        at = 0
-        for rows in batch.rows:
-            values: npt.NDArray[Any] = np.frombuffer(
-                content[at : at + rows.num_bytes], DTYPES[rows.tensor.dtype]
-            )
-            self._packer.write(rows.tensor, rows.first_row, values.reshape(rows.num_rows, -1))
-            at += rows.num_bytes
+        if batch.planned is None:
+            batch.planned = self._plan.plan_pieces(batch.pieces)
+        self._packer.write(batch.planned, np.frombuffer(content, batch.dtype))
 
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """What the config and the header of a blob describe. Several loads may share it."""
+    """What the config and the header of a blob describe. Several loads may share it, also at the same time."""
 
     config: PeftConfig
     spans: Mapping[str, TensorSpan]  # by name, in the order of their bytes
     lines: Mapping[str, bytes]  # for each tensor, the line that is hashed before its bytes
     tensors: AdapterTensors[TensorSpan]
+    partition: Partition
     layout: AdapterLayout  # of each rank's part
     digest_versions: tuple[int, ...]  # in the order in which they are tried
+    plans: dict[tuple[str, int], tuple[PackingPlan, list[_Batch]]] = field(default_factory=dict)
+
+    def plan(self, dtype: str, batch_bytes: int) -> tuple[PackingPlan, list[_Batch]]:
+        """Plans a load: its batches, and where their rows go. Later loads use the same plan."""
+        found = self.plans.get((dtype, batch_bytes))
+        if found is None:
+            packing = PackingPlan(self.tensors, self.partition, dtype, self.layout)
+            found = packing, _list_batches(self.spans, batch_bytes)
+            if len(found[1]) <= _NUM_KEPT_BATCHES:
+                self.plans[dtype, batch_bytes] = found
+        return found
 
 
 def _parse(
@@ -283,7 +285,7 @@ def _parse(
     lines = {name: AdapterHash.describe(span) for name, span in spans.items()}
     is_new = json.loads(config_json).get(DIGEST_FIELD) == DIGEST_VERSION
     versions = DIGEST_VERSIONS if is_new else DIGEST_VERSIONS[::-1]
-    return _Parsed(config, spans, lines, tensors, tensors.lay_out(partition.rank_shape), versions)
+    return _Parsed(config, spans, lines, tensors, partition, tensors.lay_out(partition.rank_shape), versions)
 
 
 # Most adapters of a server come from a few training recipes, so their configs and headers are equal byte for byte. For
@@ -291,6 +293,9 @@ def _parse(
 _NUM_KNOWN = 16
 # Parsed, they take up to ten times their size in memory. Larger ones are not kept.
 _KNOWN_BYTES = 256 << 10
+# The plan of a batch takes about 2 KB. Plans of more batches are not kept, because making one takes little of so long a
+# load.
+_NUM_KEPT_BATCHES = 1024
 _parse_known = lru_cache(_NUM_KNOWN)(_parse)
 
 

@@ -8,10 +8,12 @@ With tensor parallelism, the parts of all ranks are packed one after another (`s
 layout, and the same scales.
 """
 
+import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +29,7 @@ from slora_adapters.peft.tensor_file import (
     largest_magnitude_bits,
     may_overflow,
 )
-from slora_kernels.cpu.transposition import copy_transposed
+from slora_kernels.cpu.matrix_copies import MatrixCopies, Place
 from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, affine_segments
 from slora_kernels.partition import Partition
 
@@ -63,32 +65,54 @@ def pack(adapter: Adapter, shape: ModelShape, dtype: str, num_ranks: int = 1) ->
 def pack_into(
     adapter: Adapter, partition: Partition, dtype: str, layout: AdapterLayout, buffer: ByteArray
 ) -> PackedAdapter:
-    """Packs into `buffer` and overwrites all of it. Raises what `Packer` raises."""
-    packer = Packer(adapter.tensors, partition, dtype, layout, buffer)
+    """Packs into `buffer` and overwrites all of it. Raises what `Packer` and its plan raise."""
+    plan = PackingPlan(adapter.tensors, partition, dtype, layout)
+    packer = Packer(plan, buffer)
     for tensor in adapter.tensors.list_all():
-        packer.write(tensor, 0, tensor.values)
-    return PackedAdapter(layout, packer.scales, buffer, partition.size)
+        packer.write(plan.plan_pieces([Piece(tensor, 0, tensor.shape[0], 0)]), tensor.values.reshape(-1))
+    return PackedAdapter(layout, plan.scales, buffer, partition.size)
 
 
-class Packer:
-    """Writes an adapter's tensors into a buffer, some rows at a time, in any order, on several threads at once.
+class Piece(NamedTuple):
+    """Rows of a tensor in an array of values. The rows of a vector have one element each."""
+
+    tensor: Factor
+    first_row: int
+    num_rows: int
+    start: int  # the index of its first element in the array
+
+    @property
+    def row_elements(self) -> int:
+        return math.prod(self.tensor.shape[1:])
+
+    def values(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the rows, [num_rows, row_elements]."""
+        end = self.start + self.num_rows * self.row_elements
+        return array[self.start : end].reshape(self.num_rows, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPieces:
+    """Pieces in one array, whose tensors have the same dtype. Several adapters may share the plan."""
+
+    dtype: str  # as files name it
+    copied: list[Piece]
+    copies: MatrixCopies  # of `copied`, from an array of the served dtype to the buffer
+    others: list[Piece]
+
+
+class PackingPlan:
+    """Where the tensors of an adapter go in its buffer. Adapters whose tensors only differ in values can share it.
 
     layout: of each rank's part.
-    buffer: uint8 [num_ranks * layout.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are
-    written.
-    dtype: "float32", "float16" or "bfloat16".
+    dtype: the served one, "float32", "float16" or "bfloat16".
     scales: float32 [num_modules], 0 for modules that are not adapted.
 
     Raises ValueError if `dtype` does not have the element size of `shape`.
     """
 
     def __init__(
-        self,
-        tensors: AdapterTensors[Any],
-        partition: Partition,
-        dtype: str,
-        layout: AdapterLayout,
-        buffer: ByteArray,
+        self, tensors: AdapterTensors[Any], partition: Partition, dtype: str, layout: AdapterLayout
     ) -> None:
         shape, (pairs, biases, vocabulary, norms, *_) = partition.rank_shape, tensors
         if STORAGE[dtype].itemsize != shape.element_bytes:
@@ -97,158 +121,209 @@ class Packer:
                 f"has {shape.element_bytes}"
             )
         self.scales = np.zeros(shape.num_modules, np.float32)
-        self._dtype = dtype
+        self.dtype = dtype
+        self.num_bytes = partition.size * layout.num_bytes
+        self._partition = partition
+        self._layout = layout
         self._paths: dict[str, str] = {}
         # For each tensor, one destination for each rank.
         self._destinations: defaultdict[str, list[_Destination | _RowDestination]] = defaultdict(list)
-        vectors = [vector for pair in pairs.values() for vector in (pair.magnitude, pair.b_bias)]
         # The tensors of norms. They are rounded to the served dtype, as those of the base model are.
-        self._rounded = {tensor.name for norm in norms.values() for tensor in norm.tensors}
+        self.rounded = {tensor.name for norm in norms.values() for tensor in norm.tensors}
+        vectors = [vector for pair in pairs.values() for vector in (pair.magnitude, pair.b_bias)]
         # For each tensor of a norm, magnitude and bias, a destination for each rank that needs it.
-        self._columns: dict[str, list[_ColumnDestination]] = {
+        self.columns: dict[str, list[_ColumnDestination]] = {
             vector.name: [] for vector in (*vectors, *biases.values()) if vector is not None
-        } | {name: [] for name in self._rounded}
-        # Two tensors may be added to the same columns.
-        self._adding = Lock()
+        } | {name: [] for name in self.rounded}
+        # What is written before the tensors: places in a buffer of float32 or int32, and their content.
+        self.fills: list[tuple[slice, float | npt.NDArray[np.int32]]] = []
         for norm_id, norm in norms.items():
-            self._place_norm(norm_id, norm, partition, layout, buffer)
+            self._place_norm(norm_id, norm)
         for index, token_rows in enumerate(vocabulary):
             if token_rows is not None:
-                self._place_rows(token_rows, layout.rows[index].tolist(), partition, layout, buffer)
+                self._place_rows(token_rows, layout.rows[index].tolist())
         for site in shape.sites:
             for module_id, width in enumerate(site.widths, site.first_module):
                 pair = pairs.get(module_id)
-                self._place_columns(module_id, pair, biases.get(module_id), partition, layout, buffer)
+                self._place_columns(module_id, pair, biases.get(module_id))
                 if pair is not None:
                     self.scales[module_id] = pair.scale
-                    self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
-                    slices = _find_slices(site, module_id, width, shape, layout)
-                    num_rows = pair.num_experts * pair.rank
-                    for rank in range(partition.size):
-                        part = partition.part(module_id, rank)
-                        memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
-                        for_a, for_b = (
-                            memory[where].view(STORAGE[dtype]).reshape(num_rows, -1) for where in slices
-                        )
-                        own = (for_a, (part.inputs,)), (for_b, part.outputs)
-                        (a_rows, a_parts), (b_rows, b_parts) = own[::-1] if pair.is_transposed else own
-                        self._destinations[pair.a.name].append(
-                            _Destination(a_rows, a_parts, is_transposed=False)
-                        )
-                        self._destinations[pair.b.name].append(
-                            _Destination(b_rows, b_parts, is_transposed=True, num_experts=pair.num_experts)
-                        )
+                    self._place_pair(site, module_id, width, pair)
+        self.scales.flags.writeable = False
 
-    def write(self, tensor: Factor, first_row: int, values: npt.NDArray[Any]) -> None:
-        """Writes rows of a tensor, starting at `first_row`. `values` has the rows as the file stores them. Raises
-        AdapterInvalid if a value overflows.
-        """
-        if tensor.name in self._columns:
-            numbers, dtype = values.reshape(-1), tensor.dtype
-            if tensor.name in self._rounded:
-                _check_overflow(tensor, values, tensor.name, self._dtype)
-                numbers, dtype = convert(numbers, dtype, self._dtype), STORED_NAMES[self._dtype]
-            numbers = convert(numbers, dtype, "float32")
-            with self._adding:
-                for column in self._columns[tensor.name]:
-                    column.write(first_row, numbers)
-            return
-        _check_overflow(tensor, values, self._paths.get(tensor.name, tensor.name), self._dtype)
-        served = convert(values, tensor.dtype, self._dtype)
-        for destination in self._destinations[tensor.name]:
-            destination.write(first_row, served)
+    def plan_pieces(self, pieces: Sequence[Piece]) -> PlannedPieces:
+        """Plans the writing of pieces, whose tensors have the same dtype."""
+        copies, copied, others = MatrixCopies(), [], []
+        for piece in pieces:
+            destinations = self._destinations.get(piece.tensor.name, ())
+            matrices = [one for one in destinations if isinstance(one, _Destination) and one.num_experts == 1]
+            if matrices:
+                copied.append(piece)
+                for matrix in matrices:
+                    matrix.add_copies(piece, copies)
+            else:
+                others.append(piece)
+        return PlannedPieces(pieces[0].tensor.dtype, copied, copies, others)
 
-    def _place_rows(
-        self,
-        token_rows: TrainedRows[Any],
-        place: list[int],
-        partition: Partition,
-        layout: AdapterLayout,
-        buffer: ByteArray,
-    ) -> None:
-        """Writes the token ids of replaced rows, and notes where the rows are written. All ranks hold all rows."""
+    def find_path(self, tensor: Factor) -> str:
+        """Returns the path of the module of a tensor, for people."""
+        return self._paths.get(tensor.name, tensor.name)
+
+    def find_destinations(self, tensor: Factor) -> "Sequence[_Destination | _RowDestination]":
+        """Returns where a tensor of two dimensions is written."""
+        return self._destinations[tensor.name]
+
+    def _place_pair(self, site: LoraSite, module_id: ModuleId, width: int, pair: LoraPair[Any]) -> None:
+        self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
+        shape, layout, size = self._partition.rank_shape, self._layout, STORAGE[self.dtype].itemsize
+        num_rows = pair.num_experts * pair.rank
+        a_place, b_place = (
+            Place(where.start // size, num_rows, pitch, pitch)
+            for where in _find_slices(site, module_id, width, shape, layout)
+            for pitch in [(where.stop - where.start) // (num_rows * size)]
+        )
+        for rank in range(self._partition.size):
+            part, first = self._partition.part(module_id, rank), rank * layout.num_bytes // size
+            own = [
+                (place._replace(start=first + place.start), parts)
+                for place, parts in ((a_place, (part.inputs,)), (b_place, part.outputs))
+            ]
+            a_own, b_own = own[::-1] if pair.is_transposed else own
+            self._destinations[pair.a.name].append(_Destination(*a_own, is_transposed=False))
+            self._destinations[pair.b.name].append(
+                _Destination(*b_own, is_transposed=True, num_experts=pair.num_experts)
+            )
+
+    def _place_rows(self, token_rows: TrainedRows[Any], place: list[int]) -> None:
+        """Notes the token ids of replaced rows, and where the rows are written. All ranks hold all rows."""
         count, first_id, first_row = place
         ids = np.arange(count) if token_rows.token_ids is None else np.array(token_rows.token_ids)
         order = ids.argsort()
-        row_segments = partition.shape.row_segments(partition.shape.hidden_size)
-        for rank in range(partition.size):
-            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
-            own_ids = memory[_segments(first_id, first_row - first_id)].view(np.int32)
-            own_ids[:count], own_ids[count:] = ids[order], 0
-            rows = memory[_segments(first_row, count * row_segments)].view(STORAGE[self._dtype])
-            self._destinations[token_rows.tensor.name].append(
-                _RowDestination(rows.reshape(count, -1), order.argsort())
-            )
+        shape, size = self._partition.shape, STORAGE[self.dtype].itemsize
+        pitch = shape.row_segments(shape.hidden_size) * SEGMENT_BYTES // size
+        padded = np.zeros((first_row - first_id) * SEGMENT_BYTES // 4, np.int32)
+        padded[:count] = ids[order]
+        for rank in range(self._partition.size):
+            begin = rank * self._layout.num_bytes
+            first = (begin + first_id * SEGMENT_BYTES) // 4
+            self.fills.append((slice(first, first + len(padded)), padded))
+            rows = Place((begin + first_row * SEGMENT_BYTES) // size, count, pitch, pitch)
+            self._destinations[token_rows.tensor.name].append(_RowDestination(rows, order.argsort()))
 
-    def _place_norm(
-        self,
-        norm_id: int,
-        norm: NormTensors[Any],
-        partition: Partition,
-        layout: AdapterLayout,
-        buffer: ByteArray,
-    ) -> None:
+    def _place_norm(self, norm_id: int, norm: NormTensors[Any]) -> None:
         """Notes where the tensors of a norm are written. All ranks hold all of them."""
-        shape, start = partition.shape.norms[norm_id], int(layout.norms[norm_id, 1])
-        for rank in range(partition.size):
-            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
-            rows = memory[_segments(start, len(norm.tensors) * affine_segments(shape.width))]
-            for tensor, row in zip(
-                norm.tensors, rows.view(np.float32).reshape(len(norm.tensors), -1), strict=True
-            ):
-                row[:] = 1.0 if shape.adds_one and tensor is norm.weight else 0.0
-                self._columns[tensor.name].append(_ColumnDestination(row, (range(shape.width),)))
+        shape, start = self._partition.shape.norms[norm_id], int(self._layout.norms[norm_id, 1])
+        count = affine_segments(shape.width)
+        for rank in range(self._partition.size):
+            for index, tensor in enumerate(norm.tensors):
+                row = self._find_floats(rank, start + index * count, count)
+                self.fills.append((row, 1.0 if shape.adds_one and tensor is norm.weight else 0.0))
+                self.columns[tensor.name].append(_ColumnDestination(row.start, (range(shape.width),)))
 
-    def _place_columns(
-        self,
-        module_id: ModuleId,
-        pair: LoraPair[Any] | None,
-        bias: Factor | None,
-        partition: Partition,
-        layout: AdapterLayout,
-        buffer: ByteArray,
-    ) -> None:
+    def _place_columns(self, module_id: ModuleId, pair: LoraPair[Any] | None, bias: Factor | None) -> None:
         """Fills a module's scales with ones and its offsets with zeros, and notes where its tensors are written."""
-        is_affine, start, *_ = (int(number) for number in layout.affine[module_id])
+        is_affine, start, *_ = (int(number) for number in self._layout.affine[module_id])
         if not is_affine:
             return
-        shape = partition.rank_shape
-        width, in_width = shape.modules[module_id].out_width, partition.shape.modules[module_id].in_width
-        count = affine_segments(width)
+        partition = self._partition
+        in_width = partition.shape.modules[module_id].in_width
+        count = affine_segments(partition.rank_shape.modules[module_id].out_width)
         for rank in range(partition.size):
             part = partition.part(module_id, rank)
-            memory = buffer[rank * layout.num_bytes : (rank + 1) * layout.num_bytes]
-            rows = memory[_segments(start, 2 * count)].view(np.float32).reshape(2, -1)
-            rows[0], rows[1] = 1.0, 0.0
-            scales, offsets = rows
+            scales = self._find_floats(rank, start, count)
+            offsets = self._find_floats(rank, start + count, count)
+            has_magnitude = pair is not None and pair.magnitude is not None
+            self.fills += [(scales, 0.0 if has_magnitude else 1.0), (offsets, 0.0)]
             if pair is not None and pair.magnitude is not None:
-                scales[:] = 0.0
-                self._columns[pair.magnitude.name].append(_ColumnDestination(scales, part.outputs))
+                self.columns[pair.magnitude.name].append(_ColumnDestination(scales.start, part.outputs))
             # The outputs of the ranks are summed where their inputs are divided, so only one rank adds offsets.
             if rank == 0 or len(part.inputs) == in_width:
                 if pair is not None and pair.b_bias is not None:
-                    self._columns[pair.b_bias.name].append(
-                        _ColumnDestination(offsets, part.outputs, pair.scale)
+                    self.columns[pair.b_bias.name].append(
+                        _ColumnDestination(offsets.start, part.outputs, pair.scale)
                     )
                 if bias is not None:
-                    self._columns[bias.name].append(_ColumnDestination(offsets, part.outputs))
+                    self.columns[bias.name].append(_ColumnDestination(offsets.start, part.outputs))
+
+    def _find_floats(self, rank: int, first_segment: int, num_segments: int) -> slice:
+        """Returns a place in the buffer in elements of float32."""
+        start = (rank * self._layout.num_bytes + first_segment * SEGMENT_BYTES) // 4
+        return slice(start, start + num_segments * SEGMENT_BYTES // 4)
+
+
+class Packer:
+    """Writes the tensors of an adapter into a buffer, some rows at a time, in any order, on several threads at once.
+
+    buffer: uint8 [plan.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are written.
+    """
+
+    def __init__(self, plan: PackingPlan, buffer: ByteArray) -> None:
+        assert buffer.size == plan.num_bytes, f"{buffer.size} bytes instead of {plan.num_bytes}"
+        self._plan = plan
+        self._elements, self._floats = buffer.view(STORAGE[plan.dtype]), buffer.view(np.float32)
+        # Two tensors may be added to the same columns.
+        self._adding = Lock()
+        for place, content in plan.fills:
+            words = self._floats if isinstance(content, float) else self._floats.view(np.int32)
+            words[place] = content
+
+    def write(self, planned: PlannedPieces, values: npt.NDArray[Any]) -> None:
+        """Writes pieces that the plan of this packer has planned. Raises AdapterInvalid if a value overflows.
+
+        values: the array that has the pieces, one-dimensional, as the file stores it.
+        """
+        if planned.copied:
+            if not self._fits(planned.dtype, values):
+                for piece in planned.copied:
+                    self._check(piece, values)
+            planned.copies.run(convert(values, planned.dtype, self._plan.dtype), self._elements)
+        for piece in planned.others:
+            if piece.tensor.name in self._plan.columns:
+                self._add_columns(piece, values)
+            else:
+                served = self._convert(piece, values)
+                for destination in self._plan.find_destinations(piece.tensor):
+                    destination.write(piece, served, self._elements)
+
+    def _fits(self, dtype: str, values: npt.NDArray[Any]) -> bool:
+        served = self._plan.dtype
+        return not may_overflow(dtype, served) or fits(dtype, largest_magnitude_bits(values), served)
+
+    def _check(self, piece: Piece, values: npt.NDArray[Any]) -> None:
+        if not self._fits(piece.tensor.dtype, piece.values(values)):
+            path = self._plan.find_path(piece.tensor)
+            raise AdapterInvalid((Reason("overflow", f"a weight of {path} overflows in {self._plan.dtype}"),))
+
+    def _convert(self, piece: Piece, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the rows of a piece in the served dtype."""
+        self._check(piece, values)
+        return convert(piece.values(values), piece.tensor.dtype, self._plan.dtype)
+
+    def _add_columns(self, piece: Piece, values: npt.NDArray[Any]) -> None:
+        numbers, dtype = piece.values(values), piece.tensor.dtype
+        if piece.tensor.name in self._plan.rounded:
+            numbers, dtype = self._convert(piece, values), STORED_NAMES[self._plan.dtype]
+        floats = convert(numbers.reshape(-1), dtype, "float32")
+        with self._adding:
+            for column in self._plan.columns[piece.tensor.name]:
+                column.write(piece.first_row, floats, self._floats)
 
 
 @dataclass(frozen=True, slots=True)
 class _ColumnDestination:
     """Where one rank's part of a magnitude, a bias or a norm is added."""
 
-    row: npt.NDArray[np.float32]  # [width and padding]
+    start: int  # the index of the first column in the buffer, in elements of float32
     parts: tuple[range, ...]  # the columns to write
     factor: float = 1.0
 
-    def write(self, first: int, values: npt.NDArray[np.float32]) -> None:
-        end, width = first + len(values), 0
+    def write(self, first: int, values: npt.NDArray[np.float32], buffer: npt.NDArray[np.float32]) -> None:
+        end, width = first + len(values), self.start
         for part in self.parts:
             begin, stop = max(first, part.start), min(end, part.stop)
             if begin < stop:
                 place = slice(width + begin - part.start, width + stop - part.start)
-                self.row[place] += values[begin - first : stop - first] * np.float32(self.factor)
+                buffer[place] += values[begin - first : stop - first] * np.float32(self.factor)
             width += len(part)
 
 
@@ -256,46 +331,71 @@ class _ColumnDestination:
 class _RowDestination:
     """Where one rank's copy of replaced rows is written."""
 
-    rows: npt.NDArray[Any]  # [n, hidden and padding]
-    places: npt.NDArray[np.int64]  # the place of each row of the tensor
+    place: Place  # [n, hidden and padding]
+    order: npt.NDArray[np.int64]  # the place of each row of the tensor
 
-    def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
-        places = self.places[first_row : first_row + len(values)]
-        self.rows[places, : values.shape[1]], self.rows[places, values.shape[1] :] = values, 0
+    def write(self, piece: Piece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
+        rows, order = self.place.view(buffer), self.order[piece.first_row : piece.first_row + piece.num_rows]
+        rows[order, : values.shape[1]], rows[order, values.shape[1] :] = values, 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Destination:
-    """Where one rank's part of a tensor is written."""
+    """Where one rank's part of a tensor of a pair is written."""
 
-    rows: npt.NDArray[Any]  # [num_experts * rank, width and padding]
+    place: Place  # [num_experts * rank, width and padding]
     parts: tuple[range, ...]  # of an A, the columns to write; of a B, the rows
     is_transposed: bool  # whether the tensor is a B, [width, num_experts * rank]
-    num_experts: int = 1
+    num_experts: int = 1  # of a B. If there are several, `write` has to order its columns.
 
-    def write(self, first_row: int, values: npt.NDArray[Any]) -> None:
-        """Writes what this rank holds of rows [first_row, first_row + n) of the tensor."""
-        end = first_row + len(values)
-        width = 0
+    def add_copies(self, piece: Piece, copies: MatrixCopies) -> None:
+        """Adds the copies of what this rank holds of a piece."""
+        first_row, pitch, end, width = piece.first_row, piece.row_elements, self._count_width(), 0
         for part in self.parts:
-            if self.is_transposed:
-                first, stop = max(first_row, part.start), min(end, part.stop)
-                if first < stop:
-                    place = slice(width + first - part.start, width + stop - part.start)
-                    columns = values[first - first_row : stop - first_row]
-                    if self.num_experts > 1:
-                        # The columns of the file are in the order [rank, num_experts].
-                        by_expert = columns.reshape(stop - first, -1, self.num_experts).transpose(2, 1, 0)
-                        self.rows[:, place] = by_expert.reshape(len(self.rows), -1)
-                    else:
-                        copy_transposed(columns, self.rows[:, place])
-            else:
-                self.rows[first_row:end, width : width + len(part)] = values[:, part.start : part.stop]
+            stop = width + len(part)
+            if not self.is_transposed:
+                # The padding comes with the last part.
+                stop_columns = stop if part is not self.parts[-1] else self.place.num_columns
+                copies.copy(
+                    Place(piece.start + part.start, piece.num_rows, len(part), pitch),
+                    self._cut(first_row, piece.num_rows, width, stop_columns),
+                )
+            elif rows := self._find_rows(piece, part):
+                copies.transpose(
+                    Place(piece.start + (rows.start - first_row) * pitch, len(rows), pitch, pitch),
+                    self._cut(
+                        0, self.place.num_rows, *(width + row - part.start for row in (rows.start, rows.stop))
+                    ),
+                )
+            width = stop
+        if self.is_transposed and first_row == 0 and end < self.place.num_columns:
+            nothing = Place(piece.start, self.place.num_rows, 0, 0)
+            copies.copy(nothing, self._cut(0, self.place.num_rows, end, self.place.num_columns))
+
+    def write(self, piece: Piece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
+        """Writes what this rank holds of a piece of a B of experts, whose columns are in the order [rank, expert]."""
+        target, width = self.place.view(buffer), 0
+        for part in self.parts:
+            if rows := self._find_rows(piece, part):
+                first = width + rows.start - part.start
+                own = values[rows.start - piece.first_row : rows.stop - piece.first_row]
+                by_expert = own.reshape(len(rows), -1, self.num_experts).transpose(2, 1, 0)
+                target[:, first : first + len(rows)] = by_expert.reshape(len(target), -1)
             width += len(part)
-        if not self.is_transposed:
-            self.rows[first_row:end, width:] = 0
-        elif first_row == 0:
-            self.rows[:, width:] = 0
+        if piece.first_row == 0:
+            target[:, width:] = 0
+
+    def _count_width(self) -> int:
+        return sum(map(len, self.parts))
+
+    def _cut(self, first_row: int, num_rows: int, first_column: int, end_column: int) -> Place:
+        start = self.place.start + first_row * self.place.pitch + first_column
+        return Place(start, num_rows, end_column - first_column, self.place.pitch)
+
+    @staticmethod
+    def _find_rows(piece: Piece, part: range) -> range:
+        """Returns the rows of the tensor that a piece and a part have in common."""
+        return range(max(piece.first_row, part.start), min(piece.first_row + piece.num_rows, part.stop))
 
 
 def _find_slices(
@@ -310,8 +410,3 @@ def _find_slices(
 
 def _segments(start: int, count: int) -> slice:
     return slice(start * SEGMENT_BYTES, (start + count) * SEGMENT_BYTES)
-
-
-def _check_overflow(tensor: Factor, values: npt.NDArray[Any], path: str, dtype: str) -> None:
-    if may_overflow(tensor.dtype, dtype) and not fits(tensor.dtype, largest_magnitude_bits(values), dtype):
-        raise AdapterInvalid((Reason("overflow", f"a weight of {path} overflows in {dtype}"),))

@@ -63,13 +63,13 @@ CHAIN = Worker("chain", "chain_worker", ("float32",))
 CONVOLVE = Worker("recurrence", "convolve_token_worker")
 DELTA_RULE = Worker("recurrence", "delta_rule_worker")
 SCAN = Worker("recurrence", "scan_token_worker")
-# Copies bits. See `transposition`.
-TRANSPOSE = Worker("transposition", "transpose_worker", ("float32", "bfloat16"))
+# Copies bits. See `matrix_copies`.
+COPY = Worker("matrix_copies", "copy_worker", ("float32", "bfloat16"))
 # Those that take longest to compile come first.
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
     *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
-    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, TRANSPOSE, CHAIN),
+    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, COPY, CHAIN),
 )
 
 

@@ -70,8 +70,10 @@ CODED_ITEM_ROWS = 16
 # `coded_weight.BLOCK_COLUMNS`.
 CODE_COLUMNS = 32
 
-# Transposition.
-# Bytes of a row of a block. 32 registers of AVX-512 or NEON hold it, and those of AVX2 hold half of it.
+# Copies of matrices.
+# The fields of a job for each copy.
+COPY_FIELDS = 5
+# Bytes of a row of a block that is transposed. 32 registers of AVX-512 or NEON hold a block, those of AVX2 half of it.
 TRANSPOSED_BYTES = 32
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from slora_adapters.errors import AdapterCorrupt, AdapterNotFound
+from slora_adapters.loader import stored_adapter
 from slora_adapters.loader.stored_adapter import BATCH_BYTES, NUM_BUFFERS, StoredAdapter, make_buffers
 from slora_adapters.peft.adapter import AdapterLimits, adapter_digest
 from slora_adapters.peft.packing import Packer, pack
@@ -88,6 +90,26 @@ def test_the_adapter_does_not_depend_on_piece_sizes_and_file_order(batch_bytes: 
     assert max(blob.sizes[1:]) <= max(batch_bytes, rows), "the header, then batches"
     if seed == 0:
         assert blob.starts == sorted(blob.starts), "read from its begin to its end"
+
+
+@pytest.mark.parametrize("kept", [0, 1024])
+def test_adapters_of_one_recipe_are_loaded_side_by_side(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share the plan of their loads, and nothing else."""
+    monkeypatch.setattr(stored_adapter, "_NUM_KEPT_BATCHES", kept)
+    config = make_config(r=5, alpha_pattern={"q_proj": 5 + kept})
+    loads = [make_members(config, make_tensors(rank=5, seed=seed)) for seed in range(8)]
+    expected = [
+        pack(
+            parse_adapter({n: memoryview(raw) for n, raw in members.items()}, SHAPE, AdapterLimits()),
+            SHAPE,
+            "float32",
+        )
+        for members in loads
+    ]
+    with ThreadPoolExecutor(4) as threads:
+        poured = threads.map(lambda members: _pour(LocalBlob(members), _digest(members), 100), loads * 3)
+        for (region, scales), packed in zip(poured, expected * 3, strict=True):
+            assert np.array_equal(region, packed.buffer) and np.array_equal(scales, packed.scales)
 
 
 @pytest.mark.parametrize("batch_bytes", [1, 100, 1 << 20])

@@ -190,7 +190,7 @@ sys.exit(status)
 """
 KERNEL_TESTS = (
     "test_argmax test_attention test_coded_linear test_fp8_kv test_lora test_norm_and_activation test_invariance "
-    "test_quantized_linear test_rotate_and_write_kv cpu/test_cpu_kernels cpu/test_transposition"
+    "test_quantized_linear test_rotate_and_write_kv cpu/test_cpu_kernels cpu/test_matrix_copies"
 )
 
 

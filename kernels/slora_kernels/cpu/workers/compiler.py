@@ -22,12 +22,12 @@ from slora_kernels.cpu.workers import (
     chain,
     elementwise,
     lora,
+    matrix_copies,
     quantized,
     recurrence,
     tile_attention,
     tile_linear,
     tile_lora,
-    transposition,
 )
 from slora_kernels.cpu.workers.intrinsics import OPTIONS, Job
 from slora_kernels.cpu_isa import CPU_ISAS, CpuIsa, find_cpu_isa
@@ -42,12 +42,12 @@ _MODULES = {
         chain,
         elementwise,
         lora,
+        matrix_copies,
         quantized,
         recurrence,
         tile_attention,
         tile_linear,
         tile_lora,
-        transposition,
     )
 }
 # The element type that stands for a dtype, see `intrinsics`.

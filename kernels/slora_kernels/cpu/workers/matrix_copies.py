@@ -1,7 +1,7 @@
-"""Transposes a matrix of elements of 2 or 4 bytes.
+"""Copies and transposes matrices of elements of 2 or 4 bytes.
 
-A vector of elements from each of several rows is read, and these vectors are transposed in registers. numpy moves one
-element at a time, which takes about three times as long.
+To transpose, a vector of elements from each of several rows is read, and these vectors are transposed in registers.
+numpy moves one element at a time, which takes about three times as long.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import types
 
-from slora_kernels.cpu.worker_sizes import TRANSPOSED_BYTES
+from slora_kernels.cpu.worker_sizes import COPY_FIELDS, TRANSPOSED_BYTES
 from slora_kernels.cpu.workers.dots import transpose_vectors
 from slora_kernels.cpu.workers.intrinsics import (
     Array,
@@ -77,16 +77,39 @@ def _transpose_strip(target: Array, source: Array, num_columns: Int) -> None:
     _copy_elements(target, source, first, num_columns)
 
 
-# Fields of a job: the matrix [n, m], the number of its columns, and the transposed matrix [m, n].
-SOURCE, NUM_COLUMNS, TARGET = range(3)
-
-
-def transpose_worker(job: Job) -> None:
-    """Each item of the job is a strip of columns, as many as a wide block has."""
-    source, target = read_model_matrix(job, SOURCE), read_model_matrix(job, TARGET)
-    width, num_columns = TRANSPOSED_BYTES // source.itemsize, read_int(job, NUM_COLUMNS)
-    strip = take_item(job)
-    while strip < count_items(job):
-        column = strip * width
+@compiled
+def _transpose(target: Array, source: Array, num_columns: Int) -> None:
+    # A strip has as many columns as a wide block.
+    width = TRANSPOSED_BYTES // source.itemsize
+    for column in range(0, num_columns, width):
         _transpose_strip(target[column:], source[:, column:], min(width, num_columns - column))
-        strip = take_item(job)
+
+
+@compiled
+def _copy(target: Array, source: Array, num_columns: Int, end: Int) -> None:
+    """target[:, :num_columns] = source, target[:, num_columns:end] = 0"""
+    for k in range(source.shape[0]):
+        to, of = target[k], source[k]
+        for column in range(num_columns):
+            to[column] = of[column]
+        for column in range(num_columns, end):
+            to[column] = 0
+
+
+# Fields of each copy: the matrix [n, m], its target [n or m, columns], m, the number of the target's columns, and
+# whether the matrix is transposed.
+SOURCE, TARGET, NUM_COLUMNS, END, IS_TRANSPOSED = range(COPY_FIELDS)
+
+
+def copy_worker(job: Job) -> None:
+    """Each item of the job is a copy."""
+    item = take_item(job)
+    while item < count_items(job):
+        first = item * COPY_FIELDS
+        source, target = read_model_matrix(job, first + SOURCE), read_model_matrix(job, first + TARGET)
+        num_columns = read_int(job, first + NUM_COLUMNS)
+        if read_int(job, first + IS_TRANSPOSED):
+            _transpose(target, source, num_columns)
+        else:
+            _copy(target, source, num_columns, read_int(job, first + END))
+        item = take_item(job)
