@@ -38,6 +38,9 @@ _CHECKED_ROWS = (1, 16, 17, 128, 200)
 _CHECKED_UNITS, _CHECKED_SUMS = 8, 1e-5
 # Elements of a weight that are widened to float32 at a time. They fit into a core's own cache.
 _SQUARED_ELEMENTS = 1 << 17
+# Elements of a weight whose norms are computed at a time. Beside a process that uses a core, each operation of several
+# threads waits for that core, and with smaller pieces a model of 135M took 1.2 s of CPU time more.
+_NORM_ELEMENTS = 1 << 21
 # Elements that are rounded to int4 at a time. They stay in a core's own cache.
 _ROUNDED_ELEMENTS = 1 << 16
 
@@ -216,8 +219,11 @@ def sum_squares(weight: Tensor | QuantizedWeight | CodedWeight) -> Tensor:
         return sum_squares(weight.values) * weight.scales.square()
     if isinstance(weight, CodedWeight):
         return weight.sum_squares()
-    step = max(1, _SQUARED_ELEMENTS // max(1, weight.shape[1]))
-    return torch.cat([part.float().square().sum(1) for part in torch.split(weight, step)])
+    is_narrow = weight.element_size() == 1  # Numbers of 8 bits have to be widened.
+    step = max(1, (_SQUARED_ELEMENTS if is_narrow else _NORM_ELEMENTS) // max(1, weight.shape[1]))
+    parts = (part.float() if is_narrow else part for part in torch.split(weight, step))
+    norms = (torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts)
+    return torch.cat([*norms]).square_()
 
 
 def _pack(weight: Weight, dtype: torch.dtype, *, is_biased: bool = False, is_tied: bool = False) -> Weight:
