@@ -163,7 +163,9 @@ class InspectorInProcess:
 
     limits: AdapterLimits
 
-    async def inspect(self, tenant: str, source: Path, scratch: Path) -> CheckedAdapter:
+    async def inspect(
+        self, tenant: str, source: Path, scratch: Path, *, is_trusted: bool = False
+    ) -> CheckedAdapter:
         return await asyncio.to_thread(inspect, source, scratch, SHAPE, self.limits)
 
 

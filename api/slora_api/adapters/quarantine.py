@@ -50,12 +50,14 @@ class StagedUpload:
     source: a directory with the files of a PEFT adapter, or an archive file.
     base_fingerprint: fingerprint of the base model that the adapter was trained on; None if the client sent none.
     hub: the adapter that the server must download to `source`; None if the files are there.
+    is_trusted: whether the files are the operator's and not a tenant's.
     """
 
     name: str
     source: Path
     base_fingerprint: str | None = None
     hub: HubReference | None = None
+    is_trusted: bool = False
 
 
 class Quarantine:

@@ -107,7 +107,7 @@ async def _publish(
     has_warned, num_failed = False, 0
     while True:
         try:
-            upload = StagedUpload(path.name, path, base_fingerprint)
+            upload = StagedUpload(path.name, path, base_fingerprint, is_trusted=True)
             await publisher.publish(tenant, upload, await_engine=await_engine)
         except (EngineUnavailable, ServerBusy) as error:
             if not has_warned:
