@@ -3,8 +3,7 @@
 import gc
 
 if __name__ == "__main__":
-    # Garbage collection is off until all modules are imported. It would take a tenth of the import time and find no
-    # garbage.
+    # Until `limit_garbage_collection`. Garbage collection would take an eighth of the time and find no garbage.
     gc.disable()
 
 import argparse
@@ -118,5 +117,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    gc.enable()
     sys.exit(main())

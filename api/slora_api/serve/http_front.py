@@ -72,7 +72,8 @@ _SWITCH_INTERVAL_S = 5e-4
 
 
 def limit_garbage_collection() -> None:
-    """Makes garbage collection cheaper. Call this after all objects that live as long as the process have been created.
+    """Turns garbage collection on and makes it cheaper. Call this after all objects that live as long as the process
+    have been created.
 
     Later collections skip these objects. Otherwise, each full collection would block the event loop for 50 ms. New
     objects are collected less often than by default, because the objects of requests in progress survive most
@@ -81,6 +82,7 @@ def limit_garbage_collection() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)
+    gc.enable()
 
 
 def prefer_event_loop() -> None:
