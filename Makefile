@@ -18,7 +18,7 @@ COMPILED := $(VENV)/.compiled-for-tests
 WORKERS := attend_worker:bfloat16 float32 bfloat16 float32/fp8 coded_linear_worker:bfloat16 int8_linear_worker:bfloat16 \
 	float8_linear_worker:bfloat16 delta_rule_worker:float32 delta_rule_worker:bfloat16 scan_token_worker:float32 \
 	scan_token_worker:bfloat16 convolve_token_worker:float32 convolve_token_worker:bfloat16 coded_worker:float32 \
-	int8_worker:float32 float8_worker:float32 copy_worker:bfloat16 copy_worker:float32
+	int8_worker:float32 float8_worker:float32 copy_worker:bfloat16 copy_worker:float32 round_worker:bfloat16
 # Clients of the API, which need other versions of packages than the tests.
 CLIENTS := $(VENV)-clients
 CLIENTS3 := $(VENV)-clients-openai3
@@ -89,7 +89,7 @@ DOWNLOAD := $(if $(filter serve,$(MAKECMDGOALS)),PYTHONPATH=$(SOURCES) $(BIN)/py
 # numba compiles the kernels while pip installs the other packages. The wheel ships machine code instead. What the tests
 # need besides is installed and compiled at the same time if this is done for them.
 EXTRAS := serve,redis,postgresql
-KERNELS := fastest copy_worker:bfloat16 copy_worker:float32
+KERNELS := fastest copy_worker:bfloat16 copy_worker:float32 round_worker:bfloat16
 $(TEST): EXTRAS := $(EXTRAS),otel,test,lint
 $(TEST): KERNELS := $(WORKERS)
 $(SERVE): pyproject.toml | $(VENV)/bin/python

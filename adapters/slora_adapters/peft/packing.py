@@ -29,7 +29,7 @@ from slora_adapters.peft.tensor_file import (
     largest_magnitude_bits,
     may_overflow,
 )
-from slora_kernels.cpu.matrix_copies import MatrixCopies, Place
+from slora_kernels.cpu.matrix_copies import MatrixCopies, Place, round_to_bfloat16
 from slora_kernels.layout import SEGMENT_BYTES, AdapterLayout, LoraSite, ModelShape, affine_segments
 from slora_kernels.partition import Partition
 
@@ -273,10 +273,7 @@ class Packer:
         values: the array that has the pieces, one-dimensional, as the file stores it.
         """
         if planned.copied:
-            if not self._fits(planned.dtype, values):
-                for piece in planned.copied:
-                    self._check(piece, values)
-            planned.copies.run(convert(values, planned.dtype, self._plan.dtype), self._elements)
+            planned.copies.run(self._convert_copied(planned, values), self._elements)
         for piece in planned.others:
             if piece.tensor.name in self._plan.columns:
                 self._add_columns(piece, values)
@@ -284,6 +281,19 @@ class Packer:
                 served = self._convert(piece, values)
                 for destination in self._plan.find_destinations(piece.tensor):
                     destination.write(piece, served, self._elements)
+
+    def _convert_copied(self, planned: PlannedPieces, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the whole array in the served dtype. Only pieces that are copied are checked for overflow."""
+        dtype, served = planned.dtype, self._plan.dtype
+        rounded = round_to_bfloat16(values) if (dtype, served) == ("F32", "bfloat16") else None
+        if rounded is None:
+            converted, is_fitting = convert(values, dtype, served), self._fits(dtype, values)
+        else:
+            converted, is_fitting = rounded[0], fits(dtype, rounded[1], served)
+        if not is_fitting:
+            for piece in planned.copied:
+                self._check(piece, values)
+        return converted
 
     def _fits(self, dtype: str, values: npt.NDArray[Any]) -> bool:
         served = self._plan.dtype

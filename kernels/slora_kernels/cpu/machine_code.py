@@ -65,11 +65,12 @@ DELTA_RULE = Worker("recurrence", "delta_rule_worker")
 SCAN = Worker("recurrence", "scan_token_worker")
 # Copies bits. See `matrix_copies`.
 COPY = Worker("matrix_copies", "copy_worker", ("float32", "bfloat16"))
+ROUND = Worker("matrix_copies", "round_worker", ("bfloat16",))
 # Those that take longest to compile come first.
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
     *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
-    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, COPY, CHAIN),
+    *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, COPY, ROUND, CHAIN),
 )
 
 

@@ -1,4 +1,4 @@
-"""Copies and transposes matrices of numpy, by machine code where there is some. It needs no torch."""
+"""Copies, transposes and rounds matrices of numpy, by machine code where there is some. It needs no torch."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from slora_kernels.cpu.machine_code import COPY, find_worker, has_workers
+from slora_kernels.cpu.machine_code import COPY, ROUND, find_worker, has_workers
 from slora_kernels.cpu.worker_sizes import COPY_FIELDS, FIELD_WORDS, NUM_ITEMS, NUM_SHARES, NUM_WORDS
 
 # Element size -> a dtype of this size. Only bits are copied, so the values may have any other dtype of this size.
@@ -26,6 +26,32 @@ def load_copy_worker(element_bytes: int) -> Callable[[int], None] | None:
     In a checkout, the first call imports numba and may compile the worker, which takes seconds.
     """
     return _WORKER(find_worker(COPY, _DTYPES[element_bytes])) if has_workers() else None
+
+
+@cache
+def _load_round_worker() -> Callable[[int], None] | None:
+    return _WORKER(find_worker(ROUND, "bfloat16")) if has_workers() else None
+
+
+def round_to_bfloat16(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint16], int] | None:
+    """Rounds finite values, [n], to the bits of bfloat16, [n]. Those that overflow become infinity.
+
+    Also returns the bits of the greatest magnitude of `values`. Returns None without machine code, see
+    `load_copy_worker`. In place of that, numpy takes four times as long in 48 calls for 512 KiB.
+    """
+    run_job = _load_round_worker()
+    if run_job is None or not values.flags.aligned or not values.flags.c_contiguous:
+        return None
+    rounded, greatest, count = np.empty(values.size, np.uint16), np.zeros(1, np.int32), values.size
+    words = np.zeros(NUM_WORDS + 3 * FIELD_WORDS, np.int64)
+    words[NUM_ITEMS], words[NUM_SHARES] = 1, 1
+    words[NUM_WORDS:] = (
+        *(values.ctypes.data, 1, count),
+        *(rounded.ctypes.data, 1, count),
+        *(greatest.ctypes.data, 1, 1),
+    )
+    run_job(words.ctypes.data)
+    return rounded, int(greatest[0])
 
 
 class Place(NamedTuple):

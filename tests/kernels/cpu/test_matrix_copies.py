@@ -3,10 +3,11 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 
 from slora_kernels.cpu import matrix_copies
 from slora_kernels.cpu.machine_code import has_workers
-from slora_kernels.cpu.matrix_copies import MatrixCopies, Place
+from slora_kernels.cpu.matrix_copies import MatrixCopies, Place, round_to_bfloat16
 
 SIZES = [
     (num_rows, num_columns)
@@ -121,3 +122,34 @@ def test_arrays_that_are_too_short_or_not_alike_are_refused() -> None:
     ):
         with pytest.raises(AssertionError):
             copies.run(source, to)
+
+
+@pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
+def test_float32_is_rounded_to_bfloat16_as_torch_does() -> None:
+    random = np.random.default_rng(0)
+    for count in (1, 2, 15, 16, 17, 1000, 70_001):
+        bits = random.integers(0, 1 << 32, count, np.uint32)
+        bits[bits & 0x7F800000 == 0x7F800000] = 0x3F808000  # A tie, instead of what is not finite.
+        bits[::3] &= 0xFFFF8000
+        values = bits.view(np.float32)
+        found = round_to_bfloat16(values)
+        assert found is not None
+        rounded, greatest = found
+        expected = torch.from_numpy(values).bfloat16().view(torch.int16).numpy().view(np.uint16)
+        assert np.array_equal(rounded, expected)
+        assert greatest == int((bits & 0x7FFFFFFF).max())
+
+
+@pytest.mark.skipif(not has_workers(), reason="there is neither machine code nor numba")
+@pytest.mark.parametrize("value", (np.inf, -np.inf, np.nan))
+def test_what_is_not_finite_is_greater_than_all_numbers(value: float) -> None:
+    values = np.full(40, -3e38, np.float32)
+    values[33] = value
+    found = round_to_bfloat16(values)
+    assert found is not None and found[1] >= 0x7F800000
+
+
+def test_an_array_that_the_worker_cannot_read_is_not_rounded() -> None:
+    odd = np.frombuffer(b"x" + bytes(64), np.uint8)[1:].view(np.float32)
+    assert round_to_bfloat16(odd) is None
+    assert round_to_bfloat16(np.zeros(8, np.float32)[::2]) is None

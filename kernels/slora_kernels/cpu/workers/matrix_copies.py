@@ -1,4 +1,4 @@
-"""Copies and transposes matrices of elements of 2 or 4 bytes.
+"""Copies and transposes matrices of elements of 2 or 4 bytes, and rounds float32 to bfloat16.
 
 To transpose, a vector of elements from each of several rows is read, and these vectors are transposed in registers.
 numpy moves one element at a time, which takes about three times as long.
@@ -7,6 +7,7 @@ numpy moves one element at a time, which takes about three times as long.
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from numba import types
 
 from slora_kernels.cpu.worker_sizes import COPY_FIELDS, TRANSPOSED_BYTES
@@ -19,6 +20,7 @@ from slora_kernels.cpu.workers.intrinsics import (
     count_items,
     intrinsic,
     read_int,
+    read_int32_matrix,
     read_model_matrix,
     take_item,
 )
@@ -113,3 +115,24 @@ def copy_worker(job: Job) -> None:
         else:
             _copy(target, source, num_columns, read_int(job, first + END))
         item = take_item(job)
+
+
+# Fields of a job that rounds: the bits of float32 [1, n], those of bfloat16 [1, n], and a place, int32 [1, 1], for the
+# bits of the greatest magnitude of the float32.
+SINGLES, ROUNDED, GREATEST = range(3)
+
+
+def round_worker(job: Job) -> None:
+    """Rounds to nearest, ties to even. Infinity and NaN count as greater than every finite value. They, and what
+    overflows, are not rounded as such.
+    """
+    singles, rounded = read_int32_matrix(job, SINGLES)[0], read_model_matrix(job, ROUNDED)[0]
+    greatest = np.int32(0)
+    for k in range(len(singles)):
+        bits = singles[k]
+        greatest = max(greatest, bits & np.int32(0x7FFFFFFF))
+        unsigned = np.uint32(bits)
+        rounded[k] = (
+            unsigned + np.uint32(0x7FFF) + ((unsigned >> np.uint32(16)) & np.uint32(1))
+        ) >> np.uint32(16)
+    read_int32_matrix(job, GREATEST)[0][0] = greatest
