@@ -33,12 +33,12 @@ _GROUPS = (
     "tests/kernels",
     "tests/api --ignore=tests/api/adapters --ignore=tests/api/cli --ignore=tests/api/console --ignore=tests/api/fuzz"
     " --ignore=tests/api/generation --ignore=tests/api/server --ignore=tests/api/tenants",
+    "tests/slora/models",
     "tests/slora --ignore=tests/slora/engine --ignore=tests/slora/models --ignore=tests/slora/llm"
     " --ignore=tests/slora/scheduler --ignore=tests/slora/sampling",
     "tests/slora/scheduler",
     # The server of the last folder wakes 200 times a second until its group ends.
     "tests/adapters tests/api/fuzz",
-    "tests/slora/models",
     "--ignore=tests/slora --ignore=tests/api --ignore=tests/adapters --ignore=tests/kernels",
     "tests/slora/sampling",
     "tests/slora/llm",
