@@ -279,6 +279,9 @@ class Database:
                     return connection.execute(statement, parameters).fetchall()
         except exc.OperationalError as error:
             raise DatabaseUnavailable(f"database {self.label}: {error.orig}") from error
+        finally:
+            if self._closed:
+                self._close_exclusive()
 
     def _close_exclusive(self) -> None:
         if self._exclusive is None:

@@ -2,7 +2,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -92,8 +92,9 @@ def test_inserts_of_any_number_of_rows_share_few_statements(tmp_path: Path) -> N
     assert len(seen) <= 17 and max(statement.count("?") for statement in seen) <= 16
 
 
-def test_a_connection_in_use_while_the_database_is_closed_is_closed_afterwards(database_place: str) -> None:
-    """Born from a bug: a server that stopped while a thread used its database left the connection to the collector."""
+@contextmanager
+def closing_all_connections() -> Iterator[None]:
+    """Checks that all connections that are opened in the context are closed at its end."""
     opened, closed = list[object](), list[object]()
 
     def note_opened(connection: object, _record: object) -> None:
@@ -105,15 +106,36 @@ def test_a_connection_in_use_while_the_database_is_closed_is_closed_afterwards(d
     event.listen(Pool, "connect", note_opened)
     event.listen(Pool, "close", note_closed)
     try:
+        yield
+    finally:
+        event.remove(Pool, "connect", note_opened)
+        event.remove(Pool, "close", note_closed)
+    assert len(opened) >= 2 and set(map(id, closed)) == set(map(id, opened))
+
+
+def test_a_connection_in_use_while_the_database_is_closed_is_closed_afterwards(database_place: str) -> None:
+    """Born from a bug: a server that stopped while a thread used its database left the connection to the collector."""
+    with closing_all_connections():
         database = Database(database_place)
         with database.snapshot(), pytest.raises(KeyError), database.transaction(CHANGES):
             database.close()
             raise KeyError
         assert names(database) == []
-    finally:
-        event.remove(Pool, "connect", note_opened)
-        event.remove(Pool, "close", note_closed)
-    assert len(opened) >= 2 and set(map(id, closed)) == set(map(id, opened))
+
+
+def test_a_read_on_a_full_disk_while_the_database_is_closed_leaves_no_connection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Born from a review: its connection locks the whole file."""
+
+    def find_no_space() -> None:
+        raise DiskFull(tmp_path)
+
+    with closing_all_connections():
+        database = Database(tmp_path / "adapters.db")
+        database.close()
+        monkeypatch.setattr(database, "_connect", find_no_space)
+        assert names(database) == []
 
 
 def test_names_are_sorted_in_byte_order(database: Database) -> None:
