@@ -99,6 +99,11 @@ class AttentionPlan:
         # The norm weights that the last rotate job points to. The plan does not keep those of the jobs before it.
         self.norms: tuple[Tensor, ...] = ()
 
+    @property
+    def num_threads(self) -> int:
+        """The number of threads that have scratch, once a job was made. torch may have more by now."""
+        return len(self._scratch)
+
     def refresh(self) -> None:
         """Lets all jobs compute what the batch's tensors contain now. Their sizes are as they were."""
         self._tiles.copy_(_tile_queries(self._batch, self._tile_length))

@@ -77,6 +77,7 @@ from slora_kernels.torch.token_sampling import mask_logits, sample_tokens
 
 # Reading fewer elements than this takes less time than waking a second thread (about 10 us).
 SERIAL_ELEMENTS = 65536
+_ANY_THREADS = 1 << 30
 assert CODE_COLUMNS == BLOCK_COLUMNS
 
 
@@ -124,11 +125,16 @@ class CpuKernels:
         *operands: object,
         num_elements: int,
         num_rows: int = 0,
+        most_threads: int = _ANY_THREADS,
     ) -> None:
-        """operands: see `ThreadTeam.run`. num_rows: the number of rows if the items are in the order of rows."""
+        """operands: see `ThreadTeam.run`. num_rows: the number of rows if the items are in the order of rows.
+        most_threads: those that have scratch memory of their own.
+        """
         items = job[NUM_ITEMS]
         if items:
-            threads = 1 if num_elements < SERIAL_ELEMENTS else min(torch.get_num_threads(), items)
+            threads = 1
+            if num_elements >= SERIAL_ELEMENTS:
+                threads = min(torch.get_num_threads(), items, most_threads)
             share_rows(job, num_rows, threads)
             self._team.run(_find(worker, dtype), job, threads, *operands)
 
@@ -268,7 +274,8 @@ class CpuKernels:
         out = torch.empty(q.shape[0], geometry.num_heads * geometry.head_dim, dtype=q.dtype)
         job, num_elements = plan.make_attend_job(q, out, pages, geometry, layer, rule)
         worker = find_attend_worker(name_dtype(geometry.dtype), geometry.kv_format, geometry.head_dim)
-        self._run(worker, geometry.dtype, job, q, out, num_elements=num_elements)
+        threads = plan.num_threads
+        self._run(worker, geometry.dtype, job, q, out, num_elements=num_elements, most_threads=threads)
         return out
 
     def mask_logits(self, logits: Tensor, rows: Tensor, masks: Tensor) -> None:
@@ -330,6 +337,5 @@ class CpuKernels:
         plan = step.plan
         assert isinstance(plan, LoraPlan)
         job, num_elements = plan.make_job(out, shrunk, pages, site)
-        self._run(
-            find_lora_worker(name_dtype(out.dtype)), out.dtype, job, out, shrunk, num_elements=num_elements
-        )
+        worker, threads = find_lora_worker(name_dtype(out.dtype)), plan.num_threads
+        self._run(worker, out.dtype, job, out, shrunk, num_elements=num_elements, most_threads=threads)

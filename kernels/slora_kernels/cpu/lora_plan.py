@@ -76,6 +76,11 @@ class LoraPlan:
         self._dtype = torch.float32
         self._words = pack_fields()
 
+    @property
+    def num_threads(self) -> int:
+        """The number of threads that have scratch, once a job was made. torch may have more by now."""
+        return len(self._scratch)
+
     def refresh(self) -> None:
         """Lets all jobs compute what the tensors of the tiles contain now."""
         if self._is_whole:

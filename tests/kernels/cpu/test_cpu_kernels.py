@@ -1,4 +1,5 @@
 import math
+from array import array
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import (
 )
 
 from slora_kernels.batch import Activation, AttentionBatch, AttentionRule, KVGeometry, LoraTiles
+from slora_kernels.cpu import kernels as cpu_kernels
 from slora_kernels.cpu import token_recurrence
 from slora_kernels.cpu.kernels import CpuKernels
 from slora_kernels.cpu.machine_code import find_worker, has_workers
@@ -75,6 +77,37 @@ def test_collected_jobs_run_in_order_at_the_end_unless_there_is_an_error(allow_o
     expected, expected_sums = compute(dropped), dropped
     run_again()
     assert torch.equal(result, expected) and torch.equal(sums, expected_sums)
+
+
+def test_threads_that_torch_gets_during_a_step_have_no_part_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Born from a review: they wrote behind the scratch memory, which had been reserved for fewer threads."""
+    used = list[int]()
+
+    class Team(ThreadTeam):
+        def run(self, worker: int, job: "array[int]", threads: int, *operands: object) -> None:
+            used.append(threads)
+            super().run(worker, job, threads, *operands)
+
+    monkeypatch.setattr(cpu_kernels, "SERIAL_ELEMENTS", 0)
+    kernels, geometry = CpuKernels(Team()), KVGeometry(2, 6, 2, 32, 16, torch.float32)
+    scene = build_attention(geometry, [(1, 200), (5, 70), (1, 130)])
+    shape = llama_shape(2, 64, 6, 2, 16, 96, 300, 4)
+    adapters = build_adapters(shape, torch.float32, [[8] * 16, [40] * 16])
+    tiles, site = build_tiles([(0, 0, 3), (1, 3, 4)], adapters.tables), shape.sites[0]
+    x, results, before = torch.randn(7, 64), list[torch.Tensor](), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        step, lora_step = kernels.prepare_attention(scene.batch), kernels.prepare_lora(tiles, adapters.tables)
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            out = torch.zeros(7, sum(site.widths))
+            shrunk = kernels.shrink(x, adapters.pages, site, lora_step)
+            kernels.expand(out, shrunk, adapters.pages, site, lora_step)
+            results += kernels.attend(scene.q, scene.pages, geometry, 1, step, AttentionRule(0.1)), out
+    finally:
+        torch.set_num_threads(before)
+    assert used == [1] * 4
+    assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
 def test_kept_jobs_compute_attention_and_lora_of_another_step() -> None:
