@@ -30,7 +30,7 @@ from slora_adapters.peft.adapter import (
     AdapterLimits,
     AdapterTensors,
 )
-from slora_adapters.peft.packing import ByteArray, Packer, PackingPlan, Piece, PlannedPieces
+from slora_adapters.peft.packing import ByteArray, Packer, PackingPlan, PlannedPieces, TensorPiece
 from slora_adapters.peft.peft_config import (
     CONFIG_NAME,
     DIGEST_FIELD,
@@ -125,7 +125,7 @@ class _Batch:
     """Rows that are adjacent in the body of the file, starting at byte `start`, of tensors of one dtype."""
 
     start: int
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
     # Made when a load first needs it.
     planned: PlannedPieces | None = None
 
@@ -154,7 +154,7 @@ def _list_batches(spans: Mapping[str, TensorSpan], batch_bytes: int) -> list[_Ba
                 num_left = batch_bytes
             count = min(max(1, num_left // row_bytes), tensor.shape[0] - first_row)
             place = (start - batches[-1].start) // DTYPES[tensor.dtype].itemsize
-            batches[-1].pieces.append(Piece(tensor, first_row, count, place))
+            batches[-1].pieces.append(TensorPiece(tensor, first_row, count, place))
             first_row += count
             num_left -= count * row_bytes
             end = start + count * row_bytes

@@ -69,12 +69,14 @@ def pack_into(
     plan = PackingPlan(adapter.tensors, partition, dtype, layout)
     packer = Packer(plan, buffer)
     for tensor in adapter.tensors.list_all():
-        packer.write(plan.plan_pieces([Piece(tensor, 0, tensor.shape[0], 0)]), tensor.values.reshape(-1))
+        packer.write(
+            plan.plan_pieces([TensorPiece(tensor, 0, tensor.shape[0], 0)]), tensor.values.reshape(-1)
+        )
     return PackedAdapter(layout, plan.scales, buffer, partition.size)
 
 
-class Piece(NamedTuple):
-    """Rows of a tensor in an array of values. The rows of a vector have one element each."""
+class TensorPiece(NamedTuple):
+    """A piece of a tensor: some of its rows, in an array of values. The rows of a vector have one element each."""
 
     tensor: Factor
     first_row: int
@@ -96,9 +98,9 @@ class PlannedPieces:
     """Pieces in one array, whose tensors have the same dtype. Several adapters may share the plan."""
 
     dtype: str  # as files name it
-    copied: list[Piece]
+    copied: list[TensorPiece]
     copies: MatrixCopies  # of `copied`, from an array of the served dtype to the buffer
-    others: list[Piece]
+    others: list[TensorPiece]
 
 
 class PackingPlan:
@@ -151,7 +153,7 @@ class PackingPlan:
                     self._place_pair(site, module_id, width, pair)
         self.scales.flags.writeable = False
 
-    def plan_pieces(self, pieces: Sequence[Piece]) -> PlannedPieces:
+    def plan_pieces(self, pieces: Sequence[TensorPiece]) -> PlannedPieces:
         """Plans the writing of pieces, whose tensors have the same dtype."""
         copies, copied, others = MatrixCopies(), [], []
         for piece in pieces:
@@ -299,17 +301,17 @@ class Packer:
         served = self._plan.dtype
         return not may_overflow(dtype, served) or fits(dtype, largest_magnitude_bits(values), served)
 
-    def _check(self, piece: Piece, values: npt.NDArray[Any]) -> None:
+    def _check(self, piece: TensorPiece, values: npt.NDArray[Any]) -> None:
         if not self._fits(piece.tensor.dtype, piece.values(values)):
             path = self._plan.find_path(piece.tensor)
             raise AdapterInvalid((Reason("overflow", f"a weight of {path} overflows in {self._plan.dtype}"),))
 
-    def _convert(self, piece: Piece, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Returns the rows of a piece in the served dtype."""
+    def _convert(self, piece: TensorPiece, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """Returns the rows in the served dtype."""
         self._check(piece, values)
         return convert(piece.values(values), piece.tensor.dtype, self._plan.dtype)
 
-    def _add_columns(self, piece: Piece, values: npt.NDArray[Any]) -> None:
+    def _add_columns(self, piece: TensorPiece, values: npt.NDArray[Any]) -> None:
         numbers, dtype = piece.values(values), piece.tensor.dtype
         if piece.tensor.name in self._plan.rounded:
             numbers, dtype = self._convert(piece, values), STORED_NAMES[self._plan.dtype]
@@ -344,7 +346,7 @@ class _RowDestination:
     place: Place  # [n, hidden and padding]
     order: npt.NDArray[np.int64]  # the place of each row of the tensor
 
-    def write(self, piece: Piece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
+    def write(self, piece: TensorPiece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
         rows, order = self.place.view(buffer), self.order[piece.first_row : piece.first_row + piece.num_rows]
         rows[order, : values.shape[1]], rows[order, values.shape[1] :] = values, 0
 
@@ -358,7 +360,7 @@ class _Destination:
     is_transposed: bool  # whether the tensor is a B, [width, num_experts * rank]
     num_experts: int = 1  # of a B. If there are several, `write` has to order its columns.
 
-    def add_copies(self, piece: Piece, copies: MatrixCopies) -> None:
+    def add_copies(self, piece: TensorPiece, copies: MatrixCopies) -> None:
         """Adds the copies of what this rank holds of a piece."""
         first_row, pitch, end, width = piece.first_row, piece.row_elements, self._count_width(), 0
         for part in self.parts:
@@ -382,7 +384,7 @@ class _Destination:
             nothing = Place(piece.start, self.place.num_rows, 0, 0)
             copies.copy(nothing, self._cut(0, self.place.num_rows, end, self.place.num_columns))
 
-    def write(self, piece: Piece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
+    def write(self, piece: TensorPiece, values: npt.NDArray[Any], buffer: npt.NDArray[Any]) -> None:
         """Writes what this rank holds of a piece of a B of experts, whose columns are in the order [rank, expert]."""
         target, width = self.place.view(buffer), 0
         for part in self.parts:
@@ -403,7 +405,7 @@ class _Destination:
         return Place(start, num_rows, end_column - first_column, self.place.pitch)
 
     @staticmethod
-    def _find_rows(piece: Piece, part: range) -> range:
+    def _find_rows(piece: TensorPiece, part: range) -> range:
         """Returns the rows of the tensor that a piece and a part have in common."""
         return range(max(piece.first_row, part.start), min(piece.first_row + piece.num_rows, part.stop))
 

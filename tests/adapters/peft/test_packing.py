@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from slora_adapters.errors import AdapterInvalid
 from slora_adapters.peft.adapter import Adapter, AdapterExtras, AdapterTensors, LoraPair, ModuleId, Vocabulary
-from slora_adapters.peft.packing import PackedAdapter, Packer, PackingPlan, Piece, pack, pack_into
+from slora_adapters.peft.packing import PackedAdapter, Packer, PackingPlan, TensorPiece, pack, pack_into
 from slora_adapters.peft.peft_config import PeftConfig
 from slora_adapters.peft.tensor_file import StoredTensor, convert
 from slora_kernels.layout import ModelShape, lay_out_adapter, llama_shape
@@ -79,7 +79,7 @@ def test_a_wide_b_is_packed_in_pieces_of_any_number_of_rows(num_rows: int, dtype
     for tensor in (pair.a, pair.b):
         for first in range(0, len(tensor.values), num_rows):
             values = tensor.values[first : first + num_rows]
-            packer.write(plan.plan_pieces([Piece(tensor, first, len(values), 0)]), values.reshape(-1))
+            packer.write(plan.plan_pieces([TensorPiece(tensor, first, len(values), 0)]), values.reshape(-1))
     a, b = unpack(PackedAdapter(layout, plan.scales, buffer), shape, dtype, 6)
     assert np.array_equal(a, convert(pair.a.values, "F32", dtype))
     assert np.array_equal(b, convert(pair.b.values, "F32", dtype)) and b.shape == (1100, 70)
