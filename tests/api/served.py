@@ -26,8 +26,10 @@ from tests.support.child_processes import find_children
 from tests.support.engine_stack import SOURCES
 from tests.support.engine_zygote import ForkedModule
 from tests.support.forked_program import ForkedProgram
+from tests.support.forked_sandboxes import VARIABLE as FORK_SANDBOXES
 from tests.support.peft_adapters import make_adapter
-from tests.support.slow_engine import VARIABLE, slowed
+from tests.support.slow_engine import VARIABLE as SLOW_ENGINE
+from tests.support.slow_engine import slowed
 from tests.support.tiny_models import make_model, write_model
 
 ADMIN_KEY = "the-operators-own-key"
@@ -209,7 +211,9 @@ def serving(
     chosen = ["--port", "0", "--data-dir", str(data_dir), "--device", "cpu", "--model", str(model)]
     chosen += ["--pool-bytes", "8MiB", "--host-cache-bytes", "16MiB", "--kernels", kernels]
     variables = environment(SLORA_ADMIN_KEY=ADMIN_KEY) if env is None else env
-    variables = {**variables, VARIABLE: str(_find_slow_file(data_dir))}
+    variables = {**variables, SLOW_ENGINE: str(_find_slow_file(data_dir))}
+    if command is SLORA:  # Programs of tests see what their server starts.
+        variables[FORK_SANDBOXES] = ""
     with running([*command, "serve", *chosen, *flags], variables, data_dir, forks=forks) as served:
         yield served
 

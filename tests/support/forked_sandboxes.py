@@ -1,4 +1,5 @@
-"""Sandboxes, inspections and downloads of an API in the process of the tests: forked instead of started.
+"""Sandboxes, inspections and downloads of an API: forked instead of started. The API is in the process of the tests,
+or in that of a forked server.
 
 A start of one imports for half a second. A process for each module and environment, a nest, has imported the module and
 forks. The forked processes are children of this one, with the arguments, variables, descriptors and limits of a start.
@@ -22,7 +23,7 @@ from typing import Any, NoReturn
 
 from tests.support.forked_main import ForkedChild, become_subreaper, run_main, set_command_line
 
-__all__ = ["start_child"]
+__all__ = ["VARIABLE", "start_child"]
 
 _MODULES = (
     "slora_adapters.inspection.inspection_process",
@@ -32,6 +33,8 @@ _MODULES = (
 )
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 _MAX_MESSAGE_BYTES = 1 << 17
+# Servers that have this environment variable fork their sandboxes.
+VARIABLE = "TESTS_FORK_SANDBOXES"
 _start_program = asyncio.create_subprocess_exec
 _lock = threading.Lock()
 
@@ -41,6 +44,8 @@ async def start_child(program: str, *arguments: str, **options: Any) -> Any:
     if arguments[:2] != ("-P", "-m") or arguments[2] not in _MODULES:
         return await _start_program(program, *arguments, **options)
     loop = asyncio.get_running_loop()
+    # A server must not pause for as long as the imports take.
+    nest = await asyncio.to_thread(_start_nest, arguments[2], tuple(sorted(options["env"].items())))
     (reader, stdout), stdin, writer = os.pipe(), os.open(os.devnull, os.O_RDONLY), None
     if options["stdin"] == asyncio.subprocess.PIPE:
         os.close(stdin)
@@ -48,7 +53,6 @@ async def start_child(program: str, *arguments: str, **options: Any) -> Any:
     limits = [resource.getrlimit(kind) for kind in _LIMITS]
     message = json.dumps([limits, arguments[2:]]).encode()
     with _lock:
-        nest = _start_nest(arguments[2], tuple(sorted(options["env"].items())))
         become_subreaper(True)
         socket.send_fds(nest, [message], [stdin, stdout, 2])
         pid, _ = int(nest.recv(32)), nest.recv(1)
@@ -69,7 +73,7 @@ async def start_child(program: str, *arguments: str, **options: Any) -> Any:
 
 @cache
 def _start_nest(module: str, environment: tuple[tuple[str, str], ...]) -> socket.socket:
-    """Returns the socket of a nest, which ends with this process."""
+    """Returns the socket of a nest that is ready. It ends with this process."""
     control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     code = "import sys; sys.path[:] = sys.argv[2].split(':'); from tests.support.forked_sandboxes import main; main()"
     room = " " * 4_000  # Command lines are written over this. That of a nest does not name its module.
@@ -87,6 +91,7 @@ def _start_nest(module: str, environment: tuple[tuple[str, str], ...]) -> socket
 
     atexit.register(end)
     control.send(module.encode())
+    control.recv(1)
     return control
 
 
@@ -97,6 +102,7 @@ def main() -> None:
     importlib.import_module(module)
     del sys.modules[module]
     gc.freeze()
+    control.send(b".")
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, _MAX_MESSAGE_BYTES, 3)
         if not message:

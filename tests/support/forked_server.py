@@ -1,8 +1,9 @@
-"""Runs a server program whose engine, loader and API workers are forked. A start of Python imports for seconds.
+"""Runs a server program whose child processes are forked. A start of Python imports for seconds.
 
 `ForkedModule` runs this module. Before the program starts a thread, its process forks a second one, the nursery, which
 forks the children. They are the program's own child processes, with the arguments, variables and descriptors that it
-gives them. Sandboxes start as always, because their limits of memory count what a process has imported.
+gives them. The environment says whether its sandboxes are forked from processes that have imported less, see
+`forked_sandboxes`, or start as always.
 """
 
 import asyncio
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 from tests.support.forked_main import ForkedChild, become_subreaper, run_main, set_command_line
+from tests.support.forked_sandboxes import VARIABLE, start_child
 from tests.support.slow_engine import heed_slowness
 
 _MODULES = ("slora.engine.process", "slora_adapters.loader.loader_process", "slora_api.serve.api_process")
@@ -49,7 +51,8 @@ class _Nursery:
             # The server tries whether the sandboxes can import their modules.
             return await _start_program("true", **options)
         if arguments[:2] != ("-P", "-m") or arguments[2] not in _MODULES or "preexec_fn" in options:
-            return await _start_program(program, *arguments, **options)
+            start = start_child if VARIABLE in os.environ else _start_program
+            return await start(program, *arguments, **options)
         reader, writer = os.pipe()
         passed = [int(number) for number in options["pass_fds"]]
         message = json.dumps([arguments[2:], options["env"], passed]).encode()
@@ -100,6 +103,8 @@ def _run_child(
         os.dup2(descriptor, number)
         os.close(descriptor)
     heed_slowness(os.environ)
+    if VARIABLE in os.environ:
+        asyncio.create_subprocess_exec = start_child
     os.environ.clear()
     os.environ.update(environment)
     set_command_line(sys.executable, "-P", "-m", *command)
