@@ -28,7 +28,12 @@ def test_a_model_of_the_hub_is_served_by_its_name(kit: Kit, tmp_path: Path) -> N
                 (base,) = client.get("/v1/models").raise_for_status().json()["data"]
                 assert (base["id"], base["root"]) == (REPO, f"hf://{REPO}@{COMMIT}")
                 assert client.get(f"/v1/models/{REPO}").raise_for_status().json()["root"] == base["root"]
-                body = {"model": REPO, "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+                body = {
+                    "model": REPO,
+                    "messages": [{"role": "user", "content": "hello"}],
+                    "max_tokens": 4,
+                    "ignore_eos": True,
+                }
                 answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
                 assert answer["model"] == REPO and answer["usage"]["completion_tokens"] == 4
         assert any("downloading" in line and f"of hf://{REPO}@{COMMIT}" in line for line in served.lines)
@@ -63,6 +68,7 @@ def test_a_gguf_file_is_served_by_its_name(tmp_path: Path) -> None:
                 "model": "tiny-Q8_0",
                 "messages": [{"role": "user", "content": "the fox"}],
                 "max_tokens": 4,
+                "ignore_eos": True,
             }
             answer = client.post("/v1/chat/completions", json=body).raise_for_status().json()
             assert answer["usage"]["completion_tokens"] == 4
