@@ -14,6 +14,8 @@ from slora_kernels.cpu.worker_sizes import COPY_FIELDS, FIELD_WORDS, NUM_ITEMS, 
 # Element size -> a dtype of this size. Only bits are copied, so the values may have any other dtype of this size.
 _DTYPES = {2: "bfloat16", 4: "float32"}
 _WORKER = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+# numpy does less than this, because in a checkout the first call of a worker imports numba, which takes a second.
+_LEAST_BYTES = 64 << 10
 # The words of a copy that hold the starts of the matrix and of its target.
 _SOURCE, _TARGET = 0, FIELD_WORDS
 _COPY_WORDS = COPY_FIELDS * FIELD_WORDS
@@ -36,11 +38,12 @@ def _load_round_worker() -> Callable[[int], None] | None:
 def round_to_bfloat16(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint16], int] | None:
     """Rounds finite values, [n], to the bits of bfloat16, [n]. Those that overflow become infinity.
 
-    Also returns the bits of the greatest magnitude of `values`. Returns None without machine code, see
-    `load_copy_worker`. In place of that, numpy takes four times as long in 48 calls for 512 KiB.
+    Also returns the bits of the greatest magnitude of `values`. Returns None for few values, for values that are not
+    aligned or contiguous, and without machine code, see `load_copy_worker`. numpy takes four times as long.
     """
-    run_job = _load_round_worker()
-    if run_job is None or not values.flags.aligned or not values.flags.c_contiguous:
+    is_suited = values.nbytes >= _LEAST_BYTES and values.flags.aligned and values.flags.c_contiguous
+    run_job = _load_round_worker() if is_suited else None
+    if run_job is None:
         return None
     rounded, greatest, count = np.empty(values.size, np.uint16), np.zeros(1, np.int32), values.size
     words = np.zeros(NUM_WORDS + 3 * FIELD_WORDS, np.int64)
@@ -87,7 +90,7 @@ class MatrixCopies:
 
     def __init__(self) -> None:
         self._copies: list[tuple[Place, Place, bool]] = []
-        self._source_end = self._target_end = 0
+        self._source_end = self._target_end = self._num_elements = 0
         self._words: npt.NDArray[np.int64] | None = None
 
     def copy(self, source: Place, target: Place) -> None:
@@ -116,7 +119,7 @@ class MatrixCopies:
         assert source.flags.c_contiguous and target.flags.c_contiguous, "an array is not contiguous"
         assert self._source_end <= source.size, f"{self._source_end} elements are read of {source.size}"
         assert self._target_end <= target.size, f"{self._target_end} elements are written of {target.size}"
-        run_job = load_copy_worker(size)
+        run_job = load_copy_worker(size) if self._num_elements * size >= _LEAST_BYTES else None
         if run_job is None:
             self._run_by_numpy(source, target)
             return
@@ -136,6 +139,7 @@ class MatrixCopies:
         self._copies.append((source, target, is_transposed))
         self._source_end = max(self._source_end, source.end)
         self._target_end = max(self._target_end, target.end)
+        self._num_elements += target.num_rows * target.num_columns
 
     def _pack(self) -> npt.NDArray[np.int64]:
         """Returns the words of a job, with the indices of first elements in place of addresses."""

@@ -17,6 +17,12 @@ SIZES = [
 _Copies = Sequence[tuple[Place, Place, bool]]
 
 
+@pytest.fixture(autouse=True)
+def small_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets workers do small jobs, too."""
+    monkeypatch.setattr(matrix_copies, "_LEAST_BYTES", 0)
+
+
 def _make_copies(sizes: Sequence[tuple[int, int]]) -> _Copies:
     """Copies and transpositions of matrices that lie in wider ones, one after the other in both arrays."""
     made, first, first_target = [], 3, 5
@@ -147,6 +153,17 @@ def test_what_is_not_finite_is_greater_than_all_numbers(value: float) -> None:
     values[33] = value
     found = round_to_bfloat16(values)
     assert found is not None and found[1] >= 0x7F800000
+
+
+def test_what_is_small_needs_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout, the first worker imports numba."""
+    monkeypatch.undo()
+    monkeypatch.setattr(matrix_copies, "find_worker", None)
+    matrix_copies.load_copy_worker.cache_clear()
+    source, target = np.ones(12, np.float32), np.zeros(12, np.float32)
+    _collect([(Place(0, 3, 4, 4), Place(0, 3, 4, 4), False)]).run(source, target)
+    assert np.array_equal(source, target)
+    assert round_to_bfloat16(source) is None
 
 
 def test_an_array_that_the_worker_cannot_read_is_not_rounded() -> None:
