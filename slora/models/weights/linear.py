@@ -39,7 +39,7 @@ _CHECKED_UNITS, _CHECKED_SUMS = 8, 1e-5
 # Elements of a weight that are widened to float32 at a time. They fit into a core's own cache.
 _SQUARED_ELEMENTS = 1 << 17
 # Elements of a weight whose norms are computed at a time. Beside a process that uses a core, each operation of several
-# threads waits for that core, and with smaller pieces a model of 135M took 1.2 s of CPU time more.
+# threads waits for that core, and with smaller pieces a model of 135M took 1 s of CPU time more.
 _NORM_ELEMENTS = 1 << 21
 # Elements that are rounded to int4 at a time. They stay in a core's own cache.
 _ROUNDED_ELEMENTS = 1 << 16
