@@ -39,10 +39,10 @@ def _has_workers() -> bool:
 
 
 def find_tile_weights() -> ModuleType | None:
-    """The module with the weights that the tiles of this CPU (AMX) multiply. None if there are no tiles, or if there is
-    no machine code for them.
+    """The module with the weights for our own products. None if this CPU has neither AMX nor AVX-512 BF16, or if there
+    is no machine code for it.
     """
-    if find_cpu_isa() != "amx" or not _has_workers():
+    if find_cpu_isa() not in ("avx512_bf16", "amx") or not _has_workers():
         return None
     return importlib.import_module("slora_kernels.cpu.tile_weights")
 

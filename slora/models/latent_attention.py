@@ -219,7 +219,7 @@ class LatentLayer:
 
 
 def _pack_heads(weight: Tensor) -> tuple[PackedWeight, ...]:
-    """Packs the weight of each head for tiles: weight [H, K, N]. Without tiles, `multiply_heads` is faster."""
+    """Packs the weights of heads [H, K, N] for our own products. Without them, `multiply_heads` is faster."""
     packed = []
     for head in weight:
         part = pack_weight(head.T.contiguous())

@@ -10,12 +10,14 @@ from tests.support.covering import soaked
 
 ROOT = Path(__file__).parents[2]
 ISAS = list_available_isas()
+# The tests of the base model's products.
+PRODUCTS = "tests/slora/models/weights/test_packed_weight.py"
 # Quick: the library's products with one set, because compiling our own kernels for another instruction set takes half a
 # minute. These tests need no conftest, which would import transformers.
 QUICK = (
     "--noconftest",
     "tests/kernels/torch/test_row_blocks.py",
-    "tests/slora/models/weights/test_packed_weight.py",
+    PRODUCTS,
     "-k",
     "a_row and not 2048",
 )
@@ -44,6 +46,13 @@ def test_rows_do_not_depend_on_the_batch_with_any_instruction_set(soak: bool) ->
         assert run.returncode == 0, run.stdout + run.stderr
 
 
+@pytest.mark.skipif("amx" not in ISAS or VARIABLE in os.environ, reason="other tests run products in pairs")
+def test_products_in_pairs_are_exact_and_do_not_depend_on_the_batch() -> None:
+    """A CPU with AMX has their instructions, too, but all other tests run with tiles there."""
+    run = run_python("-m", "pytest", "-p", "no:cacheprovider", "--noconftest", PRODUCTS, isa="avx512_bf16")
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
 REPORT = """
 import slora_kernels, torch
 from slora_kernels.cpu_isa import check_cpu_isa, multiplies_bfloat16
@@ -52,8 +61,10 @@ print(multiplies_bfloat16())
 print(torch.backends.cpu.get_cpu_capability(), torch.ops.mkldnn._is_mkldnn_bf16_supported())
 """
 LANES = """
+from slora_kernels.cpu.machine_code import find_linear_worker
 from slora_kernels.cpu.worker_sizes import HAS_BFLOAT16_DOT, HAS_TILES, LANES
-print(LANES, HAS_BFLOAT16_DOT, HAS_TILES)
+linear = find_linear_worker("bfloat16")
+print(LANES, HAS_BFLOAT16_DOT, HAS_TILES, linear and linear.name, find_linear_worker("float32"))
 """
 # As in a sandbox that does not let a process use the tiles of AMX.
 WITHOUT_PERMISSION = """
@@ -76,7 +87,8 @@ def test_an_instruction_set_is_forced_for_the_library_and_for_our_kernels(isa: s
     assert multiplies == str(has_bfloat16)
     # oneDNN computes in bfloat16 with any AVX-512.
     assert library == f"{'AVX512' if has_avx512 else 'AVX2'} {has_avx512}"
-    assert ours == [f"{16 if has_avx512 else 8} {has_bfloat16} {isa == 'amx'}"]
+    linear = {"avx512_bf16": "pair_linear_worker", "amx": "linear_worker"}.get(isa)
+    assert ours == [f"{16 if has_avx512 else 8} {has_bfloat16} {isa == 'amx'} {linear} None"]
 
 
 @pytest.mark.skipif("amx" not in list_available_isas(), reason="this CPU has no tiles")
@@ -84,7 +96,9 @@ def test_a_process_without_the_permission_for_tiles_computes_without_them() -> N
     run = run_python("-c", WITHOUT_PERMISSION, isa="")
     isa, *workers = run.stdout.split()
     assert run.returncode == 0 and isa == "avx512_bf16", run.stderr
-    assert {"lora_worker", "attend_worker"} <= set(workers) and not any("tiles" in name for name in workers)
+    assert {"lora_worker", "attend_worker", "pair_linear_worker"} <= set(workers) and not any(
+        "tiles" in name for name in workers
+    )
 
 
 @pytest.mark.parametrize("hidden", ("bmi1", "bmi2", "abm", "movbe", "avx512_vnni"))

@@ -22,7 +22,7 @@ from slora_kernels.cpu.job_fields import (
     pack_rows,
 )
 from slora_kernels.cpu.job_threads import Reserve, count_busy_items
-from slora_kernels.cpu.machine_code import find_lora_worker
+from slora_kernels.cpu.machine_code import LORA_TILES, find_lora_worker
 from slora_kernels.cpu.worker_sizes import (
     NUM_SUMS,
     PACKED_PITCH,
@@ -43,7 +43,7 @@ _READING_TOKENS = 8
 
 def _uses_tiles(dtype: torch.dtype) -> bool:
     """Whether the jobs of a model are computed by `workers.tile_lora` and not by `workers.lora`."""
-    return find_lora_worker(name_dtype(dtype)).needs_tiles
+    return find_lora_worker(name_dtype(dtype)) is LORA_TILES
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,8 @@ from slora_kernels.kv_format import KVFormat
 
 # The dtypes of models.
 DTYPES = ("float32", "bfloat16", "float16")
+# The instruction sets with tiles, and those with other products of bfloat16 and without tiles.
+_TILES, _PAIRS = ("amx",), ("avx512_bf16",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +26,17 @@ class Worker:
     """A function of a module in `workers`.
 
     dtypes: the dtypes of models that it computes.
-    needs_tiles: whether it needs the tiles of AMX.
+    isas: the instruction sets that it is for. Empty: all of them.
     """
 
     module: str
     name: str
     dtypes: tuple[str, ...] = DTYPES
-    needs_tiles: bool = False
+    isas: tuple[str, ...] = ()
+
+    def suits(self) -> bool:
+        """Whether the instruction set in force has what it needs."""
+        return not self.isas or find_cpu_isa() in self.isas
 
     def symbol(self, dtype: str) -> str:
         """The name of the function in a library."""
@@ -43,20 +49,21 @@ ARGMAX = Worker("argmax", "argmax_worker")
 LORA = Worker("lora", "lora_worker")
 AFFINE = Worker("lora", "affine_worker")
 TOKEN_LOGITS = Worker("lora", "token_logits_worker")
-LORA_TILES = Worker("tile_lora", "lora_tiles_worker", ("bfloat16",), needs_tiles=True)
+LORA_TILES = Worker("tile_lora", "lora_tiles_worker", ("bfloat16",), isas=_TILES)
 ROTATE = Worker("elementwise", "rotate_and_write_kv_worker")
 ROTATE_FP8 = Worker("elementwise", "rotate_and_write_fp8_worker")
 ATTEND = Worker("attention", "attend_worker")
 ATTEND_FP8 = Worker("attention", "attend_fp8_worker")
-ATTEND_TILES = Worker("tile_attention", "attend_tiles_worker", ("bfloat16",), needs_tiles=True)
+ATTEND_TILES = Worker("tile_attention", "attend_tiles_worker", ("bfloat16",), isas=_TILES)
 # These read float32, whatever the model's dtype is.
 INT8 = Worker("quantized", "int8_worker", ("float32",))
 FLOAT8 = Worker("quantized", "float8_worker", ("float32",))
 CODED = Worker("quantized", "coded_worker", ("float32",))
-LINEAR = Worker("tile_linear", "linear_worker", ("bfloat16",), needs_tiles=True)
-INT8_LINEAR = Worker("tile_linear", "int8_linear_worker", ("bfloat16",), needs_tiles=True)
-FLOAT8_LINEAR = Worker("tile_linear", "float8_linear_worker", ("bfloat16",), needs_tiles=True)
-CODED_LINEAR = Worker("tile_linear", "coded_linear_worker", ("bfloat16",), needs_tiles=True)
+LINEAR = Worker("tile_linear", "linear_worker", ("bfloat16",), isas=_TILES)
+PAIR_LINEAR = Worker("pair_linear", "pair_linear_worker", ("bfloat16",), isas=_PAIRS)
+INT8_LINEAR = Worker("tile_linear", "int8_linear_worker", ("bfloat16",), isas=_TILES)
+FLOAT8_LINEAR = Worker("tile_linear", "float8_linear_worker", ("bfloat16",), isas=_TILES)
+CODED_LINEAR = Worker("tile_linear", "coded_linear_worker", ("bfloat16",), isas=_TILES)
 # Runs other workers.
 CHAIN = Worker("chain", "chain_worker", ("float32",))
 # One token of recurrent layers.
@@ -69,9 +76,16 @@ ROUND = Worker("matrix_copies", "round_worker", ("bfloat16",))
 # Those that take longest to compile come first.
 WORKERS = (
     *(ATTEND_FP8, ATTEND, ATTEND_TILES, LORA_TILES, LORA, CODED_LINEAR, ROTATE_FP8, ROTATE, INT8_LINEAR),
-    *(FLOAT8_LINEAR, LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
+    *(FLOAT8_LINEAR, LINEAR, PAIR_LINEAR, CODED, INT8, FLOAT8, RMS_NORM, ACT_MUL, ARGMAX, AFFINE),
     *(TOKEN_LOGITS, DELTA_RULE, SCAN, CONVOLVE, COPY, ROUND, CHAIN),
 )
+
+
+def find_linear_worker(dtype: str) -> Worker | None:
+    """The worker for products with weights of `dtype`. None: the matmul library multiplies them."""
+    return next(
+        (worker for worker in (LINEAR, PAIR_LINEAR) if worker.suits() and dtype in worker.dtypes), None
+    )
 
 
 def find_lora_worker(dtype: str) -> Worker:
@@ -93,7 +107,8 @@ def list_model_workers(
     dtype: str, kv_format: KVFormat, head_dim: int = TERMS
 ) -> tuple[tuple[Worker, str], ...]:
     """The workers of a model without quantized weights, and the dtype of each. The last two depend on the KV format."""
-    linears = (LINEAR,) if HAS_TILES and dtype in LINEAR.dtypes else ()
+    linear = find_linear_worker(dtype)
+    linears = () if linear is None else (linear,)
     own = (
         find_lora_worker(dtype),
         find_rotate_worker(kv_format),

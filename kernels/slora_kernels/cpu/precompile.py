@@ -25,7 +25,6 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from slora_kernels.cpu.machine_code import WORKERS, Worker, find_worker, list_model_workers
-from slora_kernels.cpu.worker_sizes import HAS_TILES
 from slora_kernels.cpu.workers.compiler import emit_object
 from slora_kernels.cpu_isa import CPU_ISAS, find_cpu_isa, multiplies_bfloat16
 from slora_kernels.kv_format import KVFormat
@@ -40,7 +39,7 @@ def _list_jobs(argument: str) -> list[_Job]:
         (worker,) = _choose_workers([name])
         if own not in worker.dtypes:
             raise SystemExit(f"{name} computes no {own}; choose one of {', '.join(worker.dtypes)}")
-        return [(worker, own)] if HAS_TILES or not worker.needs_tiles else []
+        return [(worker, own)] if worker.suits() else []
     dtype, _, kv_format = argument.partition("/")
     if dtype == "fastest":
         dtype = "bfloat16" if multiplies_bfloat16() else "float32"
@@ -58,12 +57,7 @@ def _choose_workers(names: Sequence[str]) -> list[Worker]:
 
 
 def _list_library_jobs(names: Sequence[str]) -> list[_Job]:
-    return [
-        (worker, dtype)
-        for worker in _choose_workers(names)
-        if HAS_TILES or not worker.needs_tiles
-        for dtype in worker.dtypes
-    ]
+    return [(worker, dtype) for worker in _choose_workers(names) if worker.suits() for dtype in worker.dtypes]
 
 
 def _emit(folder: str, worker: Worker, dtype: str) -> None:

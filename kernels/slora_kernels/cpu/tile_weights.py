@@ -1,4 +1,7 @@
-"""Weights that the tiles of a CPU with AMX multiply, in panels as `workers.tile_linear` reads them."""
+"""Weights for our own products, in panels as `workers.tile_linear` and `workers.pair_linear` read them.
+
+The CPU multiplies them with the tiles of AMX. bfloat16 also is multiplied in pairs, with AVX-512 BF16.
+"""
 
 import mmap
 import threading
@@ -16,6 +19,7 @@ from slora_kernels.cpu.job_fields import (
     NO_TENSOR,
     JobWords,
     begin_job,
+    name_dtype,
     pack_row,
     pack_rows,
     share_rows,
@@ -24,12 +28,13 @@ from slora_kernels.cpu.machine_code import (
     CODED_LINEAR,
     FLOAT8_LINEAR,
     INT8_LINEAR,
-    LINEAR,
     Worker,
+    find_linear_worker,
     find_worker,
 )
 from slora_kernels.cpu.thread_team import ThreadTeam
 from slora_kernels.cpu.worker_sizes import (
+    BLOCK_ROWS,
     COLUMNS,
     FEW_ROWS,
     FIELD_WORDS,
@@ -203,29 +208,30 @@ class TileWeight(_TileLinear):
     def __init__(self, weight: Tensor) -> None:
         self._panels = _store_panels(weight)
         width = weight.shape[1]
-        self._item_rows = max(PANEL_ROWS, _CACHED_ELEMENTS // width // PANEL_ROWS * PANEL_ROWS)
+        self._item_rows = max(BLOCK_ROWS, _CACHED_ELEMENTS // width // BLOCK_ROWS * BLOCK_ROWS)
+        worker = find_linear_worker("bfloat16")
+        assert worker is not None
         # The last field is TILED_ROWS. It has no rows if the rows of x are multiplied where they are.
-        super().__init__((len(weight), width), LINEAR, self._item_rows, 0, 0, 0, 0, 0)
+        super().__init__((len(weight), width), worker, self._item_rows, 0, 0, 0, 0, 0)
         self._words[_PANELS : _PANELS + FIELD_WORDS] = array("q", pack_rows(self._panels))
 
     @staticmethod
     def suits(weight: Tensor) -> bool:
-        """Whether this CPU has tiles, and the weight can be multiplied with them."""
-        return (
-            HAS_TILES and weight.dtype == torch.bfloat16 and weight.shape[1] % TERMS == 0 and len(weight) > 0
-        )
+        """Whether this CPU has a worker for the weight."""
+        has_worker = find_linear_worker(name_dtype(weight.dtype)) is not None
+        return has_worker and weight.shape[1] % TERMS == 0 and len(weight) > 0
 
     def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x [T, in] -> [T, out]: x W^T + b. The bits of a row do not depend on the other rows."""
         job, num_rows, item_rows = self._words[:], x.shape[0], self._item_rows
         threads = torch.get_num_threads()
         if num_rows >= LEAST_SHARED_ROWS * threads:
-            share = -(-num_rows // (threads * PANEL_ROWS)) * PANEL_ROWS
+            share = -(-num_rows // (threads * BLOCK_ROWS)) * BLOCK_ROWS
             item_rows = job[_ITEM_SIZE] = min(item_rows, share)
             share_rows(job, num_rows, threads)
         job[NUM_ITEMS] = -(-num_rows // item_rows) * self._num_panels
         if num_rows > PANEL_ROWS and item_rows >= _LEAST_TILED_ROWS:
-            most = -(-min(num_rows, item_rows) // PANEL_ROWS) * PANEL_ROWS
+            most = -(-min(num_rows, item_rows) // BLOCK_ROWS) * BLOCK_ROWS
             job[_TILED_ROWS] = _scratch.reserve(2 * threads * most * self.shape[1])
             job[_TILED_ROWS + 1], job[_TILED_ROWS + 2] = threads, most * self.shape[1]
         return self._run(x, job, bias)

@@ -55,6 +55,8 @@ TAIL_COLUMNS = 128
 # Products with weights.
 PANEL_COLUMNS = 2 * COLUMNS
 PANEL_ROWS = 2 * ROWS
+# Rows that are multiplied with a panel at a time: those of two tiles, or those whose sums fit 24 of 32 registers.
+BLOCK_ROWS = PANEL_ROWS if HAS_TILES else 12
 # Rows that share a part of a panel, and the steps of the part, which take 16 KiB of the smallest cache.
 GROUP_ROWS, CHUNK_STEPS = 256, 8
 # Rows that are multiplied with codes and bytes in vectors, not in tiles.

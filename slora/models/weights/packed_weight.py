@@ -1,5 +1,5 @@
-"""Weights packed at load time: into the blocks of the CPU's matmul library (oneDNN), or with AMX into the panels of our
-own products.
+"""Weights packed at load time: into the blocks of the CPU's matmul library (oneDNN), or with AMX or AVX-512 BF16 into
+the panels of our own products.
 
 oneDNN also accepts plain rows, but then it packs them in every call. Measured with two AVX-512 cores on the linears of
 a 110M model, in ms, plain / packed:

@@ -29,6 +29,7 @@ from numba import types
 from numba.core import cgutils
 
 from slora_kernels.cpu.worker_sizes import (
+    BLOCK_ROWS,
     CHUNK_STEPS,
     COLUMNS,
     FEW_ROWS,
@@ -430,7 +431,10 @@ def multiply_tiled_panel(
 
 @intrinsic
 def order_rows(typing: Any, target: Array, x: Array, width: Int) -> Any:
-    """Copies x [T, width] in the order of tiles, [T / 32, width / 32, 32, 32]. Rows behind the last are not written."""
+    """Copies x [T, width] in blocks of rows, as [T / BLOCK_ROWS, width / 32, BLOCK_ROWS, 32].
+
+    With AMX, that is the order of tiles. Rows behind the last are not written.
+    """
 
     def emit(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         rows = context.make_array(x)(context, builder, args[1])
@@ -438,16 +442,16 @@ def order_rows(typing: Any, target: Array, x: Array, width: Int) -> Any:
         pitch, _ = cgutils.unpack_tuple(builder, rows.strides)
         tiles = context.make_array(target)(context, builder, args[0])
         first_row, first_tile = builder.ptrtoint(rows.data, I64), builder.ptrtoint(tiles.data, I64)
-        block_bytes = builder.mul(args[2], I64(2 * PANEL_ROWS))
+        block_bytes = builder.mul(args[2], I64(2 * BLOCK_ROWS))
         with cgutils.for_range(builder, num_rows) as outer:
-            block = builder.udiv(outer.index, I64(PANEL_ROWS))
-            own = builder.mul(builder.urem(outer.index, I64(PANEL_ROWS)), I64(2 * TERMS))
+            block = builder.udiv(outer.index, I64(BLOCK_ROWS))
+            own = builder.mul(builder.urem(outer.index, I64(BLOCK_ROWS)), I64(2 * TERMS))
             own = builder.add(builder.add(first_tile, own), builder.mul(block, block_bytes))
             row = builder.add(first_row, builder.mul(outer.index, pitch))
             with cgutils.for_range(builder, builder.udiv(args[2], I64(TERMS))) as inner:
                 source = builder.add(row, builder.mul(inner.index, I64(2 * TERMS)))
                 terms = builder.load(builder.inttoptr(source, _ELEMENTS.as_pointer()), align=2)
-                place = builder.add(own, builder.mul(inner.index, I64(2 * _TILE_BYTES)))
+                place = builder.add(own, builder.mul(inner.index, I64(2 * TERMS * BLOCK_ROWS)))
                 builder.store(terms, builder.inttoptr(place, _ELEMENTS.as_pointer()), align=64)
         return context.get_dummy_value()
 
@@ -988,31 +992,54 @@ def round_row(target: Array, x: Array, group: Int, num_bits: Int) -> None:
 TILED_ROWS = CODES
 
 
+def bind_linear(
+    multiply: Callable[..., None], multiply_ordered: Callable[..., None]
+) -> Callable[[Job], None]:
+    """Returns a function that multiplies rows with panels, and adds a bias. Each item of its job is a panel for one
+    block of rows.
+
+    multiply, multiply_ordered: like `multiply_panel` and `multiply_tiled_panel`.
+    """
+
+    @compiled
+    def multiply_items(job: Job) -> None:
+        x, out, panels = (
+            read_model_matrix(job, X),
+            read_model_matrix(job, OUT),
+            read_model_matrix(job, PANELS),
+        )
+        bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
+        size, scratch, ordered = read_int(job, ITEM_SIZE), read_model_matrix(job, TILED_ROWS), -1
+        thread, num_threads = take_thread_index(job), scratch.shape[0]
+        item, share = take_shared_item(job, thread)
+        while item < count_items(job):
+            # Adjacent items have the same rows, which stay in the cache.
+            first, panel = item // panels.shape[0] * size, item % panels.shape[0]
+            last = min(first + size, x.shape[0])
+            column = panel * PANEL_COLUMNS
+            if num_threads and last - first > BLOCK_ROWS:
+                blocks = scratch[thread]
+                if first != ordered:
+                    order_rows(blocks, x[first:last], width)
+                    ordered = first
+                following = panels[min(panel + num_threads, panels.shape[0] - 1)]
+                multiply_ordered(
+                    out[first:last], blocks, panels[panel], bias, width, column, out_width, following
+                )
+            else:
+                multiply(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
+            item, share = take_shared_item(job, share)
+
+    return multiply_items
+
+
+_multiply_items = bind_linear(multiply_panel, multiply_tiled_panel)
+
+
 def linear_worker(job: Job) -> None:
-    """Multiplies rows with panels, and adds a bias. Each item of the job is a panel for one block of rows."""
+    """Multiplies rows with panels in tiles. See `bind_linear`."""
     mode = configure_tiles()
-    x, out, panels = read_model_matrix(job, X), read_model_matrix(job, OUT), read_model_matrix(job, PANELS)
-    bias, width, out_width = read_float_matrix(job, BIAS), read_int(job, WIDTH), read_int(job, OUT_WIDTH)
-    size, scratch, ordered = read_int(job, ITEM_SIZE), read_model_matrix(job, TILED_ROWS), -1
-    thread, num_threads = take_thread_index(job), scratch.shape[0]
-    item, share = take_shared_item(job, thread)
-    while item < count_items(job):
-        # Adjacent items have the same rows, which stay in the cache.
-        first, panel = item // panels.shape[0] * size, item % panels.shape[0]
-        last = min(first + size, x.shape[0])
-        column = panel * PANEL_COLUMNS
-        if num_threads and last - first > PANEL_ROWS:
-            tiled = scratch[thread]
-            if first != ordered:
-                order_rows(tiled, x[first:last], width)
-                ordered = first
-            following = panels[min(panel + num_threads, panels.shape[0] - 1)]
-            multiply_tiled_panel(
-                out[first:last], tiled, panels[panel], bias, width, column, out_width, following
-            )
-        else:
-            multiply_panel(out[first:last], x[first:last], panels[panel], bias, width, column, out_width)
-        item, share = take_shared_item(job, share)
+    _multiply_items(job)
     release_tiles(mode)
 
 
