@@ -114,7 +114,7 @@ class StoredAdapter:
                 ) from error
             found.append(digest.hexdigest())
             if found[-1] == self._digest:
-                return plan.scales
+                return pouring.scales
         raise AdapterCorrupt(
             f"the bytes of stored adapter {self._digest[:12]} have the digest {found[0][:12]} instead"
         )
@@ -186,6 +186,10 @@ class _Pouring:
         # A thread that has read a batch holds the first lock until it has the second one. So batches are hashed in the
         # order in which they were read.
         self._reading, self._hashing = Lock(), Lock()
+
+    @property
+    def scales(self) -> npt.NDArray[np.float32]:
+        return self._packer.scales
 
     def run(self, buffers: list[bytearray]) -> None:
         """Uses one thread for each buffer, of which this one is the first. Raises AdapterInvalid if a value overflows,

@@ -72,7 +72,7 @@ def pack_into(
         packer.write(
             plan.plan_pieces([TensorPiece(tensor, 0, tensor.shape[0], 0)]), tensor.values.reshape(-1)
         )
-    return PackedAdapter(layout, plan.scales, buffer, partition.size)
+    return PackedAdapter(layout, packer.scales, buffer, partition.size)
 
 
 class TensorPiece(NamedTuple):
@@ -108,7 +108,7 @@ class PackingPlan:
 
     layout: of each rank's part.
     dtype: the served one, "float32", "float16" or "bfloat16".
-    scales: float32 [num_modules], 0 for modules that are not adapted.
+    scales: float32 [num_modules], 0 for modules that are not adapted. They are read-only, because adapters share them.
 
     Raises ValueError if `dtype` does not have the element size of `shape`.
     """
@@ -257,10 +257,12 @@ class Packer:
     """Writes the tensors of an adapter into a buffer, some rows at a time, in any order, on several threads at once.
 
     buffer: uint8 [plan.num_bytes], aligned to 4 bytes. It is completely overwritten once all tensors are written.
+    scales: float32 [num_modules], 0 for modules that are not adapted.
     """
 
     def __init__(self, plan: PackingPlan, buffer: ByteArray) -> None:
         assert buffer.size == plan.num_bytes, f"{buffer.size} bytes instead of {plan.num_bytes}"
+        self.scales = plan.scales.copy()
         self._plan = plan
         self._elements, self._floats = buffer.view(STORAGE[plan.dtype]), buffer.view(np.float32)
         # Two tensors may be added to the same columns.

@@ -80,7 +80,7 @@ def test_a_wide_b_is_packed_in_pieces_of_any_number_of_rows(num_rows: int, dtype
         for first in range(0, len(tensor.values), num_rows):
             values = tensor.values[first : first + num_rows]
             packer.write(plan.plan_pieces([TensorPiece(tensor, first, len(values), 0)]), values.reshape(-1))
-    a, b = unpack(PackedAdapter(layout, plan.scales, buffer), shape, dtype, 6)
+    a, b = unpack(PackedAdapter(layout, packer.scales, buffer), shape, dtype, 6)
     assert np.array_equal(a, convert(pair.a.values, "F32", dtype))
     assert np.array_equal(b, convert(pair.b.values, "F32", dtype)) and b.shape == (1100, 70)
 
