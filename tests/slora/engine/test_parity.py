@@ -12,6 +12,7 @@ from slora import LLM, SamplingParams
 from slora.core.engine_state import EngineStats
 from slora.core.request import EngineRequest, single_adapter
 from slora.models.families import read_model_config
+from tests.support import oracle
 from tests.support.cpu_kernels import CPU_KERNELS, KERNELS, MOSTLY_FASTEST, TRITON_DEVICE
 from tests.support.driving import drive, start_engine
 from tests.support.model_kit import Kits, ModelKit, kinds_for, make_kit
@@ -264,3 +265,19 @@ def chosen_logprobs(oracle: Oracle, work: Work, answers: list[list[int]]) -> tor
         logprobs = oracle.answer_logits(prompt, tokens, kind).log_softmax(dim=-1)
         rows.append(logprobs.gather(1, torch.tensor(tokens)[:, None])[:, 0])
     return torch.stack(rows)
+
+
+def test_log_probabilities_behind_a_near_tie_of_experts_are_not_compared(
+    kits: Kits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kit = kits("mixtral")
+    prompt, tokens = [5, 3, 8, 1], [7, 2, 4]
+    exact = kit.oracle.token_logprobs(prompt, tokens, "rslora")
+    wrong = [exact[0], exact[1] + 0.1, exact[2]]
+    gap = kit.oracle.least_router_gap(prompt, tokens, "rslora")
+    assert 1e-4 < gap < 10
+    assert kit.oracle.judge(prompt, tokens, "rslora", exact).logprob_error == pytest.approx(0, abs=1e-6)
+    assert kit.oracle.judge(prompt, tokens, "rslora", wrong).logprob_error == pytest.approx(0.1, abs=1e-5)
+    monkeypatch.setattr(oracle, "ROUTER_MARGIN", 1.01 * gap)
+    assert kit.oracle.judge(prompt, tokens, "rslora", wrong).logprob_error is None
+    assert kits("llama").oracle.least_router_gap(prompt, tokens, None) == float("inf")
