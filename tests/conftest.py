@@ -70,6 +70,18 @@ def pytest_configure(config: pytest.Config) -> None:
         hasten_interpreter(detect_overflow=soak)
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Leaves cases to the soak run that wait for a compilation, or without a GPU for Triton's interpreter."""
+    callspec = getattr(item, "callspec", None)
+    name = callspec.params.get("kernels", "triton") if callspec else "triton"
+    is_slow = {
+        "cpu": item.get_closest_marker("compiled_late"),
+        "triton": item.get_closest_marker("interpreted_slowly") and not torch.cuda.is_available(),
+    }
+    if is_slow.get(name):
+        item.add_marker(pytest.mark.soak)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--soak"):
         _leave_to_soak(items)

@@ -43,7 +43,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("correct", "tests", 90),
+    Stage("correct", "tests", 150),
     Stage("decode", "engine", 85),
     Stage("profile", "engine", 40),
     Stage("s1", "load", 85),

@@ -38,23 +38,29 @@ from bench.table import Row
 from slora_kernels.kernel_selector import select_kernels
 from slora_kernels.layout import llama_shape
 
-# Tests that compute on a GPU if there is one. A machine without numba has no kernels "cpu".
+_NATIVE = "tests/slora/engine/test_gpu.py"
+# Tests that compute on a GPU if there is one. Those of the kernels "cpu" would compile these for minutes.
 TESTS = (
-    "tests/kernels",
     "tests/slora/sampling/test_sampler.py::test_a_gpus_kernels_choose_the_same_tokens",
     "tests/slora/memory/test_host_memory.py",
     "tests/slora/models/weights/test_quantization.py::test_answers_are_those_of_the_rounded_weights_with_and_without_adapters",
     "tests/slora/engine/test_fp8_kv.py::test_log_probabilities_are_close_to_those_without_fp8",
+    "tests/slora/engine/test_overlapped_steps.py",
     "tests/slora/engine/test_composition.py::test_triton_kernels_add_adapters_up_as_peft_does",
-    "tests/slora/engine/test_adapter_features.py::test_triton_kernels_answer_as_peft_does",
     "tests/slora/engine/test_activated_lora.py::test_triton_kernels_answer_as_peft_does",
     "tests/slora/models/test_transformers_models.py::test_triton_kernels_read_latents",
     "tests/slora/models/weights/test_stored_codes.py::test_triton_kernels_answer_as_the_dequantized_weights",
-    # A test of a whole model takes a minute, most of it to record graphs.
-    "tests/slora/engine/test_gpu.py",
+    f"{_NATIVE}::test_adapters_with_parts_of_their_own_answer_as_peft_does",
+    f"{_NATIVE}::test_transformers_classes_answer_as_peft_does",
+    "tests/kernels",
+    # These record the graphs of a whole server's start, which takes up to a minute.
+    f"{_NATIVE}::test_parity_holds_in_chunks_and_under_preemption",
+    f"{_NATIVE}::test_sixteen_bit_answers_are_as_accurate_as_those_of_transformers",
+    f"{_NATIVE}::test_adapters_loaded_and_evicted_between_steps_answer_as_peft_does",
+    f"{_NATIVE}::test_a_model_divided_between_two_gpus_answers_as_peft_does",
 )
 TINY_TESTS = ("tests/kernels/test_layout.py",)
-_DESELECTED = "not ahead_of_time and not (torch and (test_quantization or test_fp8_kv))"
+_DESELECTED = "not ahead_of_time and not cpu and not (torch and (test_quantization or test_fp8_kv))"
 _OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (\w+) (\S+::.*)|(\S+::.*\S) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b)"
 )

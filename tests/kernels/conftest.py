@@ -21,17 +21,6 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
     return select_kernels(request.param, torch.device("cpu"))
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    callspec = getattr(item, "callspec", None)
-    name = callspec.params.get("kernels") if callspec else None
-    is_slow = {
-        "cpu": item.get_closest_marker("compiled_late"),
-        "triton": item.get_closest_marker("interpreted_slowly") and not torch.cuda.is_available(),
-    }
-    if is_slow.get(name):
-        item.add_marker(pytest.mark.soak)
-
-
 @pytest.fixture
 def device(kernels: Kernels) -> str:
     """The device of the kernels under test: a GPU if there is one, except for CPU kernels."""

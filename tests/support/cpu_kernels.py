@@ -20,3 +20,5 @@ KERNELS = CPU_KERNELS[-1]
 MOSTLY_FASTEST = [*(pytest.param(name, marks=pytest.mark.soak) for name in CPU_KERNELS[:-1]), KERNELS]
 # Where Triton's kernels run: a CPU interprets them.
 TRITON_DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# For tests of whole engines that also run on a GPU.
+FASTEST = {"device": TRITON_DEVICE, "kernels": "triton" if torch.cuda.is_available() else KERNELS}

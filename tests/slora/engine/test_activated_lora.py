@@ -81,7 +81,7 @@ def test_prompts_that_invoke_their_adapters_anywhere_answer_as_peft_does(
     assert num_pages > 100 or stats.preemptions > 0
 
 
-@pytest.mark.soak
+@pytest.mark.interpreted_slowly
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path) -> None:
     kinds = ("activated", "activated_elsewhere")
     kit = make_kit(tmp_path, "llama", {kind: ACTIVATED_KINDS[kind] for kind in kinds}, num_hidden_layers=1)

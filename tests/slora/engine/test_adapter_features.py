@@ -147,6 +147,7 @@ MODELS = {
         *("granitemoehybrid_recurrent", "jamba", "nemotron_h"),
     ),
 }
+SLOW = pytest.mark.interpreted_slowly
 ALL_AT_ONCE = soaked(
     [(feature, model) for feature, models in MODELS.items() for model in models],
     *((feature, model) for feature, models in QUICK.items() for model in models),
@@ -264,14 +265,12 @@ def test_a_divided_model_answers_as_peft_does(kits: Kits, feature: str, model: s
     [
         # The last kind adapts all linears, with several ranks.
         ("rows", "llama", ["tokens_of_both", "whole_head", "plain"]),
-        pytest.param("rows", "llama", ["whole_embedding", "tokens", None], marks=pytest.mark.soak),
+        pytest.param("rows", "llama", ["whole_embedding", "tokens", None], marks=SLOW),
         ("experts", "mixtral", ["all_experts", "down_only", None]),
         # In the quick run, tests of kernels have these.
-        pytest.param(
-            "norms", "qwen3", ["every_norm_with_dora", "norms_of_layers", None], marks=pytest.mark.soak
-        ),
-        pytest.param("dora", "qwen2", ["dora_with_patterns", "two_biases", "dora_on_head"], marks=pytest.mark.soak),
-        pytest.param("embeddings", "llama", ["both_and_linears", "embedding", "head"], marks=pytest.mark.soak),
+        pytest.param("norms", "qwen3", ["every_norm_with_dora", "norms_of_layers", None], marks=SLOW),
+        pytest.param("dora", "qwen2", ["dora_with_patterns", "two_biases", "dora_on_head"], marks=SLOW),
+        pytest.param("embeddings", "llama", ["both_and_linears", "embedding", "head"], marks=SLOW),
     ],
 )  # fmt: skip
 def test_triton_kernels_answer_as_peft_does(

@@ -107,7 +107,7 @@ def test_adapters_of_embedding_and_head_are_added_up_as_in_peft(tmp_path: Path) 
 
 
 # In the quick run, tests of kernels and of graphs have steps with sums.
-@pytest.mark.soak
+@pytest.mark.interpreted_slowly
 def test_triton_kernels_add_adapters_up_as_peft_does(tmp_path: Path) -> None:
     kinds = {kind: kinds_for("llama")[kind] for kind in ("r8_on_q_and_v", "odd_rank")}
     kit = make_kit(tmp_path, "llama", kinds, num_hidden_layers=1)

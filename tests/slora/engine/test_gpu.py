@@ -6,16 +6,30 @@ one set of adapters is therefore replayed with other adapters in the same slots.
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from slora import LLM
-from tests.slora.engine.test_parity import GREEDY, Answer, Work, answer, judge, measure_errors, mix
-from tests.support.model_kit import Kits, ModelKit
-from tests.support.tiny_models import MODELS
+from tests.slora.engine.test_adapter_features import FEATURES
+from tests.slora.engine.test_adapter_features import MODELS as MODELS_WITH_FEATURES
+from tests.slora.engine.test_parity import (
+    GREEDY,
+    Answer,
+    Work,
+    answer,
+    judge,
+    judge_engine,
+    measure_errors,
+    mix,
+)
+from tests.support.model_kit import Kits, ModelKit, make_kit
+from tests.support.tiny_models import MODELS, OTHER_MODELS, RECURRENT_MODELS, few_layers
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+
+ON_GPU = {"device": "cuda", "kernels": "triton"}
 
 
 def serve(kit: ModelKit, work: Work, num_pages: int, dtype: str, **settings: int) -> tuple[LLM, list[Answer]]:
@@ -51,6 +65,37 @@ def test_parity_holds_in_chunks_and_under_preemption(kits: Kits, model: str) -> 
     verdict = judge(kit.oracle, work, answers)
     assert llm.stats().preemptions > 0
     assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize(
+    ("feature", "model"),
+    [(feature, model) for feature, models in MODELS_WITH_FEATURES.items() for model in models],
+)
+def test_adapters_with_parts_of_their_own_answer_as_peft_does(
+    tmp_path: Path, expert_kits: Kits, report: Callable[[str], None], feature: str, model: str
+) -> None:
+    """Norms, biases, rows of the embedding or the head, experts, or DoRA. All kinds of a feature share each step."""
+    if feature == "experts":
+        kit = expert_kits(model)
+    else:
+        kit = make_kit(tmp_path, model, FEATURES[feature](model), **few_layers(model, soak=False))
+    work = mix(kit, prompts_each=2, seed=4)
+    verdict, _ = judge_engine(kit, work, replace(GREEDY, max_tokens=24), 900, **ON_GPU)
+    report(f"{model} on a GPU with its {feature}: {verdict}")
+    assert verdict.equal, verdict
+
+
+@pytest.mark.parametrize("model", [*OTHER_MODELS, *RECURRENT_MODELS])
+def test_transformers_classes_answer_as_peft_does(
+    tmp_path: Path, report: Callable[[str], None], model: str
+) -> None:
+    """Prompts come in chunks. See test_recurrent_states.py for the tolerance."""
+    kit = make_kit(tmp_path, model, **few_layers(model, soak=False))
+    work = mix(kit, prompts_each=2, seed=6)
+    settings = {"max_model_len": 96, "max_num_seqs": 9, "max_num_batched_tokens": 23}
+    verdict, _ = judge_engine(kit, work, replace(GREEDY, max_tokens=20), 400, **(ON_GPU | settings))
+    report(f"{model} on a GPU by transformers' classes: {verdict}")
+    assert verdict.is_within(2e-4), verdict
 
 
 @pytest.mark.parametrize(

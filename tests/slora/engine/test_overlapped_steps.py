@@ -16,7 +16,7 @@ from slora.core.sampling_params import SamplingParams
 from slora.engine.engine import Engine
 from slora.runner.runner import PageTransferFailed, RunningStep
 from slora.scheduler.step_plan import SampledToken, StepPlan
-from tests.support.cpu_kernels import KERNELS
+from tests.support.cpu_kernels import FASTEST
 from tests.support.driving import COSTS, Answer, drive, make_source, step
 from tests.support.model_kit import Kits, ModelKit
 
@@ -38,8 +38,8 @@ SAMPLING = {
 
 def make_engine(kit: ModelKit, *, overlap: bool, num_pages: int, **settings: int) -> tuple[Engine, dict]:
     source, versions = make_source(kit)
-    sizes = {"device": "cpu", "kernels": KERNELS, "dtype": "float32", "pool_bytes": kit.pool_bytes(num_pages)}
-    config = EngineConfig(kit.directory, **sizes, **settings)  # type: ignore[arg-type]
+    sizes = {"dtype": "float32", "pool_bytes": kit.pool_bytes(num_pages)}
+    config = EngineConfig(kit.directory, **FASTEST, **sizes, **settings)  # type: ignore[arg-type]
     engine = Engine(config, kit.spec, source, COSTS, overlap=overlap)
     return engine, versions
 

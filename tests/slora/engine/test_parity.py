@@ -202,7 +202,7 @@ def test_parity_holds_when_adapters_are_evicted_and_come_back(kits: Kits, model:
 
 
 # In the quick run, test_adapter_features.py has the adapters of these and others.
-@pytest.mark.soak
+@pytest.mark.interpreted_slowly
 @pytest.mark.parametrize("model", ["llama", "phi3_longrope", "gemma2"])
 def test_triton_kernels_answer_as_peft_does(tmp_path: Path, model: str, *, soak: bool) -> None:
     kinds = {kind: kinds_for(model)[kind] for kind in ("r8_on_q_and_v", "patterns")}

@@ -133,7 +133,7 @@ def test_sequences_end_where_an_indexer_no_longer_selects_all_tokens(tmp_path: P
 
 
 # In the quick run, `test_the_rows_of_latents_are_keys_and_values` runs them.
-@pytest.mark.soak
+@pytest.mark.interpreted_slowly
 def test_triton_kernels_read_latents(tmp_path: Path) -> None:
     """The first prompt has more tokens than a page."""
     kit = make_kit(tmp_path, "deepseek_v2", LATENT_DORA_KINDS, num_hidden_layers=1)

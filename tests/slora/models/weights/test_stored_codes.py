@@ -120,7 +120,7 @@ def test_a_checkpoint_of_4_bit_weights_answers_as_its_dequantized_weights(
     assert verdict.equal, verdict
 
 
-@pytest.mark.soak
+@pytest.mark.interpreted_slowly
 @pytest.mark.parametrize("form", ["awq", "zero_points", "nf4"])
 def test_triton_kernels_answer_as_the_dequantized_weights(kit: ModelKit, tmp_path: Path, form: str) -> None:
     stored, exact = write_coded_checkpoint(kit.directory, tmp_path, FORMS[form], kept="layers.1.mlp")
