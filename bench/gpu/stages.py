@@ -64,7 +64,7 @@ _DESELECTED = "not ahead_of_time and not cpu and not (torch and (test_quantizati
 _OUTCOME = re.compile(
     r"^(?:\[gw\d+\] \[ *\d+%\] (\w+) (\S+::.*)|(\S+::.*\S) (PASSED|FAILED|ERROR|SKIPPED|XFAIL)\b)"
 )
-_FAILURE = re.compile(r"^(?:FAILED|ERROR) (\S+::.*?)(?: - (.*))?$")
+_FAILURE = re.compile(r"^FAILED (\S+::.*?)(?: - (.*))?$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +184,10 @@ def test_natively(bench: Bench, table: ResumedTable, seconds: float) -> bool:
         "-m",
         "pytest",
         "-vv",
-        "-rfE",
+        "-rN",
         "--tb=short",
+        "-p",
+        "bench.gpu.early_failures",
         "-k",
         _DESELECTED,
         *bench.scale.tests,
@@ -203,7 +205,7 @@ def test_natively(bench: Bench, table: ResumedTable, seconds: float) -> bool:
         env=environment,
         encoding="utf-8",
     )
-    # An interrupted pytest still prints its summary.
+    # An interrupted pytest still ends its workers.
     timers = [
         threading.Timer(seconds, process.send_signal, [signal.SIGINT]),
         threading.Timer(seconds + 8.0, process.kill),

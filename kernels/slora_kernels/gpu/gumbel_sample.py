@@ -30,7 +30,7 @@ def _gumbel_scores(weights, key, numbers):
     return weights.to(tl.float64) / -tl.log(uniform)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["keys"])
 def _gumbel_sample_kernel(
     weights,
     cutoffs,

@@ -17,7 +17,7 @@ from slora_kernels.layout import AFFINE_BYTES, AFFINE_SEGMENT, SEGMENT_BYTES, Lo
 BLOCK_COLUMNS = 512
 
 
-@triton.jit(do_not_specialize=["first_module"])
+@triton.jit(do_not_specialize=["tiles", "weights", "first_module"])
 def _lora_affine_kernel(
     out,
     pages,

@@ -22,7 +22,7 @@ from slora_kernels.layout import MAX_GROUP_MODULES, SEGMENT_BYTES, LoraSite
 BLOCK_RANK = 16
 
 
-@triton.jit(do_not_specialize=["first_module", "first_tile"])
+@triton.jit(do_not_specialize=["tiles", "weights", "first_module", "first_tile"])
 def _lora_expand_kernel(
     out,
     shrunk,

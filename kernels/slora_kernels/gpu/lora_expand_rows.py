@@ -61,7 +61,7 @@ def _add_rounded(old, delta, element: tl.constexpr):
     return (old + delta.to(element).to(tl.float32)).to(element)
 
 
-@triton.jit(do_not_specialize=["first_module", "num_tokens"])
+@triton.jit(do_not_specialize=["tiles", "weights", "first_module", "num_tokens"])
 def _lora_expand_rows_kernel(
     out,
     shrunk,

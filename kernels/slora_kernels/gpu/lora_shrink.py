@@ -28,7 +28,7 @@ _SMALL_TILE_TOKENS = 16
 TILE_TOKENS = 32
 
 
-@triton.jit(do_not_specialize=["group", "num_tokens", "num_decodes"])
+@triton.jit(do_not_specialize=["tiles", "group", "num_tokens", "num_decodes"])
 def _lora_shrink_kernel(
     x,
     pages,

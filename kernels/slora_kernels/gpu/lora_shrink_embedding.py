@@ -18,7 +18,7 @@ from slora_kernels.layout import SEGMENT_BYTES, LoraSite
 BLOCK_RANK = 32
 
 
-@triton.jit(do_not_specialize=["group"])
+@triton.jit(do_not_specialize=["token_ids", "tiles", "group"])
 def _lora_shrink_embedding_kernel(
     token_ids,
     pages,

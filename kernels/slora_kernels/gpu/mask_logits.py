@@ -14,7 +14,7 @@ from slora_kernels.gpu.launch import Launch
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mask_logits_kernel(
     logits, rows, masks, row_stride, mask_stride, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -46,7 +46,9 @@ def _measure_split(visible, BLOCK_N: tl.constexpr, MIN_SPLIT: tl.constexpr, MAX_
     return tl.maximum(share, MIN_SPLIT)
 
 
-@triton.jit(do_not_specialize=["layer", "num_splits"])
+@triton.jit(
+    do_not_specialize=["query_starts", "context_lens", "block_tables", "layer", "num_splits", "table_stride"]
+)
 def _paged_attention_decode_kernel(
     q,
     pages,
@@ -143,7 +145,7 @@ def _paged_attention_decode_kernel(
         tl.store(partial_sums + place * 2 + 1, total, mask=rows < GROUP)
 
 
-@triton.jit(do_not_specialize=["num_splits"])
+@triton.jit(do_not_specialize=["query_starts", "context_lens", "num_splits"])
 def _merge_splits_kernel(
     out,
     partial_values,

@@ -73,7 +73,16 @@ def _find_sequence(query_starts, num_sequences, tile, GROUP: tl.constexpr, BLOCK
     return low
 
 
-@triton.jit(do_not_specialize=["layer", "num_sequences"])
+@triton.jit(
+    do_not_specialize=[
+        "query_starts",
+        "context_lens",
+        "block_tables",
+        "layer",
+        "num_sequences",
+        "table_stride",
+    ]
+)
 def _paged_attention_prefill_kernel(
     q,
     pages,

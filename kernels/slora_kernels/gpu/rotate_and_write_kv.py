@@ -95,7 +95,7 @@ def _store_heads(
     tl.store(to_rest, c.to(element), mask=mask_rest)
 
 
-@triton.jit(do_not_specialize=["layer"])
+@triton.jit(do_not_specialize=["positions", "kv_slots", "layer"])
 def _rotate_and_write_kv_kernel(
     qkv,
     delta,

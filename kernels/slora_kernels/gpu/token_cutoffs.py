@@ -123,7 +123,7 @@ def _find_cutoff(
     return low, low_count, low_mass
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_k", "top_p", "min_p"])
 def _token_cutoffs_kernel(
     weights,
     top_k,

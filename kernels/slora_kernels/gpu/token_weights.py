@@ -22,7 +22,7 @@ SAMPLE_BLOCK = 256
 _BLOCK = 2048
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "temperature"])
 def _token_weights_kernel(
     logits,
     max_logits,

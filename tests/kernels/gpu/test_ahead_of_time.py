@@ -89,16 +89,20 @@ QUICK = (("sm_90", "bfloat16"),)
 THOROUGH = tuple((target, dtype) for target in SHARED_LIMITS for dtype in ("bfloat16", "float16", "float32"))
 
 
-def start_compiling(target: str, dtype: str, cache: Path, soak: bool) -> subprocess.Popen[bytes]:
+def make_environment(cache: Path) -> dict[str, str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     # The launcher states whether multiply-adds are fused. This variable must have no effect.
     environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "TRITON_DEFAULT_FP_FUSION": "0"}
     # The cache belongs to this checkout, because Triton's cache key is a kernel's text and line, not its file. A kernel
     # that another checkout compiled would name source files that may be gone. Loads could then not be assigned to
     # their tensors.
-    environment |= {"TRITON_CACHE_DIR": str(cache)}
+    return environment | {"TRITON_CACHE_DIR": str(cache)}
+
+
+def start_compiling(target: str, dtype: str, cache: Path, soak: bool) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-P", "-m", "slora_kernels.gpu.ahead_of_time", target, dtype]
     command += [] if soak else ["--without", LEFT_OUT]
+    environment = make_environment(cache)
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -134,6 +138,20 @@ def test_every_kernel_is_compiled_for_every_target_of_the_run(
 def test_shared_memory_fits_the_target(compiled: list[CompiledKernel]) -> None:
     for kernel in compiled:
         assert kernel.shared_bytes <= SHARED_LIMITS[kernel.target], kernel
+
+
+def test_a_step_of_other_sizes_compiles_nothing(
+    compiled: list[CompiledKernel], pytestconfig: pytest.Config
+) -> None:
+    """Compiling a kernel takes up to a second, in which all streams wait."""
+    environment = make_environment(pytestconfig.cache.mkdir("triton"))
+    command = [sys.executable, "-P", "-m", "tests.support.shifted_launches", *QUICK[0], LEFT_OUT]
+    printed = subprocess.run(
+        command, env=environment, check=True, capture_output=True, encoding="utf-8"
+    ).stdout
+    found = dict(line.split() for line in printed.splitlines())
+    assert len(found) > 12
+    assert [name for name, verdict in found.items() if verdict != "same"] == []
 
 
 def count_tolerated_spills(kernel: CompiledKernel) -> float:
