@@ -1,7 +1,7 @@
 """Load in real time on the engine itself: no HTTP, one loop that adds what is due and runs steps.
 
 `serving_cases`: S-LoRA's generator in its setting S1 (rank 8 on the four linears of attention, equally popular
-adapters) with 5 and 2,000 adapters. Saturated, the load runs until none of the last hundred steps had to be recorded,
+adapters) with 5 and 2,000 adapters. Saturated, the load runs until none of the last hundred steps had a new shape,
 so the figures are those of a full batch; the requests that are left at the end are aborted. Then 0.8 of the rate that
 was reached. Then 1,000 adapters of rank 16 on all linears, equally popular and by Zipf's law.
 `cold_cases`: 32 requests decode on 4 adapters that are in the pool. Every 50 ms another request comes, for an adapter
@@ -26,7 +26,7 @@ from slora.core.request import EngineRequest
 DEFAULT_SEQS = EngineConfig(Path("random")).max_num_seqs
 # Of the saturated rate of the same number of adapters.
 _CALM = 0.8
-# A load is steady when so many steps in a row have been replayed from recorded ones.
+# A load is steady when so many steps in a row had shapes that were recorded before.
 _STEADY_STEPS = 100
 # How many times as long a load may take if it waits for that.
 _MOST_WAITING = 3
@@ -122,7 +122,7 @@ def replay(
     known = {request.request_id: _Progress(asked) for request, asked in zip(requests, trace, strict=True)}
     position, now, start = 0, 0.0, time.perf_counter()
     earliest_s, window_s = start_s, end_s - start_s
-    num_recorded, num_steady = made.num_recorded, 0
+    num_delayed, num_steady = made.num_delayed, 0
     if waits:
         end_s = trace[-1].arrival_s
         start_s = end_s - window_s
@@ -140,8 +140,8 @@ def replay(
         outputs = engine.step()
         then = time.perf_counter() - start
         if waits:
-            num_steady = num_steady + 1 if made.num_recorded == num_recorded else 0
-            num_recorded = made.num_recorded
+            num_steady = num_steady + 1 if made.num_delayed == num_delayed else 0
+            num_delayed = made.num_delayed
             if num_steady >= _STEADY_STEPS and then >= earliest_s:
                 waits, start_s = False, min(start_s, then)
                 counted.start_s, end_s = start_s, start_s + window_s
@@ -208,7 +208,7 @@ def _saturate(scale: LoadScale, made: RandomEngine, num_adapters: int) -> Row:
     row = _count_loads(
         made, lambda: replay(made, trace, S1_KIND, start_s=0.4 * end_s, end_s=end_s, waits=True)
     )
-    return row | {"recorded": made.num_recorded}
+    return row | {"delayed": made.num_delayed}
 
 
 def _profile_saturated(scale: LoadScale, made: RandomEngine, num_adapters: int, listing: Path) -> Row:

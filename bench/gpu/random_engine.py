@@ -203,9 +203,9 @@ class RandomEngine:
         return self.engine.has_work or self.engine.num_unfinished > 0
 
     @property
-    def num_recorded(self) -> int:
-        """Step shapes that have been recorded."""
-        return self.engine.runner.num_recorded
+    def num_delayed(self) -> int:
+        """See `StepGraphs.num_delayed`."""
+        return self.engine.runner.num_delayed
 
     @property
     def token_bytes(self) -> int:

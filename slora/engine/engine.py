@@ -325,8 +325,8 @@ class Engine:
         seconds = now_s - max(step.started_s, self._waited_until_s)
         self._waited_until_s = now_s
         self.scheduler.advance_clock(now)
-        # The host records the next step while it should read the results of this one.
-        was_delayed = any(launched.running.was_recorded for launched in (step, *self._launched))
+        # The host launches or records the next step while it should read the results of this one.
+        was_delayed = any(launched.running.was_delayed for launched in (step, *self._launched))
         if is_timed and not was_delayed:
             self._learn(step, seconds)
         self._observer.count_step(plan, sampled, seconds, now)

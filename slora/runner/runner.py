@@ -109,8 +109,8 @@ class RunningStep:
     load_s: float = 0.0
     # Seconds for the scales and offsets of adapters that the step uses first.
     finish_s: float = 0.0
-    # Whether the step's shape was recorded first, which takes many times as long as the step.
-    was_recorded: bool = False
+    # Whether it was not replayed, because its shape was new. It then took many times as long as later ones.
+    was_delayed: bool = False
     events: list[torch.cuda.Event] = field(default_factory=list)
     finish_loads: Callable[[], None] | None = None
 
@@ -225,14 +225,14 @@ class Runner:
         step = RunningStep(finish_loads=self._group.finish_loads if plan.loads else None)
         with _transferring_pages():
             beside = self._transfer_pages(plan, step)
-        num_recorded = self.num_recorded
+        num_delayed = self.num_delayed
         try:
             computed = self._compute(plan, step)
         finally:
             # Load even after a failed computation, because the next slices of these adapters must follow these slices.
             with _transferring_pages():
                 self._load_in_parallel(beside, step)
-        step.was_recorded = self.num_recorded > num_recorded
+        step.was_delayed = self.num_delayed > num_delayed
         if computed is not None:
             step.read = self._sample_tokens(*computed)
         if self.device.type == "cuda":
@@ -393,9 +393,9 @@ class Runner:
             step.events.append(self.load_stream.copy(copy))
 
     @property
-    def num_recorded(self) -> int:
-        """Step shapes that have been recorded as CUDA graphs."""
-        return self._graphs.num_recorded if self._graphs is not None else 0
+    def num_delayed(self) -> int:
+        """See `StepGraphs.num_delayed`."""
+        return self._graphs.num_delayed if self._graphs is not None else 0
 
     def _forward(self, batch: StepBatch) -> Tensor:
         shape = self._graphs.find_shape(batch) if self._graphs is not None else None
@@ -415,7 +415,7 @@ class Runner:
             config,
             self.max_model_len,
             self.device,
-            capture_cuda(self.device),
+            capture_cuda(),
         )
 
     def _score(self, hidden: Tensor, first_row: int, sequence: Sequence) -> Tensor:

@@ -1,4 +1,4 @@
-"""CUDA graphs of steps: each step shape is recorded once and replayed for every step of that shape.
+"""CUDA graphs of steps: a step shape is recorded when it occurs again, and replayed for every later step of that shape.
 
 A step launches hundreds of kernels. The host needs more time to launch them than the GPU needs to run them. On an H200,
 a decode step of Llama-3.1-8B with adapters takes 37 ms without graphs and 9 ms with graphs.
@@ -6,6 +6,10 @@ a decode step of Llama-3.1-8B with adapters takes 37 ms without graphs and 9 ms 
 Before a replay, a step is padded to a recorded number of tokens and sequences and copied into static buffers. Padding
 tokens have a KV slot of -1. Padding sequences and padding LoRA tiles have no tokens. So padding touches no page, and no
 other token reads its results.
+
+Recording a step takes longer than launching it, and all streams wait meanwhile. Under a load of prompts, many shapes
+occur only once. The first step of a shape is therefore launched without recording it, on the buffers of its graph. It
+also compiles kernels and initializes libraries, which can't be recorded.
 
 Adapters do not need graphs of their own. The adapters of a step are named by buffers and slot tables on the device, so
 another adapter in a slot changes no launch argument. Three numbers change the launches: the rank, rounded up to a power
@@ -47,6 +51,8 @@ _TOKENS_PER_TILE = 16
 # recording it delays the step for all tenants. A graph is never replaced, because a workload with more shapes than
 # graphs would then record all the time.
 _MAX_GRAPHS = 256
+# Maximum number of shapes that are known to have occurred once.
+_MAX_SEEN = 4096
 # Graphs of steps with composed requests are recorded only while there are fewer graphs than this. Otherwise
 # compositions of many ranks could leave no graphs for steps without composed requests.
 _MAX_GRAPHS_BEFORE_COMPOSED = 64
@@ -81,10 +87,12 @@ class StepShape:
 
 
 class StepGraphs:
-    """Captures a graph for each step shape on first use, and replays it afterwards.
+    """Captures a graph for each step shape on its second use, and replays it afterwards.
+
+    num_delayed: steps so far that were launched kernel by kernel or recorded, although their shape can be replayed.
 
     forward: the model's forward pass, which returns hidden states [B', H].
-    capture: runs a function once, and returns a function that replays its work on the same tensors.
+    capture: records the work of a function, and returns a function that does this work on the same tensors.
     config: has the maximum numbers of sequences in a step and of layers of LoRA work.
     max_context_len: maximum number of tokens in a sequence. It sets the width of the block tables.
     """
@@ -104,11 +112,9 @@ class StepGraphs:
         self._sequence_counts = [*(count for count in _SEQUENCES if count < max_rows), max_rows]
         self._max_context = max_context_len
         self._buffers = _make_buffers(max_rows, num_blocks, config.max_composed_adapters, device)
+        self._seen: set[StepShape] = set()
         self._replays: dict[StepShape, Work] = {}
-
-    @property
-    def num_recorded(self) -> int:
-        return len(self._replays)
+        self.num_delayed = 0
 
     def find_shape(self, batch: StepBatch) -> StepShape | None:
         """The shape of a step that can be replayed.
@@ -146,22 +152,22 @@ class StepGraphs:
         static = _cut(self._buffers, shape)
         _fill(static, batch, shape)
         if shape not in self._replays:
+            self.num_delayed += 1
+            if shape not in self._seen:
+                hidden = self._forward(static)
+                if len(self._seen) >= _MAX_SEEN:
+                    self._seen.clear()
+                self._seen.add(shape)
+                return hidden[: len(batch.output_rows)]
             self._replays[shape] = self._capture(lambda: self._forward(static))
         return self._replays[shape]()[: len(batch.output_rows)]
 
 
-def capture_cuda(device: torch.device) -> Callable[[Work], Work]:
+def capture_cuda() -> Callable[[Work], Work]:
     """Returns a capture function whose graphs share one memory pool. A replay overwrites earlier results."""
     pool = torch.cuda.graph_pool_handle()
 
     def capture(work: Work) -> Work:
-        # The warm-up run compiles kernels and initializes libraries, which can't be captured. The first replay
-        # overwrites what the warm-up wrote.
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            work()
-        torch.cuda.current_stream(device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads page-lock memory during the capture. With this mode, their calls do not invalidate the capture.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

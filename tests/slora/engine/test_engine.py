@@ -216,17 +216,17 @@ def test_costs_are_learned_from_steps_and_reported(kit: ModelKit, monkeypatch: p
     assert costs.load_byte_s == engine.stats().load_paces.pool != spoilt.load_byte_s
 
 
-def test_steps_that_are_recorded_first_teach_no_costs(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording takes many times as long as the step, so prompts of other tenants got few tokens in each step."""
+def test_steps_of_new_shapes_teach_no_costs(kit: ModelKit, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take many times as long as later ones, so prompts of other tenants got few tokens in each step."""
     monkeypatch.setattr(Runner, "measure_costs", lambda runner: COSTS)
     monkeypatch.setattr("slora.runner.learned_costs._FIT_EVERY_S", 0.0)
-    recorded = itertools.count()
-    monkeypatch.setattr(Runner, "num_recorded", property(lambda runner: next(recorded)))
+    delayed = itertools.count()
+    monkeypatch.setattr(Runner, "num_delayed", property(lambda runner: next(delayed)))
     engine, _ = start_engine(kit, 100, costs=None, kernels="torch")
     before = engine.stats().costs
     drive(engine, [[ask([1])]])
     assert engine.stats().costs == before
-    monkeypatch.setattr(Runner, "num_recorded", 3)
+    monkeypatch.setattr(Runner, "num_delayed", 3)
     drive(engine, [[ask([2])]])
     assert engine.stats().costs != before
 
