@@ -42,6 +42,7 @@ from slora.sampling.sampling_table import SamplingTable
 from slora.sampling.token_masks import TokenMasks
 from slora.scheduler.sequence import Sequence
 from slora.scheduler.step_plan import Chunk, SampledToken, StepPlan
+from slora_kernels.batch import LoraTiles
 from slora_kernels.host_copies import upload
 from slora_kernels.machine_limits import machine_limits
 from slora_kernels.torch.lora_matmuls import read_rows
@@ -96,6 +97,10 @@ def split_loads(plan: StepPlan) -> tuple[list[AdapterLoad], list[AdapterLoad]]:
 # The results of one step: one token for each of the chunks' `sampled_sequences`.
 ReadTokens = Callable[[], list[SampledToken]]
 _DEFERRED = SampledToken(None, is_deferred=True)
+
+
+# The greatest total rank of a linear group decides how many programs a kernel has, but not its machine code.
+_MIN_RANK = 16
 
 
 @dataclass(slots=True)
@@ -160,6 +165,8 @@ class Runner:
         self._last_arrays: StepArrays | None = None
         self.load_stream = LoadStream(self.device) if self.device.type == "cuda" else None
         self._run_largest_step(budget, config.max_num_seqs)
+        if self.kernels.name == "triton" and self.device.type == "cuda":
+            self.compile_lora(budget)
         num_pages = self._num_pages(config)
         # Each rank has as many host pages.
         free_bytes = machine_limits().free_memory_bytes() // group.collectives.size
@@ -470,6 +477,32 @@ class Runner:
             plan.chunks.append(chunk._replace(samples=number < num_rows))
         self.memory.pages.zero_()
         self.run(plan)
+
+    @torch.inference_mode()
+    def compile_lora(self, num_tokens: int) -> None:
+        """Runs steps whose rows belong to a slot without an adapter. Their kernels are those of all adapters.
+
+        Otherwise, all streams would wait for the compiler when the first request with an adapter comes. The steps are
+        one of decode rows, one of decode rows and a prompt, and one of `num_tokens` tokens. One device only.
+        """
+        if self._group.collectives.size > 1:
+            return
+        limits = self.kernels.tile_limits
+        chunk = limits.tokens
+        decode = limits.decode_tokens or chunk
+        rows = [0, 0, decode]
+        for count in sorted({decode, decode + chunk, max(num_tokens, decode + chunk)}):
+            tiles = [rows, [0, decode, chunk]] if count > decode else [rows]
+            plan = StepPlan(chunks=[_scratch_chunk(self.memory)] * count)
+            lora = LoraTiles(
+                torch.tensor(tiles, dtype=torch.int32, device=self.device),
+                torch.ones(len(tiles), device=self.device),
+                max_group_rank=_MIN_RANK,
+                max_tokens=max(decode, tiles[-1][2]),
+                num_decodes=1 if limits.decode_tokens else 0,
+            )
+            batch = replace(StepBatch.build(plan, self.memory, limits), lora=(lora,))
+            self.decoder.forward(batch, self.memory, self.kernels)
 
 
 def _scratch_chunk(memory: DeviceMemory) -> Chunk:

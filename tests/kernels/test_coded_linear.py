@@ -168,6 +168,8 @@ def test_a_row_is_the_same_bits_alone_and_among_any_number(
 
     The Triton kernel has other sums in blocks of other sizes.
     """
+    if device == "cuda" and kernels.name == "torch":
+        pytest.skip("the GPU's matrix library chooses its kernels by the size of the batch")
     _, width, group, rows = shape
     weight = make_coded(
         rows, width, group, table, scale_dtype=torch.float16, has_minimums=has_minimums, device=device

@@ -218,6 +218,28 @@ def test_a_padded_step_with_prompt_chunks_computes_the_same(bench: Bench) -> Non
     check_replay(bench, batch, recorded=others)
 
 
+def find_lora_code(launches: list[Launch]) -> set[object]:
+    """What decides the machine code of the launches of LoRA kernels, but for the properties of their arguments."""
+    return {
+        (launch.kernel.__name__, *launch.constants.items(), launch.num_warps, launch.num_stages)
+        for launch in launches
+        if "lora" in launch.kernel.__name__
+    }
+
+
+@torch.inference_mode()
+def test_the_first_adapters_find_their_kernels_compiled(bench: Bench) -> None:
+    decoding = bench.decode(["odd_rank", "patterns"], 15)
+    mixed = mix(bench, ["some_layers", "r8_on_q_and_v"], 18)
+    bench.runner.kernels = bench.kernels
+    bench.runner.compile_lora(0)
+    compiled = find_lora_code(bench.launches)
+    for batch in (decoding, mixed):
+        bench.launches.clear()
+        bench.replay(batch)
+        assert find_lora_code(bench.launches) <= compiled and find_lora_code(bench.launches)
+
+
 @torch.inference_mode()
 def test_a_shape_is_recorded_when_it_occurs_again(bench: Bench) -> None:
     batch = bench.decode(["patterns", None], 15)

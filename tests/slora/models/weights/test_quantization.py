@@ -120,7 +120,8 @@ def test_answers_are_those_of_the_rounded_weights_with_and_without_adapters(
         return {name: numbers.float() * scales}
 
     rewrite(kit.directory, tmp_path / "exact", dequantize)
-    if form == "int8":
+    # On a GPU, the head stays as it is.
+    if form == "int8" and kernels != "triton":
         round_head(tmp_path / "exact")
     work = answer(kit, kit.directory, quantization=form, kernels=kernels)
     verdict = judge(kit, tmp_path / "exact", work)
