@@ -136,8 +136,7 @@ class _Bench:
         num_blocks = -(-self._context_tokens // self._block_tokens)
         wanted = self._num_rows * (num_blocks + memory.num_state_pages)
         self._num_scratch = min(len(memory.pages), wanted, max(2, 4 * _COPY_BYTES // memory.full_page_bytes))
-        # On a GPU, the first run of each kind of step compiles its kernels, so at least one more run is timed.
-        # On a GPU, the second run of a step may be recorded, so the third is the first one that is replayed.
+        # On a GPU, the first run of each kind of step compiles its kernels, and the second one may be recorded.
         self._fewest_runs = 1 if memory.device.type == "cpu" else 3
         self.clear()
 

@@ -3,6 +3,7 @@
 import gc
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +18,10 @@ from slora.models.step_batch import StepBatch
 from slora.runner.step_graphs import StepGraphs, Work
 from slora_kernels.gpu.launch import Launch
 from slora_kernels.gpu.triton_kernels import TritonKernels
-from tests.support.driving import make_engine, make_source
-from tests.support.model_kit import ModelKit
+from tests.support.driving import make_engine, make_source, start_engine
+from tests.support.model_kit import ModelKit, make_kit
 from tests.support.poison import poison
+from tests.support.tiny_models import few_layers
 
 # Padding rows of a batch hold whatever was in memory, and the interpreter warns when it computes them.
 pytestmark = [
@@ -238,6 +240,18 @@ def test_the_first_adapters_find_their_kernels_compiled(bench: Bench) -> None:
         bench.launches.clear()
         bench.replay(batch)
         assert find_lora_code(bench.launches) <= compiled and find_lora_code(bench.launches)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "model",
+    ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "gpt2", "qwen3_5_text", "bamba"],
+)
+def test_kernels_of_adapters_are_compiled_for_every_kind_of_model(tmp_path: Path, model: str) -> None:
+    kit = make_kit(tmp_path, model, {}, **few_layers(model, soak=False))
+    engine, _ = start_engine(kit, 20, kernels="triton", max_num_seqs=4, max_model_len=64)
+    engine.runner.compile_lora(0)
+    engine.check_invariants()
 
 
 @torch.inference_mode()
