@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from slora import LLM
+from slora.runner.runner import Runner
 from tests.slora.engine.test_adapter_features import FEATURES
 from tests.slora.engine.test_adapter_features import MODELS as MODELS_WITH_FEATURES
 from tests.slora.engine.test_parity import (
@@ -30,6 +31,12 @@ from tests.support.tiny_models import MODELS, OTHER_MODELS, RECURRENT_MODELS, fe
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 ON_GPU = {"device": "cuda", "kernels": "triton"}
+
+
+@pytest.fixture
+def compiled_on_demand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaves out kernels that the test does not use. Compiling them takes longer than most of these tests."""
+    monkeypatch.setattr(Runner, "compile_lora", lambda runner, num_tokens: None)
 
 
 def serve(kit: ModelKit, work: Work, num_pages: int, dtype: str, **settings: int) -> tuple[LLM, list[Answer]]:
@@ -67,6 +74,7 @@ def test_parity_holds_in_chunks_and_under_preemption(kits: Kits, model: str) -> 
     assert verdict.equal, verdict
 
 
+@pytest.mark.usefixtures("compiled_on_demand")
 @pytest.mark.parametrize(
     ("feature", "model"),
     [(feature, model) for feature, models in MODELS_WITH_FEATURES.items() for model in models],
@@ -85,6 +93,7 @@ def test_adapters_with_parts_of_their_own_answer_as_peft_does(
     assert verdict.equal, verdict
 
 
+@pytest.mark.usefixtures("compiled_on_demand")
 @pytest.mark.parametrize("model", [*OTHER_MODELS, *RECURRENT_MODELS])
 def test_transformers_classes_answer_as_peft_does(
     tmp_path: Path, report: Callable[[str], None], model: str
