@@ -233,7 +233,7 @@ def find_lora_code(launches: list[Launch]) -> set[object]:
 def test_the_first_adapters_find_their_kernels_compiled(bench: Bench) -> None:
     decoding = bench.decode(["odd_rank", "patterns"], 15)
     mixed = mix(bench, ["some_layers", "r8_on_q_and_v"], 18)
-    bench.runner.kernels = bench.kernels
+    bench.runner.kernels = bench.kernels = TritonKernels(bench.launches.append)
     bench.runner.compile_lora(0)
     compiled = find_lora_code(bench.launches)
     for batch in (decoding, mixed):
@@ -242,16 +242,18 @@ def test_the_first_adapters_find_their_kernels_compiled(bench: Bench) -> None:
         assert find_lora_code(bench.launches) <= compiled and find_lora_code(bench.launches)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
-    "model",
-    ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss", "llama4_text", "gpt2", "qwen3_5_text", "bamba"],
+    "model", ["mixtral", "deepseek_v3", "gpt_oss", "llama4_text", "gpt2", "qwen3_5_text", "bamba", "gemma2"]
 )
 def test_kernels_of_adapters_are_compiled_for_every_kind_of_model(tmp_path: Path, model: str) -> None:
+    """The launches are only listed. Whatever is in the memory of their results is then computed with."""
     kit = make_kit(tmp_path, model, {}, **few_layers(model, soak=False))
-    engine, _ = start_engine(kit, 20, kernels="triton", max_num_seqs=4, max_model_len=64)
+    engine, _ = start_engine(kit, 20, kernels="torch", max_num_seqs=4, max_model_len=64)
+    launches: list[Launch] = []
+    engine.runner.kernels = TritonKernels(launches.append)
     engine.runner.compile_lora(0)
-    engine.check_invariants()
+    names = {launch.kernel.__name__ for launch in launches}
+    assert {"_lora_shrink_kernel", "_lora_expand_rows_kernel", "_lora_expand_kernel"} <= names
 
 
 @torch.inference_mode()
