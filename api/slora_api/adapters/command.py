@@ -112,7 +112,7 @@ _COLUMNS = {
 }
 
 
-def _describe_push(pushed: dict[str, Any]) -> str:
+def describe_push(pushed: dict[str, Any]) -> str:
     """Returns a text about the pushed version, its certificate, and how to call the adapter."""
     found, change = pushed["certificate"], pushed["certificate"]["logprob_change"]
     state = "new version" if pushed["new_version"] else "already the newest version"
@@ -301,7 +301,7 @@ def push(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print_json(pushed)
         return
-    print(_describe_push(pushed))
+    print(describe_push(pushed))
     if pushed["source"] is not None:
         print(f"The adapter was downloaded from {pushed['source']}.")
 

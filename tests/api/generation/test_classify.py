@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slora.core.request import EngineRequest, FinishReason, PoolingKind, TokenDelta
-from slora_api.adapters.command import _describe_push
+from slora_api.adapters.command import describe_push
 from tests.adapters.hand_made import SHAPE, make_config, make_members, make_tensors
 from tests.api.platform import Platform, post, running_platform
 from tests.api.scripted_engine import ScriptedEngine
@@ -48,7 +48,7 @@ def test_texts_are_classified_with_the_names_of_their_labels(platform: Platform,
     made = add(platform, key, "mail", 3, NAMED).json()
     assert "config.json (labels)" in made["certificate"]["uses"], made
     assert "a head for 3 labels" in made["certificate"]["uses"]
-    assert _describe_push(made).endswith('Call /v1/classify with model="mail".')
+    assert describe_push(made).endswith('Call /v1/classify with model="mail".')
     answer = post(platform, key, CLASSIFY, {"model": "mail", "input": ["011", "222"]}).json()
     assert answer["id"].startswith("classify-") and (answer["object"], answer["model"]) == ("list", "mail")
     assert answer["usage"] == {
@@ -90,7 +90,7 @@ def test_config_json_decides_on_labels_and_activation(
 
 
 def test_a_head_of_one_label_scores_pairs(platform: Platform, key: str) -> None:
-    pushed = _describe_push(add(platform, key, "judge", 1).json())
+    pushed = describe_push(add(platform, key, "judge", 1).json())
     assert pushed.endswith('Call /v1/score, /v1/rerank or /v1/classify with model="judge".')
     body = {"model": "judge", "text_1": "0|", "text_2": ["1", "1111"]}
     made = post(platform, key, "/v1/score", body).json()
