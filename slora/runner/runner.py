@@ -99,10 +99,6 @@ ReadTokens = Callable[[], list[SampledToken]]
 _DEFERRED = SampledToken(None, is_deferred=True)
 
 
-# The greatest total rank of a linear group decides how many programs a kernel has, but not its machine code.
-_MIN_RANK = 16
-
-
 @dataclass(slots=True)
 class RunningStep:
     """A launched step, which the device may still compute."""
@@ -480,16 +476,16 @@ class Runner:
 
     @torch.inference_mode()
     def compile_lora(self, num_tokens: int) -> None:
-        """Runs steps whose rows belong to a slot without an adapter. Their kernels are those of all adapters.
+        """Runs steps whose rows belong to a slot without an adapter. Their kernels are those of all adapters, unless
+        `slora_kernels.gpu.lora_sizes` has other sizes for higher ranks.
 
         Otherwise, all streams would wait for the compiler when the first request with an adapter comes. The steps are
         one of decode rows, one of decode rows and a prompt, and one of `num_tokens` tokens. One device only.
         """
-        if self._group.collectives.size > 1:
-            return
         limits = self.kernels.tile_limits
-        chunk = limits.tokens
-        decode = limits.decode_tokens or chunk
+        decode, chunk = limits.decode_tokens, limits.tokens
+        if self._group.collectives.size > 1 or decode is None:
+            return
         rows = [0, 0, decode]
         for count in sorted({decode, decode + chunk, max(num_tokens, decode + chunk)}):
             tiles = [rows, [0, decode, chunk]] if count > decode else [rows]
@@ -497,9 +493,9 @@ class Runner:
             lora = LoraTiles(
                 torch.tensor(tiles, dtype=torch.int32, device=self.device),
                 torch.ones(len(tiles), device=self.device),
-                max_group_rank=_MIN_RANK,
-                max_tokens=max(decode, tiles[-1][2]),
-                num_decodes=1 if limits.decode_tokens else 0,
+                max_group_rank=1,
+                max_tokens=max(size for _, _, size in tiles),
+                num_decodes=1,
             )
             batch = replace(StepBatch.build(plan, self.memory, limits), lora=(lora,))
             self.decoder.forward(batch, self.memory, self.kernels)

@@ -173,7 +173,7 @@ class PackingPlan:
 
     def find_destinations(self, tensor: Factor) -> "Sequence[_Destination | _RowDestination]":
         """Returns where a tensor of two dimensions is written."""
-        return self._destinations[tensor.name]
+        return self._destinations.get(tensor.name, ())
 
     def _place_pair(self, site: LoraSite, module_id: ModuleId, width: int, pair: LoraPair[Any]) -> None:
         self._paths |= {pair.a.name: pair.path, pair.b.name: pair.path}
